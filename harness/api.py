@@ -202,13 +202,13 @@ def examine(
     with ExitStack() as stack:
         if timeout is None:
             backend = _load(candidate, kernel_options)
-            prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,))
+            prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,), fits_pages=True)
             clocks = TimingCheck(torch.device(prepared.plan.device), prepared.plan.timing)
             examiner: Examiner | Supervisor = Examiner(prepared.plan, prepared.environment, clocks)
         else:
             ref, pool = _apart(candidate, kernel_options, timeout)
             stack.enter_context(pool)
-            prepared = prepare_run(selection, (ref,), settings, pool=pool)
+            prepared = prepare_run(selection, (ref,), settings, pool=pool, fits_pages=True)
             examiner = Supervisor(prepared.plan, prepared.backends, pool, prepared.environment)
         infos = [each.info for each in prepared.backends]
         header = make_header(prepared.selection, prepared.plan, infos, prepared.environment, notes=prepared.notes)

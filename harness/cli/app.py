@@ -20,7 +20,23 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError, WriteError
-from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
+from attncheck.harness.cli import (
+    audit,
+    compare,
+    doctor,
+    expect,
+    fuzz,
+    list_names,
+    mutants,
+    new,
+    recommend,
+    record,
+    report,
+    run,
+    show,
+    shrink,
+    warm,
+)
 from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.output import drop_stdout, say
 from attncheck.harness.cli.usage import HELP, usage_error_in_words
@@ -164,6 +180,8 @@ def attncheck_command(
 
 
 app.command("run")(with_exit_code(run.run))
+app.command("fuzz")(with_exit_code(fuzz.fuzz))
+app.command("shrink")(with_exit_code(shrink.shrink))
 app.command("warm")(with_exit_code(warm.warm))
 app.command("show")(with_exit_code(show.show))
 app.command("list")(with_exit_code(list_names.list_names))
@@ -172,7 +190,10 @@ app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))
 app.command("merge")(with_exit_code(merge))
 app.command("expect")(with_exit_code(expect.expect))
+app.command("audit")(with_exit_code(audit.audit))
 app.command("recommend")(with_exit_code(recommend.recommend))
+app.command("record")(with_exit_code(record.record))
+app.command("mutants")(with_exit_code(mutants.mutants))
 app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)

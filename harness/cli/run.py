@@ -101,6 +101,7 @@ def run(
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder, newest_run
     from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_ray, read_size
+    from attncheck.harness.run.expectation_file import expectation_file
     from attncheck.harness.run.patterns import choose_checks, split_commas
     from attncheck.harness.run.sharding import read_shard
 
@@ -139,7 +140,7 @@ def run(
         folder=None if no_output else folder,
         keep=config.keep,
         maxfail=1 if exitfirst else maxfail,
-        expect=expect or config.expect,
+        expect=expectation_file(expect) if expect else config.expect,
         dump=dump,
         in_process=in_process,
         jobs=read_jobs(jobs),
@@ -246,6 +247,8 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
 def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
     """Refuse a run that examined nothing, or, ``by_name``, nothing of one of its backends or providers.
 
+    Of a family that was asked for as a whole, single backends may have had nothing to answer.
+
     A case that was refused as declared (``refusals``) counts as examined only where no other check was asked for.
 
     Raises:
@@ -256,7 +259,10 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
 
     only_refusals = header.checks == ("refusals",)
     summary = summarise([record for record in records if only_refusals or record.check != "refusals"])
+    of_family = {each.name for each in header.surveyed}
     for backend in header.backends if by_name else ():
+        if backend.name in of_family:
+            continue
         tally = summary.by_backend.get(backend.name)
         if tally is None or not tally.examined:
             gap = next((gap for gap in summary.gaps if gap.backend == backend.name), None)

@@ -32,8 +32,8 @@ Providers = Annotated[
     typer.Option(
         "--provider",
         metavar="REF",
-        help="A provider of metadata utilities: vllm, a module, or file.py. May be repeated. Without a backend, no "
-        "backend is examined.",
+        help="A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. May be repeated. Without a "
+        "backend, no backend is examined.",
     ),
 ]
 Functions = Annotated[
@@ -154,7 +154,12 @@ ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the 
 MaxFail = Annotated[
     int | None, typer.Option("--maxfail", min=1, metavar="N", help="Stop when N records have fallen short.")
 ]
-Expect = Annotated[Path | None, typer.Option("--expect", metavar="FILE", help="Expected failures, as YAML.")]
+Expect = Annotated[
+    Path | None,
+    typer.Option(
+        "--expect", metavar="FILE", help="Expected failures: a YAML file, or the name of one of attncheck's own."
+    ),
+]
 Dump = Annotated[
     Path | None,
     typer.Option("--dump", metavar="DIR", help="Write the tensors of each failing case into this folder."),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.errors import ClusterError, WriteError
 from attncheck.harness.cli.executors import Processes, case_examiner, open_processes, open_providers
+from attncheck.harness.cli.families import survey_notes, with_families
 from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.resuming import found_in, read_part
 from attncheck.harness.cli.run_files import make_dump_folder, open_run
@@ -24,7 +25,7 @@ from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.worker_process import WorkerProcess
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def execute_run(
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
     selection = options.select()
+    options, surveyed = with_families(options, selection)
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
@@ -94,9 +96,10 @@ def execute_run(
             rounds=rounds,
             shard=options.shard,
             truths=truths_folder() if options.cache else None,
+            until_failure=options.until_failure,
         )
         apart = None if options.in_process else processes
-        finished = _execute(options, selection, settings, apart, providers, begin, see)
+        finished = _execute(options, selection, settings, apart, providers, begin, see, surveyed)
         if finished.ended_by is not None:
             processes.close(at_once=True)
         if end is not None:
@@ -112,6 +115,7 @@ def _execute(
     providers: "ProviderExaminer | InProcessProviders | None",
     begin: Callable[[RunHeader], None],
     see: Callable[[Record], None] | None,
+    surveyed: Sequence[SurveyedBackend],
 ) -> FinishedRun:
     from attncheck.harness.cli.progress import Tally, progress_for
     from attncheck.harness.run.outcomes import Circumstances
@@ -119,15 +123,24 @@ def _execute(
     from attncheck.harness.run.timing_rounds import count_questions
 
     chooser = providers.chooser if providers is not None and options.backend_refs is None else None
-    prepared = prepare_run(selection, options.backend_refs, settings, pool=processes, chooser=chooser)
+    fits_pages = options.ray is None  # nodes that have described a backend take no other suites
+    prepared = prepare_run(
+        selection,
+        options.backend_refs,
+        settings,
+        pool=processes,
+        chooser=chooser,
+        fits_pages=fits_pages,
+        keeps_unavailable=bool(surveyed),
+    )
     plan, environment = prepared.plan, prepared.environment
     functions = None if providers is None else providers.plan(plan.cases, plan.device)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and processes is None else ()
-    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
+    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *survey_notes(surveyed), *options.notes)
     asked = (prepared.selection, plan, infos, environment)
-    header = make_header(*asked, expect=options.expect, command=options.command, notes=notes)
+    header = make_header(*asked, expect=options.expect, command=options.command, notes=notes, surveyed=surveyed)
     if functions is not None:
         from attncheck.harness.providers.records import header_with_providers
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -104,8 +104,9 @@ class RunOptions:
     Empty: the option was not given, and its default counts. ``checks``, ``skip``: names, with patterns resolved.
     ``keys``: only these ``suite/id``, where there are any; ``first``: these before the others. ``folder``: where a run
     file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``ray``: the cluster
-    that examines the cases; None: this machine does. ``color``: the progress may have colours. ``notes``, ``command``:
-    where options are from, and what was typed, for the run file.
+    that examines the cases; None: this machine does. ``until_failure``: each check of a backend is made until it falls
+    short, or all are until one does, where this process examines. ``color``: the progress may have colours. ``notes``,
+    ``command``: where options are from, and what was typed, for the run file.
 
     Raises:
         SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
@@ -139,6 +140,7 @@ class RunOptions:
     folder: Path | None = None
     keep: int = KEEP
     maxfail: int | None = None
+    until_failure: Literal["", "check", "backend"] = ""
     expect: Path | None = None
     dump: Path | None = None
     in_process: bool = False

@@ -2,7 +2,7 @@
 
 from dataclasses import MISSING, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,6 +41,8 @@ def show(
 
     found = _find(case, suite or [], settings or [])
     if as_yaml:
+        from attncheck.cases.yaml_text import case_yaml
+
         typer.echo(case_yaml(found[0]), nl=False)
     else:
         typer.echo("\n".join(case_lines(found[0], terminal_width())))
@@ -77,6 +79,7 @@ def case_lines(case: "Case", width: int) -> list[str]:
         "cache": _fields(case.cache) if case.layer.has_cache else "none",
         "path": " ".join(part for part in (path.name, _fields(path.options) if path.options else "") if part),
         "padding": _fields(case.batch.padding),
+        "table": _fields(case.batch.block_table),
         "inputs": ", ".join(case.inputs or ()),
         "needs": ", ".join(needs_of(case.layer, case.cache, case.batch, frozenset())),
         "checks": ", ".join(checks_of(case, None)),
@@ -144,35 +147,3 @@ def _masks(case: "Case", width: int) -> list[str]:
         lines += ["", *draw_mask(case.layer, path, request, width)]
     left_out = len(different) - len(drawn)
     return [*lines, *(["", f"not drawn: {plural(left_out, 'more mask')}"] if left_out else [])]
-
-
-def case_yaml(case: "Case") -> str:
-    """Return a case file that asks the same as ``case``, with every field that is not at its default."""
-    import yaml
-
-    from attncheck.cases.model import question
-
-    asked = question(case)
-    path: Any = asked.get("path", {}).get("name")
-    if path is not None and "options" in asked["path"]:
-        path = {path: asked["path"]["options"]}
-    batch: Any = asked["requests"]
-    if "padding" in asked:
-        batch = {"requests": batch, "padding": asked["padding"]}
-    tolerance = case.tolerance and {"factor": case.tolerance.factor, "reason": case.tolerance.reason}
-    entry = {
-        "id": case.id,
-        "description": case.description,
-        "layer": asked["layer"],
-        "cache": asked.get("cache"),
-        "path": path,
-        "batch": batch,
-        "checks": list(case.checks or ()),
-        "tolerance": tolerance,
-    }
-    if case.inputs is not None:
-        entry["inputs"] = list(case.inputs)
-    written = {key: value for key, value in entry.items() if value not in (None, "", []) or key == "inputs"}
-    document = {"suite": case.suite, "cases": [written]}
-    text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
-    return text

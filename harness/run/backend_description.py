@@ -33,7 +33,8 @@ class BackendDescription(BaseModel):
     """A backend's own words. ``unavailable_reasons``: why it cannot run on the run's device here; empty: it can.
 
     Not ``is_loaded``: it could not be, for these reasons or by this ``failure``, and nothing can be asked of it.
-    ``default_suite``: what it is asked where the user names no suite.
+    ``default_suite``: what it is asked where the user names no suite. ``page_sizes``: the page sizes that it takes.
+    ``page_multiples``: those of which it takes every multiple. ``layouts``: those of its cache. Empty: unknown.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
@@ -42,6 +43,9 @@ class BackendDescription(BaseModel):
     is_loaded: bool = True
     is_mla: bool = False
     default_suite: str = "smoke"
+    page_sizes: tuple[int, ...] = ()
+    page_multiples: tuple[int, ...] = ()
+    layouts: tuple[str, ...] = ()
     unavailable_reasons: tuple[str, ...] = ()
     failure: ProcessEnd | LoadError | None = None
 

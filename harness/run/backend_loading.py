@@ -2,11 +2,13 @@
 
 import os
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 
 from attncheck.backends import registry
+from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import import_checks
 from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
@@ -47,6 +49,7 @@ def describe_backend(backend: LoadedBackend | UnavailableBackend, device: str) -
     if isinstance(backend, UnavailableBackend):
         return unloadable(backend.name, backend.ref, backend.reasons, backend.version)
     declared = backend.backend
+    page_sizes, page_multiples, layouts = _pages_of(backend)
     info = BackendInfo(
         name=backend.name,
         ref=backend.ref,
@@ -59,8 +62,22 @@ def describe_backend(backend: LoadedBackend | UnavailableBackend, device: str) -
         info=info,
         is_mla=is_mla(backend),
         default_suite=default_suite(backend, device),
+        page_sizes=page_sizes,
+        page_multiples=page_multiples,
+        layouts=layouts,
         unavailable_reasons=unavailable_reasons(backend, device),
     )
+
+
+def _pages_of(backend: LoadedBackend) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+    """Return page sizes, sizes of which each multiple is taken, and layouts; none where the declarations are broken."""
+    try:
+        declared = call_backend("declaration", lambda: list(backend.backend.get_supported_kernel_block_sizes()))
+        layouts = call_backend("declaration", lambda: tuple(map(str, backend.backend.supported_layouts)))
+    except StageError:
+        return (), (), ()
+    sizes = tuple(size for size in declared if isinstance(size, int))
+    return sizes, tuple(size.base for size in declared if isinstance(size, MultipleOf)), layouts
 
 
 def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
@@ -70,6 +87,24 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
     """
     try:
         return declared_reasons(lambda: backend.backend.unavailable_reasons(device))
+    except StageError:
+        return ()
+
+
+def reasons_against(
+    backend: LoadedBackend | UnavailableBackend, device: str, cases: Iterable[Case]
+) -> tuple[tuple[str, ...], ...]:
+    """Return why the backend does not answer each case on ``device``; empty: it does, or a declaration raises."""
+    return tuple(_reasons_against(backend, device, case) for case in cases)
+
+
+def _reasons_against(backend: LoadedBackend | UnavailableBackend, device: str, case: Case) -> tuple[str, ...]:
+    if isinstance(backend, UnavailableBackend):
+        return backend.reasons
+    cls, asked = backend.backend, (case.layer, case.cache, case.batch)
+    try:
+        absent = declared_reasons(lambda: cls.unavailable_case_reasons(device, *asked))
+        return absent or declared_reasons(lambda: cls.unsupported_reasons(*asked))
     except StageError:
         return ()
 

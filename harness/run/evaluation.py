@@ -36,10 +36,11 @@ from attncheck.harness.run.selection import unanswered_reasons
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
+    from attncheck.harness.checks.builder.alone import BuilderChecks
     from attncheck.harness.checks.functions.check import FunctionChecks
     from attncheck.harness.checks.timing.check import TimingCheck
 
@@ -93,11 +94,19 @@ class Examiner:
 
     def run(self) -> Generator[Record, None, None]:
         """Every record, grouped by case, then by backend."""
+        over: set[tuple[str, str]] = set()
         for case in self.plan.cases:
             for backend in self.plan.backends:
                 left = self.plan.checks_left(backend.ref, case)
+                left = tuple(check for check in left if not over & {(backend.ref, check), (backend.ref, "")})
                 if left and self.plan.includes(backend.ref, case) and self.plan.is_in_shard(case):
-                    yield from self.examine(case, backend, left)
+                    for record in self.records(case, backend, checks=left):
+                        yield record
+                        if self.plan.until_failure and record.outcome in FALLEN_SHORT:
+                            is_over = self.plan.until_failure == "backend"
+                            over.add((backend.ref, "" if is_over else record.check))
+                            if is_over:
+                                break
 
     def examine(
         self, case: Case, backend: LoadedBackend | UnavailableBackend, checks: tuple[str, ...] | None = None
@@ -150,7 +159,10 @@ class Examiner:
         begin("declarations")
         try:
             absent = self._unavailable(cls, case)
-            reasons = declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
+            # Of a class that cannot run here, a declaration may raise for the same reason.
+            reasons = (
+                () if absent else declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
+            )
         except StageError as failure:
             yield from same_for_all(failure.raised)
             return
@@ -160,6 +172,10 @@ class Examiner:
         unanswered = unanswered_reasons(case)
         if unanswered:
             yield from same_for_all(NotExamined(unanswered, "attncheck"))
+            return
+        excluded = cls.conventions.excluded_strides(case.strides)
+        if excluded:
+            yield from same_for_all(NotExamined((f"{excluded}: operand_strides 'rows' is declared",)))
             return
         if case in self._faults:
             return
@@ -205,7 +221,9 @@ class Examiner:
                 finding = replace(finding, details=(*finding.details, *note))
             yield record_of(self._circumstances, case, backend, check, finding, took)
 
-    def _dump(self, case_checks: "CaseChecks | FunctionChecks", folder: Path, backend: str) -> tuple[str, ...]:
+    def _dump(
+        self, case_checks: "CaseChecks | FunctionChecks | BuilderChecks", folder: Path, backend: str
+    ) -> tuple[str, ...]:
         """Write the case; return a note where it cannot be written. The verdict stays."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
@@ -221,7 +239,11 @@ class Examiner:
 
     def _case_checks(
         self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]
-    ) -> "CaseChecks | FunctionChecks":
+    ) -> "CaseChecks | FunctionChecks | BuilderChecks":
+        if backend.backend.builder_only:
+            from attncheck.harness.checks.builder.alone import BuilderChecks
+
+            return BuilderChecks(backend.backend, case, self.plan.seed, self.device, reasons)
         if case.batch.path.name in FUNCTION_PATHS:
             from attncheck.harness.checks.functions.check import FunctionChecks
 

@@ -10,23 +10,69 @@ A file is a YAML list of entries::
       issue: https://example.org/issues/17   # optional
       until: 2026-12-31           # optional: the last day on which the entry excuses anything
 
-An entry may narrow down what it is about: ``needs`` (features and forms, as records name them) and ``says`` (a pattern
-on what the record tells).
+An entry may narrow down what it is about: ``needs`` (features and forms, as records name them), ``version`` (a pattern
+on the backend's) and ``says`` (a pattern on what the record tells). The check ``*`` is any. ``within`` bounds how much
+may be wrong; a record beyond the bound stays what it is::
+
+      within: {budgets: 30, rows: 5, heads: 2, values: [nan]}
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
+import attncheck
 from attncheck.cases.tree import Items, Place, Table, Tree, describe
 from attncheck.cases.validation import suggestion, validate
 from attncheck.cases.yaml_tree import parse_yaml, read_text
 from attncheck.errors import readable
 from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
 from attncheck.reports.analysis.phrases import what_happened
-from attncheck.reports.run_file.records import Ended, Errored, Failed, Record
+from attncheck.reports.run_file.records import BUDGET_SHARE, Ended, Errored, Failed, Record
+
+WrongValue = Literal["nan", "inf", "finite", "unwritten"]
+"""Sorts of wrong values, as the figures of a record count them."""
+
+_COUNTED: Mapping[WrongValue, str] = MappingProxyType(
+    {"nan": "rows_nan", "inf": "rows_inf", "finite": "rows_finite_wrong", "unwritten": "rows_unwritten"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How much of an answer may be wrong. ``values``: the sorts of wrong values that may occur; None: any."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    budgets: float | None = field(default=None, metadata={"description": "largest error of the finite values"})
+    rows: int | None = field(default=None, metadata={"description": "most wrong rows"})
+    heads: int | None = field(default=None, metadata={"description": "most wrong heads"})
+    values: tuple[WrongValue, ...] | None = field(
+        default=None, metadata={"description": "sorts of wrong values: nan, inf, finite, unwritten"}
+    )
+
+    def excess(self, figures: Mapping[str, float | int]) -> str:
+        """Return in words what of a record's figures lies beyond the bound; empty: nothing does."""
+        measured = {
+            "budgets": figures.get("finite_budget_share", figures.get(BUDGET_SHARE)),
+            "rows": figures.get("rows_wrong"),
+            "heads": figures.get("heads_wrong"),
+        }
+        for name, value in measured.items():
+            most = getattr(self, name)
+            if most is not None and (value is None or not value <= most):
+                found = "the record has no such figure" if value is None else f"found {value:.3g}"
+                return f"{name}: at most {most:g}, and {found}"
+        if self.values is None:
+            return ""
+        if "rows_wrong" not in figures:
+            return "values: the record has no figures of wrong rows"
+        other = [sort for sort, name in _COUNTED.items() if sort not in self.values and figures.get(name)]
+        return f"values: {', '.join(self.values)} alone, and found {', '.join(other)}" if other else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +83,15 @@ class Expectation:
 
     backend: str = field(metadata={"description": "name of the backend"})
     case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
-    check: str = field(metadata={"description": "name of the check"})
+    check: str = field(metadata={"description": "name of the check; *: any"})
     outcome: Literal["failed", "errored", "crashed", "timed_out"] = field(
         metadata={"description": "what is expected: failed, errored, crashed or timed_out"}
     )
     reason: str = field(metadata={"description": "why it is expected"})
     needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})
+    version: str | None = field(default=None, metadata={"description": "pattern on the backend's version"})
     says: str | None = field(default=None, metadata={"description": "pattern on what the record tells"})
+    within: Bound | None = field(default=None, metadata={"description": "how much may be wrong"})
     until: str | None = field(default=None, metadata={"description": "last day on which it is expected, YYYY-MM-DD"})
     issue: str | None = field(default=None, metadata={"description": "where it is followed up: an address, or text"})
 
@@ -63,7 +111,9 @@ class Expectation:
     def is_about(self, record: Record) -> bool:
         """Whether the record is of a case and a check that the entry names."""
         return (
-            (record.backend, record.check) == (self.backend, self.check)
+            record.backend == self.backend
+            and self.check in ("*", record.check)
+            and (self.version is None or fnmatchcase(record.backend_version, self.version))
             and self.fits_case(record.suite, record.case_id)
             and set(self.needs) <= set(record.needs)
         )
@@ -74,6 +124,12 @@ class Expectation:
             return False
         meaning = (record.meaning or "") if isinstance(record, Failed) else ""
         return self.says is None or any(fnmatchcase(told, self.says) for told in (what_happened(record), meaning))
+
+    def excess(self, record: Failed | Errored | Ended) -> str:
+        """Return in words by what a record that the entry foresees lies beyond its bound; empty: it does not."""
+        if self.within is None:
+            return ""
+        return self.within.excess(record.figures if isinstance(record, Failed) else {})
 
     @property
     def suite(self) -> str:
@@ -100,6 +156,12 @@ class LocatedExpectation:
         return readable(f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected")
 
 
+def expectation_file(wanted: Path) -> Path:
+    """Return ``wanted``, or attncheck's own file of that name (``vllm-cpu-attn``) where no such file is there."""
+    own = Path(attncheck.__file__).parent / "expected" / f"{wanted.name}.yaml"
+    return own if wanted.parent == Path() and not wanted.exists() and own.is_file() else wanted
+
+
 def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
     """Read an expectation file.
 
@@ -124,7 +186,7 @@ def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
         former = expectation.check if expectation.check in FORMER_CHECKS else ""
         if former:
             expectation = replace(expectation, check=FORMER_CHECKS[former])
-        if expectation.check not in CHECKS:
+        if expectation.check not in ("*", *CHECKS):
             raise _place(item, "check").fault(
                 "unknown check", value=expectation.check, allowed=suggestion(expectation.check, [*CHECKS])
             )

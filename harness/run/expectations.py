@@ -1,8 +1,9 @@
 """Expected failures applied to a run: known failures become ``xfailed``, and entries that do not hold fail the run.
 
-A record that fell short as an entry says becomes ``xfailed``; one that passed although expected to fall short becomes
-``xpassed`` and fails the run. An entry that matches no case of the run's suites, that no record bears out, or whose
-``until`` is over fails the run as well, by its line. An entry with ``says`` is about a finding, wherever that turns up:
+A record that fell short as an entry says, within its bound, becomes ``xfailed``; beyond the bound it stays what it is,
+and a detail says by what it lies beyond. One that passed although expected to fall short becomes ``xpassed`` and fails
+the run. An entry that matches no case of the run's suites, that no record bears out, or whose ``until`` is over fails
+the run as well, by its line. An entry with ``says`` is about a finding, wherever that turns up:
 a case that passes is none, and a run in which it does not turn up says so and does not fail.
 
 Entries for suites, backends, cases or checks that this run leaves out are not looked at. A name of a suite or backend
@@ -75,7 +76,7 @@ class Expectations:
                 self._faults.append(f"{entry}, but {_no_case(wanted.case, cases)}")
             elif (
                 wanted.backend in backends
-                and wanted.check in checks
+                and (wanted.check == "*" or wanted.check in checks)
                 and any(wanted.fits_case(case.suite, case.id) for case in selected)
             ):
                 self._live.append(entry)
@@ -85,6 +86,7 @@ class Expectations:
 
     def apply(self, record: Record) -> Record:
         """The record as it stands in the light of the expectations: itself, or an ``xfailed`` or ``xpassed`` one."""
+        excesses: list[str] = []
         for entry in self._live:
             wanted = entry.expectation
             if not wanted.is_about(record):
@@ -92,6 +94,10 @@ class Expectations:
             self._seen.add(entry)
             if isinstance(record, Failed | Errored | Ended) and wanted.foresees(record):
                 self._met.add(entry)
+                beyond = wanted.excess(record)
+                if beyond:
+                    excesses.append(f"more than {entry.place.file}:{entry.place.line} expects: {beyond}")
+                    continue
                 if wanted.has_expired(self._today):
                     self._expired[entry] = self._expired.get(entry, 0) + 1
                     continue
@@ -106,6 +112,8 @@ class Expectations:
                 self._met.add(entry)  # not borne out, but its record says so
                 reason = f"{wanted.explanation} ({entry.place.file}:{entry.place.line})"
                 return XPassed(**without_outcome(record), reason=reason)
+        if excesses and isinstance(record, Failed):
+            return record.model_copy(update={"details": (*record.details, *excesses)})
         return record
 
     def recall(self, record: Record) -> None:
@@ -129,6 +137,7 @@ class Expectations:
             for entry in self._live
             if entry not in self._met
             and entry.expectation.says is None
+            and (entry.expectation.version is None or entry in self._seen)
             and not (stopped_early and entry not in self._seen)
         ]
         return [*self._faults, *expired, *missed]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.backends.registry import LoadedBackend
@@ -41,6 +42,8 @@ class RunPlan:
     ``found``: the records that an earlier part of the run has: reference, case key, check and round.
     ``shares_probes``: whether layers and caches share the probes of CUDA graphs. If not, each plays all of them.
     ``truths``: the folder of stored truths, or None if all are computed.
+    ``until_failure``: whether each check of a backend is made only until it falls short, or the whole backend is
+    examined until its first check does.
     """
 
     cases: tuple[Case, ...]
@@ -57,6 +60,7 @@ class RunPlan:
     found: frozenset[tuple[str, str, str, int]] = frozenset()
     shares_probes: bool = True
     truths: Path | None = None
+    until_failure: Literal["", "check", "backend"] = ""
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.outline import keys_of, shape_of
@@ -17,11 +17,20 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
 from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends
+from attncheck.harness.run.page_choice import fit_pages
 from attncheck.harness.run.plan import RunPlan, UnavailableBackend
 from attncheck.harness.run.selection import Selection, check_seed, default_cases, default_suites
 from attncheck.harness.run.sharding import Shard
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RecordOptions, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import (
+    BackendInfo,
+    CaseInfo,
+    Environment,
+    RecordOptions,
+    RunHeader,
+    SuiteInfo,
+    SurveyedBackend,
+)
 from attncheck.reports.run_file.store import now
 from attncheck.reports.run_file.timings import TIMING
 
@@ -32,7 +41,7 @@ class RunSettings:
 
     ``device``: None for the best there is. ``dump``: the folder for tensors of failing cases. ``rounds``: in how many
     processes each backend is timed, one after another. ``truths``: the folder of stored truths; None: all are computed.
-    ``shard``: the shard to examine, or None to examine all cases.
+    ``shard``: the shard to examine, or None to examine all cases. ``until_failure``: as in :class:`RunPlan`.
     """
 
     device: str | None = None
@@ -42,6 +51,7 @@ class RunSettings:
     rounds: int = 1
     truths: Path | None = None
     shard: Shard | None = None
+    until_failure: Literal["", "check", "backend"] = ""
 
 
 class DeviceChooser(Protocol):
@@ -55,7 +65,7 @@ class ProcessPool(DeviceChooser, Protocol):
     """Processes that load and describe the backends of a run."""
 
     def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
-        """Hand the processes what the run examines; comes before :meth:`describe`."""
+        """Hand the processes what the run examines; comes before :meth:`describe`, and again where that changes it."""
 
     def describe(self, refs: Sequence[str]) -> Sequence[BackendDescription | QuestionError]:
         """Describe each of ``refs``, or return why it names no backend that can be examined."""
@@ -87,13 +97,15 @@ def prepare_run(
     loaded: Sequence[LoadedBackend | UnavailableBackend] = (),
     environment: Environment | None = None,
     keeps_unavailable: bool = False,
+    fits_pages: bool = False,
 ) -> PreparedRun:
     """Plan the run of ``selection`` over the backends of ``refs`` (empty: the default ones; None: no backend).
 
     ``pool``: the processes that load the backends; None: they are loaded here, and the plan holds them. ``chooser``:
     chooses the device in their place; None: ``pool`` does, or this process where there is no pool. ``loaded``:
     backends that are not to be loaded again. ``environment``: None for that of this process. ``keeps_unavailable``:
-    backends of ``refs`` that cannot run here stay in the run.
+    backends of ``refs`` that cannot run here stay in the run. ``fits_pages``: pages and layouts that
+    suites have by default are replaced where the backends of ``refs`` do not take them (:func:`fit_pages`).
 
     Raises:
         QuestionError: the device is not there, the seed is negative, a backend cannot be loaded, or one of ``refs``
@@ -117,6 +129,7 @@ def prepare_run(
         timing=settings.timing,
         rounds=settings.rounds,
         truths=settings.truths,
+        until_failure=settings.until_failure,
     )
     if refs is None:
         return PreparedRun(selection, plan, environment, (), notes)
@@ -132,6 +145,14 @@ def prepare_run(
     backends, choice_notes = choose_backends(refs, selection.suites, selection.cases, describe)
     if refs and not keeps_unavailable:
         refuse_unavailable(backends)
+    if refs and fits_pages:
+        suites = default_suites(selection, backends) if selection.by_default else {}
+        fitted, page_notes = fit_pages(selection, backends, suites)
+        notes = (*notes, *page_notes)
+        if fitted is not selection:
+            selection, plan = fitted, replace(plan, cases=fitted.cases)
+            if pool is not None:
+                pool.begin(selection, plan, environment)
     if selection.by_default:
         suites = default_suites(selection, backends)
         chosen = default_cases(selection, backends, is_short=selection.is_short)
@@ -175,6 +196,7 @@ def make_header(
     expect: Path | None = None,
     command: Sequence[str] = (),
     notes: Sequence[str] = (),
+    surveyed: Sequence[SurveyedBackend] = (),
 ) -> RunHeader:
     """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
     checks = plan.checks or _checks_asked(plan)
@@ -191,7 +213,14 @@ def make_header(
             for suite, ref in zip(selection.suites, selection.refs, strict=True)
         ),
         cases=tuple(
-            CaseInfo(suite=c.suite, id=c.id, shape=shape_of(c), description=c.description, keys=keys_of(c))
+            CaseInfo(
+                suite=c.suite,
+                id=c.id,
+                shape=shape_of(c),
+                description=c.description,
+                keys=keys_of(c),
+                weight=c.weight,
+            )
             for c in plan.cases
         ),
         checks=checks,
@@ -200,6 +229,7 @@ def make_header(
         rounds=plan.rounds,
         shard=plan.shard,
         backends=tuple(each.model_copy(update={"digest": file_digest(each.ref)}) for each in backends),
+        surveyed=tuple(surveyed),
         options=options,
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),

@@ -257,4 +257,6 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
         reasons.append("output_quant of latent attention is not examined by this version of attncheck")
     if layer.output_quant is not None and path in _MERGED_PATHS:
         reasons.append(f"output_quant by the path {path!r}: codes of parts of the keys cannot be merged")
+    if layer.mla is not None and case.strides is not None and case.strides.output == "transposed":
+        reasons.append("strides.output 'transposed' of latent attention: an impl gets [tokens, heads * head size]")
     return tuple(reasons)

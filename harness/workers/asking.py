@@ -13,7 +13,9 @@ from attncheck.harness.workers.protocol import (
     Examine,
     HarnessFailure,
     ProvidersPlanned,
+    Reasons,
     Refused,
+    Surveyed,
 )
 from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -55,7 +57,7 @@ def ask(
                     stage, limit = answer.stage, limit_of(answer.stage, answer.reference_s)
                 case Done() | HarnessFailure() | DeviceLost():
                     return answer
-                case DeviceChosen() | Described() | ProvidersPlanned() | Refused():
+                case DeviceChosen() | Described() | ProvidersPlanned() | Surveyed() | Reasons() | Refused():
                     raise RuntimeError(f"the process of {process.ref} answered a case by {answer.kind!r}")
                 case record:
                     take(record)

@@ -187,7 +187,10 @@ class ProcessExaminer:
         return Replayed(False, tuple(_with_output(record, process, place.asked.case) for record in records))
 
     def _request(self, place: Place, checks: Sequence[str]) -> Examine:
-        return Examine(case=place.asked.case.key, checks=tuple(checks), round=self.circumstances.round)
+        asked, number = place.asked, self.circumstances.round
+        return Examine(
+            case=asked.case.key, checks=tuple(checks), round=number, drawn=asked.case if asked.is_drawn else None
+        )
 
     def _left_s(self, place: Place) -> float:
         """Return the seconds that are left to the backend of ``place``."""

@@ -6,6 +6,7 @@ prints beyond 64 MiB is read as well, since a full pipe would stop the backend, 
 """
 
 import codecs
+import ctypes
 import os
 import select
 import threading
@@ -154,3 +155,8 @@ class PrintedOutput:
 def _begun(data: bytes) -> int:
     """Return how many bytes at the end of ``data`` may be the beginning of a mark."""
     return next((size for size in range(min(len(_MARK) - 1, len(data)), 0, -1) if data.endswith(_MARK[:size])), 0)
+
+
+def flush_c_streams() -> None:
+    """Write out what C code has printed in this process, which it buffers."""
+    ctypes.CDLL(None).fflush(None)

@@ -12,6 +12,8 @@
       Examine(case)  ------------->
                   <---------------- Begun(stage), then a record, as often as there is something to tell
                   <---------------- Done, or DeviceLost
+      AskReasons(cases) ---------->  (only where cases are drawn)
+                  <---------------- Reasons
       (closes the pipe) ---------->  ends
 
 ``HarnessFailure`` may come in place of any answer: attncheck itself failed there.
@@ -21,12 +23,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from attncheck.cases.model import Case
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.header import BackendInfo, Environment, SurveyedBackend
 from attncheck.reports.run_file.records import Crashed, Record
 
 
@@ -94,12 +97,23 @@ class Assignment(_Message):
 
 
 class Examine(_Message):
-    """Asks for ``checks`` of one case of those selected, by its key, ``suite/id``, in that ``round``."""
+    """Asks for ``checks`` of one case of those selected, by its key, ``suite/id``, in that ``round``.
+
+    ``drawn``: the case itself where no suite has it.
+    """
 
     kind: Literal["examine"] = "examine"
     case: str
     checks: tuple[str, ...]
     round: int = 0
+    drawn: Case | None = None
+
+
+class AskReasons(_Message):
+    """Asks why the backend does not answer each of these cases, by its own declarations."""
+
+    kind: Literal["ask_reasons"] = "ask_reasons"
+    cases: tuple[Case, ...]
 
 
 class PlanProviders(_Message):
@@ -116,6 +130,22 @@ class ExamineProviders(_Message):
     kind: Literal["examine_providers"] = "examine_providers"
     first: int
     environment: str
+
+
+class SurveyFamily(_Message):
+    """Asks for all backends of a ``family``, to run on ``device``, but for the first ``told``."""
+
+    kind: Literal["survey_family"] = "survey_family"
+    family: str
+    device: str
+    told: int
+
+
+class Surveyed(_Message):
+    """One backend of a family."""
+
+    kind: Literal["surveyed"] = "surveyed"
+    backend: SurveyedBackend
 
 
 class ProvidersPlanned(_Message):
@@ -146,6 +176,13 @@ class Described(_Message):
 
     kind: Literal["described"] = "described"
     description: BackendDescription
+
+
+class Reasons(_Message):
+    """Why the backend does not answer each case it was asked about; no reason: it declares that it does."""
+
+    kind: Literal["reasons"] = "reasons"
+    reasons: tuple[tuple[str, ...], ...]
 
 
 class Refused(_Message):
@@ -189,8 +226,22 @@ class HarnessFailure(_Message):
     traceback: str
 
 
-Request = Prepare | Load | ChooseDevice | Assignment | Examine | PlanProviders | ExamineProviders
-Answer = DeviceChosen | Described | ProvidersPlanned | Refused | Begun | Record | Done | DeviceLost | HarnessFailure
+Request = (
+    Prepare | Load | ChooseDevice | Assignment | Examine | AskReasons | PlanProviders | ExamineProviders | SurveyFamily
+)
+Answer = (
+    DeviceChosen
+    | Described
+    | ProvidersPlanned
+    | Surveyed
+    | Reasons
+    | Refused
+    | Begun
+    | Record
+    | Done
+    | DeviceLost
+    | HarnessFailure
+)
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])

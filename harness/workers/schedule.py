@@ -27,11 +27,12 @@ Costs = Mapping[tuple[str, str, str], float]
 
 @dataclass(frozen=True)
 class Asked:
-    """A question to a backend: ``checks`` of ``case``."""
+    """A question to a backend: ``checks`` of ``case``, which is one of a suite unless it ``is_drawn``."""
 
     backend: BackendDescription
     case: Case
     checks: tuple[str, ...]
+    is_drawn: bool = False
 
     @cached_property
     def group(self) -> Hashable | None:

@@ -67,8 +67,12 @@ class Supervisor:
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
 
-    def examine_case(self, backend: BackendDescription, case: Case, checks: tuple[str, ...]) -> Iterator[Record]:
+    def examine_case(
+        self, backend: BackendDescription, case: Case, checks: tuple[str, ...], *, is_drawn: bool = False
+    ) -> Iterator[Record]:
         """Yield the records of these checks of one case; a process that works for another backend ends first.
+
+        ``is_drawn``: no suite of the run has the case.
 
         Raises:
             WorkerError: attncheck itself failed in a process that was to take the place of another.
@@ -76,7 +80,7 @@ class Supervisor:
         if self._at_work not in (None, backend.ref):
             self._workers.finish(self._at_work)
         self._at_work = backend.ref
-        return self._examine_all([Asked(backend, case, checks)], keeps_process=True)
+        return self._examine_all([Asked(backend, case, checks, is_drawn)], keeps_process=True)
 
     def _run_untimed(self) -> Iterator[Record]:
         asked = untimed(self._plan, self._descriptions)

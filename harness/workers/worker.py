@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.run.gpus import gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.harness.workers.printed_output import mark_of
+from attncheck.harness.workers.printed_output import flush_c_streams, mark_of
 from attncheck.harness.workers.process_control import STACK_SIGNAL
 from attncheck.harness.workers.protocol import (
     Answer,
+    AskReasons,
     Assignment,
     Begun,
     ChooseDevice,
@@ -35,6 +36,7 @@ from attncheck.harness.workers.protocol import (
     HarnessFailure,
     Load,
     Prepare,
+    Reasons,
     Refused,
     Request,
     format_message,
@@ -59,10 +61,7 @@ class PipeClosedError(InternalError):
 
 
 class WorkerPipes:
-    """The worker's pipes to the run: requests, answers, and what is printed.
-
-    In a forked copy of the worker, :meth:`send` ends the copy.
-    """
+    """The worker's pipes to the run: requests, answers, and what is printed; :meth:`send` ends a forked copy of it."""
 
     def __init__(self, reading: int, writing: int, printing: int) -> None:
         self._process = os.getpid()
@@ -103,11 +102,6 @@ class WorkerPipes:
                 rest = rest[os.write(self._writing, rest) :]
         except OSError as error:
             raise PipeClosedError from error
-
-
-def flush_c_streams() -> None:
-    """Write out what C code has printed, which it buffers."""
-    ctypes.CDLL(None).fflush(None)
 
 
 def main(words: list[str]) -> None:
@@ -179,7 +173,7 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
         from attncheck.harness.checks.case_checks import import_checks
-        from attncheck.harness.run.backend_loading import describe_backend, load_backend
+        from attncheck.harness.run.backend_loading import describe_backend, load_backend, reasons_against
         from attncheck.harness.run.evaluation import Examiner  # noqa: F401 (before the backend)
 
         prepare = pipes.receive()
@@ -213,8 +207,14 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
         return
     pipes.send(Described(description=description))
     cases = {case.key: case for case in examiner.plan.cases}
-    while isinstance(request := pipes.receive(), Examine):
-        _examine(pipes, examiner, backend, cases[request.case], request, assignment.memory)
+    while isinstance(request := pipes.receive(), Examine | AskReasons | Assignment):
+        if isinstance(request, Assignment):
+            examiner = _examiner(request, description, stores_truths=load.ref in BUILTIN)
+            cases = {case.key: case for case in examiner.plan.cases}
+        elif isinstance(request, AskReasons):
+            pipes.send(Reasons(reasons=reasons_against(backend, assignment.device, request.cases)))
+        else:
+            _examine(pipes, examiner, backend, request.drawn or cases[request.case], request, assignment.memory)
 
 
 def next_request(pipes: WorkerPipes) -> Request | None:

@@ -151,8 +151,10 @@ class WorkerPool:
         self.assign(assignment_of(selection, plan, environment))
 
     def assign(self, assignment: Assignment) -> None:
-        """What the run is about; comes before :meth:`describe`."""
+        """What the run is about; comes before :meth:`describe`, and again where its suites change."""
         self._assignment = assignment
+        for ref in self._infos.keys() & self._processes.keys():
+            self._processes[ref].send(self._assignment_of(ref))
 
     def stop_sharing_probes(self, ref: str) -> None:
         """Have the next processes of ``ref`` play every probe of CUDA graphs on every layer.

@@ -1,7 +1,8 @@
 """Failures by cause: the records of one backend that one fault explains are one finding.
 
 Pure: records in, frozen values out. Records have the words of their finding (``finding``); records with equal words are
-one. Failures that no known fault explains are split where keys of their cases tell them apart.
+one. Of several causes that fit a record, that of most records of the backend counts. Failures that no known fault
+explains are split where keys of their cases tell them apart.
 """
 
 from collections import Counter
@@ -12,7 +13,15 @@ from functools import cached_property
 from attncheck.reports.analysis.contrast import Contrast, Keys, contrast_of, parts_of
 from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.rounds import worst_rounds
-from attncheck.reports.run_file.causes import EVIDENCE, UNEXPLAINED, died_at, raised_at, symptom, without_figures
+from attncheck.reports.run_file.causes import (
+    UNEXPLAINED,
+    UNKNOWN,
+    died_at,
+    likely_causes,
+    raised_at,
+    symptom,
+    without_figures,
+)
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
@@ -71,7 +80,7 @@ class Finding:
         """Whether a likely cause or a line of the author's code is known."""
         match self.example:
             case Failed():
-                return bool(self.example.meaning) and self.words != UNEXPLAINED
+                return bool(likely_causes(self.example.meaning)) and self.words != UNEXPLAINED
             case Errored():
                 return bool(raised_at(self.example.traceback))
             case Crashed() | TimedOut():
@@ -91,7 +100,10 @@ class Finding:
         """The cause in words, with the figures of the example."""
         match self.example:
             case Failed(meaning=str(meaning)) if self.is_explained:
-                return meaning.partition(EVIDENCE)[0]
+                causes = likely_causes(meaning)
+                return next((cause for cause in causes if without_figures(cause) == self.words), causes[0])
+            case Failed(meaning=str(meaning)) if self.words == UNEXPLAINED and meaning.startswith(UNKNOWN):
+                return f"{UNEXPLAINED}: {meaning.removeprefix(UNKNOWN)}"
             case Failed() if without_figures(seen := symptom(self.example.summary)) == self.words:
                 return joined(seen)
             case Errored():
@@ -112,9 +124,15 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     for record in asked:
         own.setdefault(record.backend, []).append(record)
     groups: dict[tuple[str, str], list[Short]] = {}
+    votes = Counter((record.backend, cause) for record in asked for cause in _causes(record))
+    of_output = {_place(record): record for record in asked if record.check == "numerics" and _causes(record)}
     for record in asked:
         if isinstance(record, Failed | Errored | Ended | XFailed | XPassed):
-            words = record.reason if isinstance(record, XFailed) else record.finding
+            # An LSE that nothing explains is wrong because the output is, if that is explained.
+            blamed = of_output.get(_place(record), record) if _is_bare_lse(record) else record
+            # Of several causes that fit, the one that fits most records of the backend.
+            shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=record.finding)
+            words = record.reason if isinstance(record, XFailed) else shared
             groups.setdefault((record.backend, words), []).append(record)
     counts = Counter(backend for backend, _ in groups)
     found = []
@@ -125,14 +143,31 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     return tuple(sorted(found, key=lambda each: (order.index(each.backend), _rank(each), -len(each.records))))
 
 
+def _causes(record: Record) -> tuple[str, ...]:
+    """Return the likely causes of a failure without their figures; none where the check named the finding itself."""
+    causes = tuple(map(without_figures, likely_causes(record.meaning))) if isinstance(record, Failed) else ()
+    return causes if causes and isinstance(record, Failed) and record.finding == causes[0] else ()
+
+
+def _place(record: Record) -> tuple[str, str, str]:
+    return record.backend, record.suite, record.case_id
+
+
+def _is_bare_lse(record: Record) -> bool:
+    return isinstance(record, Failed) and record.check == "lse" and not record.meaning
+
+
 def _rank(finding: Finding) -> int:
     if finding.is_expected:
-        return 4
+        return 5
     if isinstance(finding.example, XPassed):
-        return 3
+        return 4
     if finding.words == UNEXPLAINED:
-        return 2  # which may follow from what other checks found, such as a cache that is not written
-    return 0 if finding.is_explained else 1
+        return 3  # which may follow from what other checks found, such as a cache that is not written
+    if not finding.is_explained:
+        return 2
+    is_written_wrongly = isinstance(finding.example, Failed) and finding.example.check == "cache_write"
+    return 0 if is_written_wrongly else 1  # an output may be wrong because the cache is
 
 
 def _split(
@@ -154,7 +189,12 @@ def _split(
 
     def finding(records: Sequence[Short], contrast: Contrast | None) -> Finding:
         example = min(
-            records, key=lambda record: (isinstance(record, XPassed), _size(keys[record.suite, record.case_id]))
+            records,
+            key=lambda record: (
+                isinstance(record, XPassed),
+                _is_bare_lse(record),
+                _size(keys[record.suite, record.case_id]),
+            ),
         )
         case = described.get((example.suite, example.case_id))
         return Finding(backend, words, tuple(records), example, case, contrast)

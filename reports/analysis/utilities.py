@@ -26,6 +26,13 @@ FunctionVerdict = Literal[
 
 HEADINGS = ("function", "verdict", "questions", "equal", "drifted", "judged", "differ")
 
+_NOTE_HEADINGS = {
+    "known departures": ("drift", "judgement", "stale"),
+    "missing": ("missing",),
+    "notes": (),
+}
+"""Headings of notes, and the kinds of notes that belong under them; the last takes the rest."""
+
 LEGEND = (
     "equal: every question is answered as the reference does; drifted: a known change of signature or meaning; judged: "
     "a known defect, or an input taken without a check, where the reference deliberately answers otherwise; differs: "
@@ -53,13 +60,22 @@ def function_rows(records: Sequence[Record], provider: str) -> tuple[FunctionRow
     return tuple(_row(record) for record in records if record.check == UTILITIES and record.backend == provider)
 
 
-def known_departures(rows: Sequence[FunctionRow]) -> tuple[tuple[str, str], ...]:
-    """What is known of the functions: names and a sentence; functions of which the same is known stand together."""
-    owners: dict[str, list[str]] = {}
+def notes_by_heading(rows: Sequence[FunctionRow]) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
+    """Return what is said of the functions, under its headings: names and a sentence.
+
+    Functions of which the same is said stand together.
+    """
+    owners: dict[str, dict[str, list[str]]] = {heading: {} for heading in _NOTE_HEADINGS}
     for row in rows:
         for note in row.notes:
-            owners.setdefault(note, []).append(row.name)
-    return tuple((", ".join(names), note) for note, names in owners.items())
+            kind = row.word if row.word == "missing" else note.partition(":")[0]
+            heading = next(heading for heading, kinds in _NOTE_HEADINGS.items() if kind in kinds or not kinds)
+            owners[heading].setdefault(note, []).append(row.name)
+    return tuple(
+        (heading, tuple((", ".join(names), note) for note, names in said.items()))
+        for heading, said in owners.items()
+        if said
+    )
 
 
 def provider_title(header: RunHeader, provider: str) -> str:

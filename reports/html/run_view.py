@@ -17,7 +17,7 @@ from attncheck.reports.analysis.utilities import (
     FunctionRow,
     FunctionVerdict,
     function_rows,
-    known_departures,
+    notes_by_heading,
     provider_title,
 )
 from attncheck.reports.analysis.verdicts import RunFindings
@@ -62,7 +62,7 @@ class ProviderFunctions:
 
     title: str
     rows: tuple[FunctionRow, ...]
-    departures: tuple[tuple[str, str], ...]
+    notes: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -229,4 +229,4 @@ def _on(is_on: bool) -> str:
 
 def _functions(run: Run, provider: str) -> ProviderFunctions:
     rows = function_rows(run.records, provider)
-    return ProviderFunctions(provider_title(run.header, provider), rows, known_departures(rows))
+    return ProviderFunctions(provider_title(run.header, provider), rows, notes_by_heading(rows))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
 from attncheck.reports.analysis.summary import OutcomeCounts, RunSummary, summarise
-from attncheck.reports.analysis.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
+from attncheck.reports.analysis.utilities import HEADINGS, LEGEND, function_rows, notes_by_heading, provider_title
 from attncheck.reports.analysis.verdicts import RunFindings, run_findings
 from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.findings import expected, failing, verdicts
@@ -35,7 +35,7 @@ def render_run(run: Run) -> str:
         *failing(found.findings, summary, run.header),
         *_backends(run, summary, found),
         *graph_levels(level_rows(run.records), unmeasured_cases(run.records)),
-        *speeds_section(speeds(run.records)),
+        *speeds_section(run.header, speeds(run.records)),
         *(section for provider in summary.providers for section in _functions(run, provider)),
         *expected(found.findings),
         *(_gaps(summary) if summary.backends or not summary.providers else ()),
@@ -87,12 +87,17 @@ def _backends(run: Run, summary: RunSummary, found: RunFindings) -> list[str]:
 def _functions(run: Run, provider: str) -> list[str]:
     """The functions of one provider, and what is known of those that depart."""
     rows = function_rows(run.records, provider)
-    notes = [f"- {markup.escaped(names)}: {markup.escaped(note)}" for names, note in known_departures(rows)]
+    notes = [
+        "\n".join(
+            [f"**{heading}**", "", *(f"- {markup.escaped(names)}: {markup.escaped(note)}" for names, note in said)]
+        )
+        for heading, said in notes_by_heading(rows)
+    ]
     return [
         f"## {markup.escaped(provider_title(run.header, provider))}",
         f"{markup.escaped(LEGEND)}.",
         markup.table(HEADINGS, [[markup.code_cell(row.name), *map(markup.escaped, row.cells[1:])] for row in rows]),
-        "\n".join(notes),
+        *notes,
     ]
 
 

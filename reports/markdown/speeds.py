@@ -3,22 +3,28 @@
 from collections.abc import Sequence
 
 from attncheck.reports.markdown import markup
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.timings import Kernel
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable, speed_tables, time_unit
+from attncheck.reports.speeds.traffic import traffic_tables, traffic_title
 from attncheck.reports.terminal.speeds import averaged
 
 
-def speeds_section(speeds: Sequence[Speed]) -> list[str]:
+def speeds_section(header: RunHeader, speeds: Sequence[Speed]) -> list[str]:
     """The summary and the whole table of each suite, then notes; nothing where nothing was timed."""
     if not speeds:
         return []
     tables = speed_tables(speeds)
     sections = ["## Speeds"]
+    traffic = {table.suite: table for table in traffic_tables(header, speeds)}
     for short, whole in zip(summary_tables(speeds), tables, strict=True):
-        sections += [f"### {markup.escaped(short.suite)}", *means(short), "Each case:", rows_of(whole)]
+        sections += [f"### {markup.escaped(short.suite)}", *means(short)]
+        if short.suite in traffic:
+            sections += [f"{traffic_title(traffic[short.suite]).capitalize()}:", rows_of(traffic[short.suite])]
+        sections += ["Each case:", rows_of(whole)]
     sections += [
         "### About these figures",
         f"{markup.escaped(legend(tables))}.",

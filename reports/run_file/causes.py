@@ -19,7 +19,12 @@ UNEXPLAINED = "wrong rows, and no known fault explains them"
 EVIDENCE = ": its truth fits"
 """What separates a likely cause from the rows that support it."""
 
-_AT_ROW = re.compile(r"at row \d+ \([^)]*\), head \d+: ")
+ALTERNATIVE = "; it may also be that "
+"""What separates a likely cause from others that fit as well."""
+
+UNKNOWN = "not known; "
+"""How a meaning begins that describes what is wrong, and names no cause."""
+
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
 _DETAIL = re.compile(r", first: |; worst | at row \d| reaches? \d+ of ")
@@ -40,11 +45,19 @@ _STACK_LINE = re.compile(
 
 def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
     """Return the likely cause that the check named, else the pattern of its summary."""
-    if meaning and not _AT_ROW.match(meaning):  # which names the place of a symptom, and no cause
-        return without_figures(meaning.partition(EVIDENCE)[0])
+    if causes := likely_causes(meaning):
+        return without_figures(causes[0])
     if check == "numerics" and _SUMMARY_OF_ROWS.match(summary):
         return UNEXPLAINED
     return without_figures(symptom(summary))
+
+
+def likely_causes(meaning: str | None) -> tuple[str, ...]:
+    """Return the causes that a meaning names, the best first; none where it names none."""
+    if not meaning or meaning.startswith(UNKNOWN):
+        return ()
+    first, *others = meaning.split(ALTERNATIVE)
+    return (first.partition(EVIDENCE)[0], *others)
 
 
 def symptom(summary: str) -> str:

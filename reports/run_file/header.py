@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from attncheck.reports.run_file.timings import RunFileValue, Whole
+from attncheck.reports.run_file.timings import Positive, RunFileValue, Whole
 
 FORMAT = 1
 """Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
@@ -71,6 +71,19 @@ class BackendInfo(RunFileValue):
     digest: str = ""
 
 
+class SurveyedBackend(RunFileValue):
+    """One of the backends that a reference such as ``vllm:*`` stands for.
+
+    ``reason``: why it is not in the run; empty: it is. ``declared``: what its class declares, by the columns of its
+    library's own table; empty where it cannot be imported. ``level``: the CUDA-graph level; empty where it is unknown.
+    """
+
+    name: str
+    reason: str = ""
+    declared: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    level: str = ""
+
+
 class SuiteInfo(RunFileValue):
     """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
 
@@ -84,7 +97,8 @@ class CaseInfo(RunFileValue):
     """A case of the run, as reports describe it.
 
     ``shape``: heads, sizes, dtype, cache, batch and modifiers in one line. ``keys``: what tells cases apart, by case
-    key (``cache.block_size``); a field at its default may be left out.
+    key (``cache.block_size``); a field at its default may be left out. ``weight``: how often the case came in recorded
+    traffic; None: it was not recorded.
     """
 
     suite: str
@@ -92,6 +106,7 @@ class CaseInfo(RunFileValue):
     shape: str
     description: str = ""
     keys: dict[str, bool | Whole | float | str] = Field(default_factory=dict)
+    weight: Positive | None = None
 
 
 class RecordOptions(RunFileValue):
@@ -112,7 +127,7 @@ class RunHeader(RunFileValue):
 
     ``cases``: empty in older files, and where only providers are examined. ``rounds``: in how many processes of each
     backend, one after another, it was timed. ``shard``: ``2/7`` for the second of seven shards of ``cases``; empty: the
-    run is about all of them.
+    run is about all of them. ``surveyed``: every backend of a family that is asked for as a whole, as ``vllm:*``.
     """
 
     kind: Literal["header"] = "header"
@@ -127,6 +142,7 @@ class RunHeader(RunFileValue):
     rounds: int = 1
     shard: Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}/[1-9][0-9]{0,5})?$")] = ""
     backends: Annotated[tuple[BackendInfo, ...], MOST_NAMES]
+    surveyed: Annotated[tuple[SurveyedBackend, ...], MOST_NAMES] = ()
     options: RecordOptions = RecordOptions()
     command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -65,6 +65,21 @@ class Style:
         heading, told = self.table_rows(rows, empty=empty)
         return "\n".join([heading, *told] if heading else told)
 
+    def turned_table(self, rows: Sequence[Sequence[str]]) -> str:
+        """Return the rows as columns; too wide for that, each row as a column, in as many tables as it takes."""
+        if max(map(visible_width, table(rows).splitlines())) <= self.width:
+            return table(rows)
+        names = [name.replace("\n", " ") for name in rows[0]]
+        columns = [[row[0].replace("_", "_\n"), *row[1:]] for row in rows[1:]]
+        tables, first = [], 0
+        for last in range(1, len(columns) + 1):
+            following = [names, *columns[first : last + 1]]
+            is_full = max(map(visible_width, table(list(zip(*following, strict=True))).splitlines())) > self.width
+            if is_full or last == len(columns):
+                tables.append(table(list(zip(names, *columns[first:last], strict=True))))
+                first = last
+        return "\n\n".join(tables)
+
     def table_rows(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> tuple[str, list[str]]:
         """Return the heading of such a table, empty above lists, and the text of each row."""
         lines = table(rows).splitlines()

@@ -94,8 +94,9 @@ def _paragraph(finding: Finding, number: str, summary: RunSummary, header: RunHe
 
 
 def _expected_line(finding: Finding, style: Style) -> str:
-    text = f"expected: {phrases.one_line(finding.backend)}: {phrases.one_line(finding.title)}"
-    return style.wrap(f"{text} ({phrases.extent(finding)})")
+    """Return how often it was found and the reason, of which the report in full has the rest, in a line."""
+    text = f"expected: {phrases.one_line(finding.backend)}: {phrases.extent(finding)}: "
+    return phrases.cut(text + phrases.one_line(finding.title), style.width)
 
 
 def short_functions(summary: RunSummary, header: RunHeader, style: Style) -> list[str]:

@@ -22,7 +22,7 @@ from attncheck.reports.analysis.utilities import (
     LEGEND,
     FunctionRow,
     function_rows,
-    known_departures,
+    notes_by_heading,
     provider_title,
 )
 from attncheck.reports.analysis.verdicts import run_findings
@@ -93,7 +93,7 @@ def render(
         _chosen_kernels(shown, style),
         _graph_levels(level_rows(records), unmeasured_cases(records), style),
         _suite_table(shown, style) if len(summary.suites) > 1 else "",
-        render_speeds(speeds(records), style),
+        render_speeds(header, speeds(records), style),
         *(_functions(header, records, provider, style) for provider in summary.providers),
     ]
     circumstances = [_gaps(shown, style), _conventions(header, shown, style)]
@@ -110,10 +110,9 @@ def render(
 
 
 def _check_table(summary: RunSummary, style: Style) -> str:
-    """Backends down, checks across: passed of examined."""
+    """Backends down, checks across, or the other way where checks are many: passed of examined."""
     if not summary.backends:
         return ""
-    # Three lines of headings: with every check and the usual names the table just keeps to its width.
     worst = ["worst\nerror\n(budgets)"] if summary.has_errors_measured else []
     rows = [
         [
@@ -124,7 +123,7 @@ def _check_table(summary: RunSummary, style: Style) -> str:
         ]
         for backend in summary.backends
     ]
-    return style.table([["backend", *summary.checks, *worst, "not\nexamined"], *rows])
+    return style.turned_table([["backend", *summary.checks, *worst, "not\nexamined"], *rows])
 
 
 def _chosen_kernels(summary: RunSummary, style: Style) -> str:
@@ -199,11 +198,11 @@ def _functions(header: RunHeader, records: Sequence[Record], provider: str, styl
     """The functions of one provider with their verdicts, then what is known of those that depart."""
     rows = function_rows(records, provider)
     cells = [HEADINGS, *([row.name, _paint_word(row, style), *row.counts] for row in rows)]
-    notes = [style.wrap(f"{names}: {phrases.printable(note)}", "  ") for names, note in known_departures(rows)]
-    known = "\n".join(["known departures", *notes]) if notes else ""
-    return "\n\n".join(
-        part for part in (provider_title(header, provider), style.table(cells), style.wrap(LEGEND), known) if part
-    )
+    notes = [
+        "\n".join([heading, *(style.wrap(f"{names}: {phrases.printable(note)}", "  ") for names, note in said)])
+        for heading, said in notes_by_heading(rows)
+    ]
+    return "\n\n".join([provider_title(header, provider), style.table(cells), style.wrap(LEGEND), *notes])
 
 
 def _paint_word(row: FunctionRow, style: Style) -> str:

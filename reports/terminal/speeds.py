@@ -6,10 +6,12 @@ Every case has its row in the Markdown report.
 from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.speeds.notes import fastest_note, speed_notes
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable
+from attncheck.reports.speeds.traffic import traffic_tables, traffic_title
 from attncheck.reports.terminal.columns import Style
 
 NAME_WIDTH = 27
@@ -19,12 +21,16 @@ CASE_WIDTH = 24
 """Least columns for the slowest case with its time."""
 
 
-def render_speeds(speeds: Sequence[Speed], style: Style) -> str:
-    """A table a suite and the notes; empty where nothing was timed."""
+def render_speeds(header: RunHeader, speeds: Sequence[Speed], style: Style) -> str:
+    """A table a suite, one more for each that was recorded, and the notes; empty where nothing was timed."""
     if not speeds:
         return ""
     tables = summary_tables(speeds)
-    told = [part for each in tables for part in (style.wrap(_title(each)), style.table(_fitted(each, style.width)))]
+    titled = [(_title(each), each) for each in tables]
+    titled += [
+        (f"{phrases.one_line(each.suite)}, {traffic_title(each)}", each) for each in traffic_tables(header, speeds)
+    ]
+    told = [part for title, each in titled for part in (style.wrap(title), style.table(_fitted(each, style.width)))]
     notes = [*fastest_note(tables), *speed_notes(speeds), "each case: `attncheck report --format markdown`"]
     return "\n\n".join([*told, "\n".join(style.wrap(note, "  ") for note in notes)])
 

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +252,11 @@ def test_wrong_questions_raise(suite: str, change: dict[str, Any], error: type[E
 
 
 def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(self: Examiner, *pair: object) -> list[object]:
+    def blind(self: Examiner, *_pair: object, **_checks: object) -> Iterator[object]:
         self.blind.append(SelectionError("blind"))
-        return []
+        return iter(())
 
-    monkeypatch.setattr(Examiner, "examine", blind)
+    monkeypatch.setattr(Examiner, "records", blind)
     with pytest.raises(SelectionError, match="blind"):
         attncheck.examine("reference", suite, device="cpu")
 

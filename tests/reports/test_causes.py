@@ -185,7 +185,13 @@ def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[...
         ("cache_write", "3 slots (page 4) are wrong, first: slot 9", None, "N slots are wrong"),
         ("containment", "NaN at row 3 of the output", None, "NaN"),
         ("containment", "poison reaches 3 of 40 rows", None, "poison"),
-        ("numerics", "9 of 40 rows, first: row 1", "at row 1 (request 0), head 2: found 1e-3", UNEXPLAINED),
+        ("numerics", "9 of 40 rows, first: row 1", "not known; wrong are rows with context", UNEXPLAINED),
+        (
+            "numerics",
+            "9 of 40 rows, first: row 1",
+            "the cap is 30, not 50: its truth fits all rows; it may also be that the cap is ignored",
+            "the cap is N, not N",
+        ),
     ],
 )
 def test_a_failure_has_the_cause_that_is_named_or_the_pattern_of_its_summary(

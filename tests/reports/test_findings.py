@@ -51,6 +51,41 @@ def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, hea
     ]
 
 
+def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHeader) -> None:
+    fits = ": its truth fits all rows; it may also be that "
+    records = [
+        make("failed", case_id="a", summary=ROWS, meaning=f"the scale is that of head size 16{fits}the scale is 2"),
+        make("failed", case_id="b", summary=ROWS, meaning=f"the scale is that of a value{fits}the scale is 2"),
+        make("failed", case_id="c", summary=ROWS, meaning="the scale is 2: its truth fits all rows"),
+    ]
+    assert told(findings(records, header)) == [("the scale is 2", ["a", "b", "c"], ["numerics"])]
+
+
+def test_a_log_sum_exp_that_nothing_explains_joins_its_output(make: Make, header: RunHeader) -> None:
+    records = [
+        make("failed", case_id="a", check="lse", summary=ROWS, meaning=None),
+        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows"),
+        make("failed", case_id="b", check="lse", summary=ROWS, meaning=None),
+    ]
+    assert told(findings(records, header)) == [
+        (WINDOW, ["a"], ["lse", "numerics"]),
+        ("7 of 40 rows", ["b"], ["lse"]),
+    ]
+
+
+def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, header: RunHeader) -> None:
+    records = [
+        *(make("failed", case_id=case, summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows") for case in "ab"),
+        make("failed", case_id="a", check="cache_write", summary="3 slots are wrong", meaning="keys are rounded"),
+    ]
+    assert [title for title, _, _ in told(findings(records, header))] == ["keys are rounded", WINDOW]
+
+
+def test_a_pattern_of_wrong_rows_is_in_the_title_and_no_cause(make: Make, header: RunHeader) -> None:
+    (found,) = findings([make("failed", summary=ROWS, meaning="not known; wrong are rows with context")], header)
+    assert (found.title, found.is_explained) == (f"{UNEXPLAINED}: wrong are rows with context", False)
+
+
 def test_one_exception_at_one_line_is_one_finding(make: Make, header: RunHeader) -> None:
     same = {"error_type": "IndexError", "traceback": traceback(12)}
     records = [

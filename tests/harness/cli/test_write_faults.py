@@ -46,7 +46,7 @@ def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(
         f"error: cut.jsonl cannot be written: File too large; its first {safe} records can be read, as by "
         "`attncheck report`"
     )
-    assert re.search(r"^reference +[12]/[12] ", done.stdout, re.MULTILINE)  # the table of what was found
+    assert re.search(r"^numerics +[12]/[12]", done.stdout, re.MULTILINE)  # the table of what was found
     assert re.search(r"^stopped, since cut.jsonl cannot be written: [12] of 2 cases", done.stdout, re.MULTILINE)
     assert outcomes("cut.jsonl") == outcomes("whole.jsonl")[:safe]
     assert not read_run("cut.jsonl").complete

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.conventions import Conventions
 from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
 from attncheck.harness.run import evaluation
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import PathSpec, SplitKVOptions
+from attncheck.reference.spec import DEFAULT_CHECKS, PathSpec, SplitKVOptions, StridesSpec
 from attncheck.reports.run_file.records import Record
 
 
@@ -22,7 +23,7 @@ def outcomes(records: dict[str, Record]) -> dict[str, str]:
     return {check: record.outcome for check, record in records.items()}
 
 
-ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
+ALL = DEFAULT_CHECKS
 
 
 def test_an_honest_backend_passes_everything(make_case: Any, examine: Any) -> None:
@@ -43,9 +44,22 @@ def test_a_backend_may_answer_in_a_tensor_of_its_own(
     assert outcomes(records) == dict.fromkeys(ALL, "passed")
 
 
+def test_strides_that_a_convention_leaves_out_are_not_asked(make_case: Any, examine: Any, variant: Any) -> None:
+    backend = variant(conventions=Conventions(padded_rows="untouched", operand_strides="rows"))
+    plain = replace(make_case(), strides=StridesSpec(query="padded", key="contiguous", output="offset"))
+    assert set(outcomes(examine(backend, plain)).values()) == {"passed"}
+    excluded = {"strides.key transposed": StridesSpec(key="transposed"), "output": StridesSpec(output="padded")}
+    for name, strides in excluded.items():
+        case = replace(make_case(), strides=strides)
+        records = examine(backend, case)
+        assert set(outcomes(records).values()) == {"unsupported"}
+        assert name in records["numerics"].reasons[0]
+        assert set(outcomes(examine(ReferenceBackend, case)).values()) == {"passed"}
+
+
 def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any, examine: Any, with_impl: Any) -> None:
     records = examine(with_impl(attend=lambda *_: 1 / 0), make_case())
-    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"refusals": "failed"}
+    assert outcomes(records) == dict.fromkeys(ALL[:-1], "errored") | {"refusals": "failed"}
     record = records["numerics"]
     assert record.outcome == "errored"
     assert (record.stage, record.error_type, record.message) == ("forward", "ZeroDivisionError", "division by zero")

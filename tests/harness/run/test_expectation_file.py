@@ -35,6 +35,16 @@ def test_a_file_without_entries_expects_nothing(tmp_path: Path, text: str) -> No
         ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, seed: 3}\n", ":1:65", "no key 'seed'"),
         ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: soon}\n", ":1:72", "write YYYY-MM-DD"),
         ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: 2026}\n", ":1:72", "a text"),
+        (
+            "- {backend: W, case: a, check: lse, outcome: failed, reason: r, within: {budget: 3}}\n",
+            ":1:74",
+            "did you mean 'budgets'",
+        ),
+        (
+            "- {backend: W, case: a, check: lse, outcome: failed, reason: r, within: {values: [NaN]}}\n",
+            ":1:83",
+            "one of 'nan'",
+        ),
         ("- {backend: [}\n", ":1:", "not YAML"),
     ],
 )

@@ -250,3 +250,56 @@ def test_a_finding_that_does_not_turn_up_is_told_and_fails_no_run(tmp_path: Path
     assert line.endswith("not seen in this run; remove it if this is repaired")
     assert "e.yaml:2" in line
     assert elsewhere.unseen() == []  # nothing was examined that it is about
+
+
+BOUNDED = FINDING | {"within": {"budgets": 30, "rows": 4, "heads": 2, "values": ["nan", "finite"]}}
+FIGURES = {"budget_share": float("inf"), "finite_budget_share": 29.5, "rows_wrong": 4, "heads_wrong": 2, "rows_nan": 1}
+
+
+@pytest.mark.parametrize(
+    ("figures", "beyond"),
+    [
+        (FIGURES, ""),
+        (FIGURES | {"rows_finite_wrong": 3}, ""),
+        (FIGURES | {"finite_budget_share": 30.5}, "budgets: at most 30, and found 30.5"),
+        (FIGURES | {"finite_budget_share": float("nan")}, "budgets: at most 30, and found nan"),
+        (FIGURES | {"rows_wrong": 5}, "rows: at most 4, and found 5"),
+        (FIGURES | {"heads_wrong": 3}, "heads: at most 2, and found 3"),
+        (FIGURES | {"rows_inf": 1}, "values: nan, finite alone, and found inf"),
+        (FIGURES | {"rows_unwritten": 2}, "values: nan, finite alone, and found unwritten"),
+        ({}, "budgets: at most 30, and the record has no such figure"),
+    ],
+)
+def test_a_finding_beyond_its_bound_stays_failed(tmp_path: Path, figures: dict[str, float], beyond: str) -> None:
+    file = write(tmp_path / "expect.yaml", BOUNDED)
+    failed = told("row 3 is not a number at head 2").model_copy(update={"figures": figures})
+    found = expectations(file).apply(failed)
+    if not beyond:
+        assert isinstance(found, XFailed)
+        return
+    assert isinstance(found, Failed)
+    assert found.details == (f"more than {file}:2 expects: {beyond}",)
+
+
+def test_without_finite_figures_the_share_of_the_budget_is_bounded(tmp_path: Path) -> None:
+    file = write(tmp_path / "expect.yaml", FINDING | {"within": {"budgets": 30}})
+    for share, kind in ((12.0, XFailed), (31.0, Failed), (float("inf"), Failed)):
+        failed = told("row 3 is not a number at head 2").model_copy(update={"figures": {"budget_share": share}})
+        assert isinstance(expectations(file).apply(failed), kind)
+
+
+def test_an_entry_may_be_about_one_version_alone(tmp_path: Path) -> None:
+    file = write(tmp_path / "expect.yaml", ENTRY | {"version": "*, amx"})
+    other, named = (record("failed").model_copy(update={"backend_version": f"0.32.0, {isa}"}) for isa in ("vec", "amx"))
+    expected = expectations(file)
+    assert expected.apply(other) == other
+    assert expected.unmet() == []
+    assert isinstance(expected.apply(named), XFailed)
+
+
+def test_an_entry_may_be_about_every_check(tmp_path: Path) -> None:
+    file = write(tmp_path / "expect.yaml", ENTRY | {"check": "*", "outcome": "crashed", "says": "killed by SIG*"})
+    expected = expectations(file)
+    for check in ("numerics", "lse"):
+        assert isinstance(expected.apply(record("crashed", check=check)), XFailed)
+        assert expected.apply(record("failed", check=check)).outcome == "failed"

@@ -93,8 +93,8 @@ def test_a_run_that_names_nothing_is_short() -> None:
     assert set(prepared.selection.cases) == set(prepared.plan.cases)
     assert {case.key for case in prepared.plan.cases} == set().union(*asked.values())
     (note,) = prepared.notes
-    assert re.search(r"triton_unified.*: 9 of 77 cases of suite interpreted; ", note)
-    assert "reference_mla, torch_mla: 2 of 72 cases of suite smoke; " in note
+    assert re.search(r"triton_unified.*: 9 of 79 cases of suite interpreted; ", note)
+    assert "reference_mla, torch_mla: 2 of 78 cases of suite smoke; " in note
     assert note.endswith("; --case '*' asks all")
 
 
@@ -146,3 +146,45 @@ def test_only_the_two_can_be_said(slow: str) -> None:
     with pytest.raises(BackendLoadError, match="default_suite answered 'decode', none of smoke, interpreted"):
         attncheck.examine(slow.replace("Slow", "Odd"))
     assert DEFAULT_SUITES == ("smoke", "interpreted")
+
+
+PICKY = """
+from attncheck.backends.candidates.reference import ReferenceBackend
+
+class Picky(ReferenceBackend):
+    supported_layouts = ("HND",)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls): return [48]
+
+class Broken(ReferenceBackend):
+    @classmethod
+    def get_supported_kernel_block_sizes(cls): raise RuntimeError("no sizes")
+"""
+
+
+def test_a_named_backend_is_asked_on_pages_that_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "picky.py"
+    path.write_text(PICKY)
+    selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
+    prepared = prepare_run(selection, [f"{path}:Picky"], RunSettings(device="cpu"), fits_pages=True)
+    assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)
+    (record,) = examined(prepared)
+    assert (record.outcome, record.case_hash) == ("passed", prepared.selection.cases[0].hash)
+    assert prepared.notes[0].startswith("suite smoke: cache.block_size=48 in place of 16, cache.layout=HND")
+
+
+def test_declarations_that_raise_choose_no_pages(tmp_path: Path) -> None:
+    path = tmp_path / "picky.py"
+    path.write_text(PICKY)
+    selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
+    prepared = prepare_run(selection, [f"{path}:Broken"], RunSettings(device="cpu"), fits_pages=True)
+    assert prepared.selection.refs == ("smoke",)
+
+
+def test_pages_are_chosen_in_the_suite_that_is_asked_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "picky.py"
+    path.write_text(PICKY)
+    selection = select_cases([], ["decode*"], ["numerics"])
+    prepared = prepare_run(selection, [f"{path}:Picky"], RunSettings(device="cpu"), fits_pages=True)
+    assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import environment_of
@@ -123,6 +124,20 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
         assert "in serve_cases" in fault.traceback
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
             process.receive()
+
+
+def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
+    first = assignment()
+    (ref,) = first.suites
+    changed = f"{ref}{{cache.block_size: 32}}"
+    with loading("reference") as process:
+        process.send(first)
+        assert isinstance(process.receive(), Described)
+        process.send(first.model_copy(update={"suites": (changed,), "digests": (load_suite(changed).hash,)}))
+        process.send(Examine(case="small/decode", checks=("numerics",)))
+        (record,) = [each for each in answers(process) if each.kind == "record"]
+    (asked,) = [case.hash for case in load_suite(changed).cases if case.id == "decode"]
+    assert record.case_hash == asked
 
 
 @pytest.mark.parametrize(("ref", "stored"), [("reference", 1), ("mine.py:Mine", 0)])

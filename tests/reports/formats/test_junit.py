@@ -174,7 +174,7 @@ def test_failures_of_one_finding_have_one_type_and_tell_what_is_common(make: Mak
     records = (
         make("failed", case_id="a", meaning=window),
         make("failed", case_id="b", meaning=window, summary="3 of 40 rows"),
-        make("failed", case_id="b", check="lse", summary="9 of 40 rows"),
+        make("failed", case_id="b", check="lse", meaning="the LSE has base 2"),
         make("passed", case_id="c"),
     )
     cases = {

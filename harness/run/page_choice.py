@@ -1,0 +1,83 @@
+"""Chooses the page size and the layout of suites whose own defaults the backends of a run do not take.
+
+Loads no torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from attncheck.cases.loader import load_suite
+from attncheck.cases.model import Suite
+from attncheck.cases.overrides import with_defaults
+from attncheck.errors import CaseFileError
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.selection import Selection
+
+_SMALLEST = 16
+"""Tokens of the smallest page that is chosen for a backend that takes multiples."""
+
+
+def fit_pages(
+    selection: Selection, backends: Sequence[BackendDescription], suites: Mapping[str, str]
+) -> tuple[Selection, tuple[str, ...]]:
+    """Return ``selection`` with defaults that most of ``backends`` take, and lines on what was chosen.
+
+    A suite whose defaults every backend takes stays as it is, and so does a value that a case or ``--set`` gives.
+    ``suites``: by reference, the only suite that a backend is asked; a backend without an entry is asked all.
+    """
+    able = [each for each in backends if each.is_loaded and not each.unavailable_reasons]
+    refs, loaded, notes = list(selection.refs), list(selection.suites), list[str]()
+    for index, suite in enumerate(selection.suites):
+        asked = [each for each in able if suites.get(each.ref, suite.name) == suite.name]
+        asked = [each for each in asked if not each.is_mla] or asked
+        chosen = {key: _best(key, value, asked) for key, value in suite.page_defaults.items()}
+        changed = [f"{key}={value}" for key, value in chosen.items() if value != suite.page_defaults[key]]
+        if changed:
+            try:
+                ref = with_defaults(refs[index], changed)
+                loaded[index] = load_suite(ref)
+            except CaseFileError:  # no case can be asked so
+                chosen = dict(suite.page_defaults)
+            else:
+                refs[index] = ref
+        notes += _notes(suite, chosen, asked)
+    if tuple(refs) == selection.refs:
+        return selection, tuple(notes)
+    keys = {case.key for case in selection.cases}
+    cases = tuple(case for suite in loaded for case in suite.cases if case.key in keys)
+    return replace(selection, suites=tuple(loaded), refs=tuple(refs), cases=cases), tuple(notes)
+
+
+def _best(key: str, default: str, backends: Sequence[BackendDescription]) -> str:
+    """Return the value of ``key`` that most backends take: the default if it is one of them, else the smallest."""
+    if key == "cache.layout":
+        values = [default, *(layout for each in backends for layout in each.layouts)]
+    else:
+        sizes = {size for each in backends for size in each.page_sizes}
+        sizes |= {base * -(-_SMALLEST // base) for each in backends for base in each.page_multiples}
+        values = [default, *map(str, sorted(sizes))]
+    return max(values, key=lambda value: sum(_takes(each, key, value) for each in backends))
+
+
+def _takes(backend: BackendDescription, key: str, value: str) -> bool:
+    if key == "cache.layout":
+        return not backend.layouts or value in backend.layouts
+    sizes, multiples = backend.page_sizes, backend.page_multiples
+    is_unknown = not sizes and not multiples
+    return is_unknown or int(value) in sizes or any(int(value) % base == 0 for base in multiples)
+
+
+def _notes(suite: Suite, chosen: Mapping[str, str], backends: Sequence[BackendDescription]) -> list[str]:
+    notes, defaults = [], suite.page_defaults
+    changed = [key for key, value in chosen.items() if value != defaults[key]]
+    if changed:
+        what = ", ".join(f"{key}={chosen[key]} in place of {defaults[key]}" for key in changed)
+        names = [each.name for each in backends if not all(_takes(each, key, defaults[key]) for key in changed)]
+        notes.append(f"suite {suite.name}: {what}, for {', '.join(names)}; --set chooses others")
+    unfit = [each.name for each in backends if not all(_takes(each, key, value) for key, value in chosen.items())]
+    if unfit:
+        what = ", ".join(f"{key}={value}" for key, value in chosen.items())
+        notes.append(
+            f"suite {suite.name}: {', '.join(unfit)} does not take {what}; in a run of its own others are chosen"
+        )
+    return notes
