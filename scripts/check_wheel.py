@@ -39,7 +39,9 @@ def expected_files() -> set[str]:
     page = {
         f"attncheck/reports/html/templates/{path.name}" for path in (ROOT / "reports" / "html" / "templates").glob("*")
     }
-    return root | modules | suites | page
+    mutants = {f"attncheck/backends/mutants/{path.name}" for path in (ROOT / "backends" / "mutants").glob("*.yaml")}
+    expected = {f"attncheck/expected/{path.name}" for path in (ROOT / "docs" / "expected").glob("*.yaml")}
+    return root | modules | suites | mutants | page | expected
 
 
 def check_files(wheel: Path) -> None:

@@ -120,7 +120,8 @@ def _chains(part: str, asked: Namespace) -> Iterator[Chain]:
                 words = [f"--suite={name}" for name in small or ["smoke"]]
                 yield from _chain(f"smoke/{ref}", [ref], [*words, *few, device], asked, is_emulated=ref not in KERNELS)
         case "miniatures":
-            for path in sorted((ROOT / "tests" / "miniatures").glob("graphs*.py")):
+            folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
+            for path in sorted(path for folder in folders for path in folder.glob("graphs*.py")):
                 words = ["--suite=tests/miniatures/graphs.yaml", "--check=cudagraph", device]
                 yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, asked, is_emulated=True)
         case "warm":
@@ -160,7 +161,7 @@ def _chain(
 def _backends_in(path: Path) -> list[str]:
     """References of the miniatures of a file, but for the base they share."""
     own = [name for name, found in vars(import_file(str(path), path)).items() if hasattr(found, "get_kv_cache_shape")]
-    return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Miniature"))]
+    return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Base", "Miniature"))]
 
 
 def _run(chain: Chain, asked: Namespace) -> None:

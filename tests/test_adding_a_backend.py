@@ -63,7 +63,7 @@ def test_the_test_collects_each_check_of_each_case(shell, tmp_path):
     code, printed = shell("python -m pytest -v test_mine.py -k decode.float32", tmp_path)
     assert code == 0, printed
     assert "test_mine.py::test_mine[decode.float32-numerics] PASSED" in printed
-    assert "4 passed, 2 skipped" in printed
+    assert "8 passed, 2 skipped" in printed
 
 
 @pytest.mark.slow

@@ -47,9 +47,11 @@ def test_the_case_file_is_one(tmp_path: Path) -> None:
 def test_the_expectation_files_are_some(tmp_path: Path) -> None:
     path = tmp_path / "known.yaml"
     path.write_text("".join(EXPECTED), encoding="utf-8")
-    place, finding = load_expectations(path)
+    place, finding, bounded = load_expectations(path)
     assert place.expectation.fits_case("smoke", "window-decode")
     assert finding.expectation.needs == ("logits_soft_cap", "dtype=float16")
+    assert bounded.expectation.within is not None
+    assert bounded.expectation.within.values == ("nan",)
 
 
 def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: Path) -> None:
@@ -114,7 +116,14 @@ def test_every_key_and_check_is_named() -> None:
 
 
 ROOT = DOCS.parent
-MADE = ("measured-support.md", "xformers-vllm.md", "vllm-cpu-attn.md", "vllm-triton-attn.md", "vllm-utilities.md")
+MADE = (
+    "measured-support.md",
+    "xformers-vllm.md",
+    "vllm-cpu-attn.md",
+    "vllm-mla.md",
+    "vllm-triton-attn.md",
+    "vllm-utilities.md",
+)
 """Pages made from runs: they name the files of the version that ran."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in DOCS.glob("*.md") if page.name not in MADE)]
 

@@ -53,7 +53,13 @@ def test_every_candidate_has_its_share_of_the_minutes():
 
 def test_the_figures_are_those_of_the_code():
     (most,) = re.findall(r"No case of the suites needs more than ([\d.]+) GiB", TEXT)
-    largest = max(needed_bytes(case) for name in suite_names() for case in load_suite(name)) / 2**30
-    assert float(most) - 0.1 < largest <= float(most)
+    (pool,) = re.findall(r"those of `limits` up to ([\d.]+) GiB", TEXT)
+    cases = [case for name in suite_names() for case in load_suite(name)]
+    for figure, reserves in ((float(most), True), (float(pool), False)):
+        largest = max(needed_bytes(case, reserves=reserves) for case in cases) / 2**30
+        assert figure - 0.1 < largest <= figure
+    far = {case.id: needed_bytes(case) / 2**30 for case in load_suite("smoke")}
+    assert round(far.pop("far-elements")) == 8
+    assert max(far.values()) < 1
     assert "up to seven more processes" in " ".join(TEXT.split())
     assert warming._MOST == 8

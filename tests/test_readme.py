@@ -73,7 +73,7 @@ def test_a_program_works(run, program, tmp_path):
 
 def test_the_demo_prints_what_is_said(assert_printed):
     """As the kept run of all cases shows it: to make the run takes a minute, and CI runs all cases."""
-    found = read_run(ROOT / "docs" / "evidence" / "cpu-2026-11-22" / "candidates.jsonl.xz")
+    found = read_run(ROOT / "docs" / "evidence" / "cpu-2026-11-23" / "candidates.jsonl.xz")
     assert found.header.command[:2] == ("attncheck", "run")
     records = tuple(
         each
@@ -81,7 +81,7 @@ def test_the_demo_prints_what_is_said(assert_printed):
         if (each.suite == "smoke" or each.case_id in DEFAULT_INTERPRETED)
         and (not each.backend.endswith("_mla") or each.case_id.startswith("latent"))
     )
-    counts = {"smoke": 72, "interpreted": len(DEFAULT_INTERPRETED)}
+    counts = {"smoke": 78, "interpreted": len(DEFAULT_INTERPRETED)}
     suites = tuple(suite.model_copy(update={"cases": counts[suite.name]}) for suite in found.header.suites)
     header = found.header.model_copy(update={"suites": suites})
     assert_printed(DEMO, terminal.render_run(replace(found, header=header, records=records)))
