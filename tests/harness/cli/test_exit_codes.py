@@ -189,18 +189,18 @@ def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(
     deadline = time.monotonic() + 60
     # The second backend may begin before the first one's records are in.
     kept = folder / "cut.jsonl"
-    while time.monotonic() < deadline and not (
-        (folder / "began").exists() and kept.exists() and '"case_id"' in kept.read_text()
-    ):
-        time.sleep(0.05)
+    lines: list[str] = []
+    while time.monotonic() < deadline:
+        before, lines = lines, kept.read_text().splitlines() if kept.exists() else []
+        if (folder / "began").exists() and len(lines) > 1 and lines == before:
+            break
+        time.sleep(0.5)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert err.splitlines()[-1] == f"interrupted by {number.name}"
-    assert re.search(r"^reference.* [12]/[12]", out, re.MULTILINE)
-    assert re.search(
-        rf"^interrupted by {number.name}: [12] of 4 cases; what follows was not examined$", out, re.MULTILINE
-    )
+    assert re.search(r"^numerics +2/2$", out, re.MULTILINE)
+    assert f"\ninterrupted by {number.name}: 2 of 4 cases; what follows was not examined\n" in out
     assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
     assert re.search(r"^unfinished: 1 backend", out, re.MULTILINE)
     stored = read_run("cut.jsonl")
