@@ -42,6 +42,8 @@ SUITES = [
     "split_kv",
     "strides",
     "tables",
+    "vllm_interpreted",
+    "vllm_latent",
     "xformers",
 ]
 CHEAP = [name for name in SUITES if name != "named_batches"]

@@ -15,7 +15,7 @@ from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-SUITE = str(Path(__file__).parent / "suites" / "latent.yaml")
+SUITE = "vllm_latent"
 EXPECTED = str(Path(__file__).resolve().parents[2] / "docs" / "expected" / "vllm-mla.yaml")
 
 FAULTY = """

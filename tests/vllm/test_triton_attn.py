@@ -14,7 +14,6 @@ from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-SUITES = Path(__file__).parent / "suites"
 EXPECTED = Path(__file__).resolve().parents[2] / "docs" / "expected" / "vllm-triton-attn.yaml"
 QUIET = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
     "VLLM_LOGGING_LEVEL": "ERROR"
@@ -25,7 +24,7 @@ def examine(output, *arguments, **environment):
     """The run of a command that ends well."""
     command = [sys.executable, "-m", "attncheck", "run", "--backend", "vllm:TRITON_ATTN", "--output", str(output)]
     done = subprocess.run(
-        [*command, "--suite", str(SUITES / "interpreted.yaml"), *arguments],
+        [*command, "--suite", "vllm_interpreted", *arguments],
         capture_output=True,
         text=True,
         check=False,
