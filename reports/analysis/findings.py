@@ -42,6 +42,9 @@ from attncheck.reports.run_file.records import (
 CONTRASTED = 200
 """Findings of a backend of which each is held against the cases that pass; of more, none is."""
 
+_OF_THE_OUTPUT = frozenset({"lse", "features", "invariance"})
+"""Checks of an output that `numerics` judges as well."""
+
 Short = Failed | Errored | Ended | XFailed | XPassed
 
 
@@ -128,8 +131,8 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     of_output = {_place(record): record for record in asked if record.check == "numerics" and _causes(record)}
     for record in asked:
         if isinstance(record, Failed | Errored | Ended | XFailed | XPassed):
-            # An LSE that nothing explains is wrong because the output is, if that is explained.
-            blamed = of_output.get(_place(record), record) if _is_bare_lse(record) else record
+            # An LSE, a feature or a step that nothing explains is wrong because the output is, if that is explained.
+            blamed = of_output.get(_place(record), record) if _may_follow(record) else record
             # Of several causes that fit, the one that fits most records of the backend.
             shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=record.finding)
             words = record.reason if isinstance(record, XFailed) else shared
@@ -153,8 +156,9 @@ def _place(record: Record) -> tuple[str, str, str]:
     return record.backend, record.suite, record.case_id
 
 
-def _is_bare_lse(record: Record) -> bool:
-    return isinstance(record, Failed) and record.check == "lse" and not record.meaning
+def _may_follow(record: Record) -> bool:
+    """Return whether the record may fail only because the output of its case is wrong: it names no cause of its own."""
+    return isinstance(record, Failed) and record.check in _OF_THE_OUTPUT and not likely_causes(record.meaning)
 
 
 def _rank(finding: Finding) -> int:
@@ -192,7 +196,7 @@ def _split(
             records,
             key=lambda record: (
                 isinstance(record, XPassed),
-                _is_bare_lse(record),
+                _may_follow(record),
                 _size(keys[record.suite, record.case_id]),
             ),
         )

@@ -61,16 +61,25 @@ def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHe
     assert told(findings(records, header)) == [("the scale is 2", ["a", "b", "c"], ["numerics"])]
 
 
-def test_a_log_sum_exp_that_nothing_explains_joins_its_output(make: Make, header: RunHeader) -> None:
+@pytest.mark.parametrize("check", ["lse", "features", "invariance"])
+def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, check: str) -> None:
     records = [
-        make("failed", case_id="a", check="lse", summary=ROWS, meaning=None),
+        make("failed", case_id="a", check=check, summary=ROWS, meaning=None),
         make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows"),
-        make("failed", case_id="b", check="lse", summary=ROWS, meaning=None),
+        make("failed", case_id="b", check=check, summary=ROWS, meaning=None),
     ]
-    assert told(findings(records, header)) == [
-        (WINDOW, ["a"], ["lse", "numerics"]),
-        ("7 of 40 rows", ["b"], ["lse"]),
+    (joined, apart) = findings(records, header)
+    assert told((joined, apart)) == [(WINDOW, ["a"], [check, "numerics"]), ("7 of 40 rows", ["b"], [check])]
+    assert joined.example.check == "numerics"
+
+
+@pytest.mark.parametrize("check", ["containment", "determinism", "cache_write"])
+def test_other_checks_keep_findings_of_their_own(make: Make, header: RunHeader, check: str) -> None:
+    records = [
+        make("failed", case_id="a", check=check, summary=ROWS, meaning=None),
+        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows"),
     ]
+    assert [found.checks for found in findings(records, header)] == [("numerics",), (check,)]
 
 
 def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, header: RunHeader) -> None:
