@@ -245,10 +245,7 @@ class Watch:
         return "host" if call.given and call.is_host_work else "device"
 
     def _place_lifted(self, made: Tensor) -> None:
-        """Record where a tensor created from Python data is.
-
-        Inside a custom operator, an array made by numpy counts as output of its kernel, and so as device memory.
-        """
+        """Record where a tensor made from Python data is; inside a custom operator it counts as a kernel's output."""
         if self._placed == "device":
             self._note("host copy", words(self._function, "aten.lift_fresh"))
         elif self._function is not None or self._depth == 0:
