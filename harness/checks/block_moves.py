@@ -116,7 +116,6 @@ def _swapping(
 
 
 def _judge(question: _Question) -> Broken | None:
-    """Return what is wrong with one call. Raise StageError if it raises."""
     expected = {name: _twin(tensor) for name, tensor in question.arguments.items()}
     question.right(*expected.values())
     _, changed = call(question.name, question.ask, question.arguments, {}, *question.written)

@@ -187,7 +187,6 @@ def _origin(problem: Problem, row: Tensor) -> str:
 
 
 def _padding_fault(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | None:
-    """Return how a row with slot -1 was written, if that is the only fault."""
     last = problem.num_blocks * problem.cache.block_size - 1
     strays = wrong[~torch.isin(wrong, mapped)].tolist()
     if strays == [last]:
@@ -196,7 +195,6 @@ def _padding_fault(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | Non
 
 
 def _stray_rows(wrong: Tensor, mapped: Tensor) -> str | None:
-    """Return how rows were written to slots that no row maps to, or None if there are no such slots."""
     strays = wrong[~torch.isin(wrong, mapped)]
     for shift, where in ((1, "behind"), (-1, "before")):
         if len(strays) == len(wrong) > 0 and bool(torch.isin(strays - shift, mapped).all()):

@@ -233,7 +233,6 @@ def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: st
 
 
 def _meaning_of(leaks: Iterable[str]) -> str:
-    """Return what a leak from these regions means."""
     regions = set(leaks)
     parts = []
     if regions == {_TAIL}:

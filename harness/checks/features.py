@@ -135,7 +135,7 @@ def check_features(case: CheckedCase) -> Finding:
 
 
 def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
-    """Return whether ``layer`` may see keys on pages that lie outside the window of every row of ``own``."""
+    """Return whether ``layer`` may see keys on pages that no row of ``own`` can see any more."""
     is_wider = layer.window[0] < 0 or layer.window[0] > own.window[0]
     return is_wider or layer.attn_chunk_size != own.attn_chunk_size
 

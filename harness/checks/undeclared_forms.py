@@ -104,7 +104,6 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
 
 
 def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
-    """Yield changes of the cache."""
     for layout in ("NHD", "HND"):
         yield {}, {"layout": layout}
     for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):

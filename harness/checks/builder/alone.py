@@ -142,7 +142,6 @@ def _padded(problem: Problem) -> Problem:
 
 
 def _is_empty(part: object) -> bool:
-    """Return whether a tensor has no elements, so that nothing reads it."""
     return isinstance(part, Tensor) and not part.numel()
 
 

@@ -128,7 +128,6 @@ def _built(session: Session, step: Step, call: ForwardCall) -> _Built:
 
 
 def _fault(session: Session, truth: Truth, built: _Built) -> Broken | None:
-    """Return what is wrong with the output of one call."""
     layer, pool, kv_cache = session.layer, session.pool, None
     if pool is not None:
         kv_cache = pool.filled()

@@ -180,20 +180,16 @@ class CudaRecorder:
             return CudaRecording(graph, blocks)
 
     def _rehearse(self, forward: Forward) -> Violation | None:
-        """Return why a capture is not possible, or None. A wait for the device would invalidate a real capture."""
         with self._side_stream():
             return rehearse(forward)
 
     def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph | Violation:
-        """Return the graph, or what prevented the capture.
-
-        Garbage collection is paused, because freeing an earlier graph or memory would invalidate the capture.
-        """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         violation: Violation | None = None
         try:
-            # torch waits for the device at the start of a capture; only forward must not wait.
+            # Freeing an earlier graph or memory would invalidate the capture, so garbage collection is paused. torch
+            # itself waits for the device at the start of a capture; only forward must not wait.
             with collection_paused(), torch.cuda.graph(graph, pool=self._pool, stream=self._side.stream):
                 try:
                     with syncs_raise():

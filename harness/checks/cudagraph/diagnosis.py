@@ -97,7 +97,6 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
 
 
 def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
-    """Return the cause for a step that is also wrong without a graph."""
     first = replace(step, turn=replace(step.turn, gains_pages=False))  # omits the earlier, shorter step
     try:
         anew = first.fault_without_graph(step.afresh(is_pool_finite=step.session.is_pool_finite))

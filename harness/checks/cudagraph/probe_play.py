@@ -199,7 +199,6 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
 
 
 def _in_words(step: DiagnosedStep) -> str:
-    """Return the step in words."""
     requests = step.turn.requests
     lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])
     if len(requests) > _TOLD:

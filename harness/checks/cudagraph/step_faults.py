@@ -63,5 +63,4 @@ def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: 
 
 
 def _differs(was: Tensor, now: Tensor) -> Tensor:
-    """Return bool ``[n]``: True for rows that differ in any bit."""
     return (was.contiguous().view(torch.uint8) != now.contiguous().view(torch.uint8)).flatten(1).any(1)

@@ -143,7 +143,6 @@ class Convolution:
         return torch.cat([(self._shares(seen) > 1).any(dim=1), states])
 
     def _name_of(self, moved: Tensor) -> str:
-        """Return which rows or states moved, in words."""
         rows = moved[: len(self._truth.y)].nonzero().flatten()
         if not len(rows):
             return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
@@ -162,7 +161,6 @@ class Convolution:
         return self._bits_of(memory)[self._problem.lines, :, : self._problem.past]
 
     def _meaning(self, seen: _Convolved) -> str | None:
-        """Return the common mistake that produces this output, if any."""
         for meaning, changes in self._mistakes():
             y, _ = convolve(self._problem, self._device, **changes)
             if is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype):

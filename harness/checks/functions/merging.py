@@ -130,7 +130,6 @@ class Merging:
         return ((shares > 1) | (lse > 1)).any(dim=1)
 
     def _meaning(self, merged: _Merged, swapped: bool) -> str | None:
-        """Return the common mistake that produces this output, if any."""
         if bool(torch.isnan(merged.out).any()):
             return "NaN: where both states are empty, -inf - -inf is NaN; such rows must be 0"
         a, lse_a, b, lse_b = self._problem.arguments(self._device, swapped=swapped).values()

@@ -141,7 +141,8 @@ def _of_lengths(
 ) -> EarlierBatch:
     """Return a batch of these requests without shared prefixes.
 
-    A request with a context keeps at least one token of it. Paths that only cut a batch in parts are replaced by an ordinary step, as in a model runner.
+    A request with a context keeps at least one token of it. Paths that only cut a batch in parts are replaced by an
+    ordinary step, as in a model runner.
     """
     requests = []
     for request, query_len, context_len in lengths:

@@ -187,7 +187,6 @@ class EventClock:
         return round(self._api.elapsed_ms(start, end) * 1e6)
 
     def _set_hold(self, issued_ns: int, *, is_behind: bool) -> None:
-        """Set how long to hold the device for the next sample, if at all."""
         if is_behind and self._hold_ns == LONGEST_HOLD_NS:
             self._is_holding = False
         wanted = issued_ns + issued_ns // 2 + MARGIN_NS

@@ -187,7 +187,6 @@ class TimingMeasurement:
         return self._conditions.device.type == "cuda" and allows_graph(self._backend, problem)
 
     def _capture_sizes(self) -> tuple[int, ...]:
-        """Return the token counts of batches that are replayed from graphs, ascending."""
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
         batches = [problem.case.batch for problem in replayed]
         return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))

@@ -266,7 +266,6 @@ class TimedStep:
         return answers[0], max(1, taken - self._overhead_ns())  # the difference may be 0 or negative for an empty call
 
     def _overhead_ns(self) -> int:
-        """Return the nanoseconds that the clock adds to a sample."""
         if self._overhead is None:
             return int(median(self._empty_ns)) if self._empty_ns else 0
         return self._overhead.empty_ns + (0 if self._replay is None else self._overhead.replay_ns or 0)

@@ -95,7 +95,6 @@ def is_plain(function: TorchFunction, kwargs: dict[str, object]) -> bool:
 
 @cache
 def _functions_of_memory() -> frozenset[TorchFunction]:
-    """Return functions that read, copy, create or export tensors, or read their device."""
     return READERS | ADDRESSES | COPIES | MAKERS | constructors() | {Tensor.new_tensor, _DEVICE_OF}
 
 
