@@ -54,7 +54,7 @@ def measure_level(
 
     ``declared``: the declared level. If it is None, it is read from the backend.
 
-    Slots that no request owns contain NaN. If NaN also reaches the output without a graph, this probe and all later
+    Slots that no request owns contain NaN. If NaN reaches the output without a graph too, this probe and all later
     ones are played with finite numbers instead, since a CUDA-graph level makes no claim about foreign memory. Raise
     StageError if the backend's declarations raise. Raise it also if the backend fails without a graph, on decodes or on
     the steps of a level that it declares.

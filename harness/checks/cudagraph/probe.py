@@ -11,7 +11,7 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape of one captured graph. ``query_len``: that of every request, or None if the lengths may differ."""
+    """The shape of one captured graph. ``query_len``: that of every request, or None for any that fit the tokens."""
 
     num_reqs: int
     num_tokens: int

@@ -23,7 +23,7 @@ GUARDS = 5
 """Number of first samples for which the device is not held back. Their median decides whether it is held later."""
 
 MARGIN_NS = 20_000
-"""Margin in nanoseconds by which a hold exceeds the last issue time, and by which idleness may be late."""
+"""Nanoseconds added to the length of a hold, and to the threshold above which a sample is late."""
 
 
 def do_nothing() -> None:
@@ -101,15 +101,16 @@ class EventClock:
         others                                    ########################### ~            late: until here
 
     - The device is held back until the host has issued everything, so that gaps between launches do not count. They
-    count if the host does not get ahead, because it waits for the device inside the call or takes longer than the
-    longest hold. This affects ``num_behind`` of ``num_taken`` samples. - Work on other streams that continues after
-    this stream has settled counts until its end: ``num_late`` samples. The event ``last`` is recorded when the whole
-    device is idle. A sample is late if the time from ``settled`` to ``last`` exceeds that of a call without work. -
-    Work on other streams that does not wait for the current stream could finish while this stream is held. So the first
-    :data:`GUARDS` samples, part of the warm-up, are taken without a hold. If their median is late, all later samples
-    are taken without a hold too, and gaps between launches count: ``is_overlapped``. Two late samples of five, caused
-    by a slow host, change nothing. - A call that leaves another stream current does not move the end, which is recorded
-    on the stream of the start.
+      count if the host does not get ahead, because it waits for the device inside the call or takes longer than the
+      longest hold. This affects ``num_behind`` of ``num_taken`` samples.
+    - Work on other streams that continues after this stream has settled counts until its end: ``num_late`` samples.
+      The event ``last`` is recorded when the whole device is idle. A sample is late if the time from ``settled`` to
+      ``last`` exceeds that of a call without work.
+    - Work on other streams that does not wait for the current stream could finish while this stream is held. So the
+      first :data:`GUARDS` samples, part of the warm-up, are taken without a hold. If their median is late, all later
+      samples are taken without a hold too, and gaps between launches count: ``is_overlapped``. Two late samples of
+      five, caused by a slow host, change nothing.
+    - A call that leaves another stream current does not move the end, which is recorded on the stream of the start.
 
     An empty call takes a few microseconds by these events. Callers subtract them (``measure_overhead``).
 

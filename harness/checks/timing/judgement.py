@@ -1,7 +1,7 @@
 """Judge an output produced under the clock: valid in form, right for these inputs, and final.
 
-A finding names the trick that it indicates. Kernels, above all generated ones, have been seen to leave work to a stream
-or a thread, to return tensors that are evaluated on access, and to return stored outputs.
+A finding names the trick that it indicates. Some kernels, above all generated ones, leave work to a stream or a thread,
+return tensors that are evaluated on access, or return stored outputs.
 """
 
 import math

@@ -50,7 +50,8 @@ def parts_of(problem: Problem) -> dict[StepPart, Problem]:
 def neighbour_of(problem: Problem, distance: int) -> Problem | None:
     """Return the batch with every context ``distance`` tokens shorter, or every query if no request has a context.
 
-    Return None if no request is long enough. Query lengths of batches with a context stay the same.
+    Return None if no request is long enough, or if the path allows no other query lengths. Query lengths of batches
+    with a context stay the same.
     """
     batch = problem.case.batch
     shorter = tuple(_shorter(request, distance) for request in batch.requests)

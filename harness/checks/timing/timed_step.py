@@ -63,7 +63,7 @@ class LatestAnswer:
 
 
 class TimedStep:
-    """A batch on a session's layer and cache. ``build_ns``: times of all calls so far. Raise StageError at set-up."""
+    """A batch on a session's layer and cache. ``build_ns``: ``build`` times of all calls. May raise StageError."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Operator:
     is_dynamic: bool
     """Tagged by torch: the shape of the result depends on contents."""
     follows: bool
-    """A ``*_like`` or ``new_*``: only the shape and type of its tensor argument matter, not the contents."""
+    """A ``*_like`` or ``new_*``: its result is shaped after a tensor argument whose contents do not matter."""
     is_composite: bool = False
     """Defined by other operators. Below autograd (in inference mode, or inside an operator) it arrives undecomposed,
     and ``.to`` or ``.contiguous`` would then look like a view even if they copy."""

@@ -139,7 +139,7 @@ class Tape:
         return alias
 
     def close(self) -> None:
-        """End the recording. A later change of address, including one by an operator's resize, counts as a release."""
+        """End the recording. A later change of an address counts as a release; earlier resizes do not."""
         self._addresses = {key: _address(outside.alias) for key, outside in self._outside.items()}
 
     def mark(self) -> TapeMark:

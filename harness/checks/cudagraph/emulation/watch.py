@@ -256,8 +256,8 @@ class Watch:
     def _custom(self, func: OpOverload, call: OperatorCall, memory: Memory, tape: Tape | None) -> object:
         """Run a custom operator, and tape the operators inside it, because decisions of its Python code are frozen.
 
-        If part of its work is hidden (a kernel that receives addresses, or C++ code), tape the operator as one step and
-        recompute it as a whole, whatever its schema declares as written.
+        Its work may be partly hidden, in a kernel that receives addresses or in C++ code. Then tape the operator as one
+        step that is recomputed as a whole, whatever its schema declares as written.
         """
         mark = None if tape is None else tape.mark()
         host_reads = {} if self._report is None else self._report.host_reads
