@@ -1,5 +1,4 @@
-"""The checks of one case of one backend, a module each, and what only they need.
+"""The checks of one case on one backend: one module or folder per check, plus helpers that only they use.
 
-Begin with ``interface``: what a check is, and how to add one. ``case_checks`` finds a check by its name and makes it.
-Each module says what its check cannot see. Findings are values (``findings``); records are made of them elsewhere.
+Start with ``interface``, which defines a check and how to add one; ``case_checks`` finds a check by name and runs it.
 """

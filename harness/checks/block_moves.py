@@ -1,8 +1,8 @@
-"""Functions that write pages: ``reshape_and_cache``, ``copy_blocks``, ``swap_blocks`` of a backend, where it has them.
+"""Page functions of a backend: ``reshape_and_cache``, ``copy_blocks`` and ``swap_blocks``, if it offers them.
 
-Asked as a part of ``cache_write``, over caches of the case's page, heads, layout and dtype, with space between pages
-where the case plants views: exactly what is named changes to exactly what is asked, all memory compared byte for byte.
-Sources are named more than once, destinations never, and no page is both. Cannot see: pools too large to compare.
+Part of ``cache_write``. The caches have the case's page size, heads, layout and dtype, with gaps between pages if the
+case has strided views. Exactly the named pages must change, to exactly the right contents; all memory is compared byte
+for byte. A source may be named twice, a destination not, and no page is both. Cannot see: pools too large to compare.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ _BLOCKS = 13
 _PAIRS = 5
 _SOURCES = 3
 _SPARE = 32
-"""Elements between two pages."""
+"""Elements between two consecutive pages."""
 
 _K_SCALE, _V_SCALE = 0.5, 0.25
-"""Powers of two: dividing by them and multiplying by their inverse is the same. A cache of floats ignores them."""
+"""Powers of two, so that division and multiplication by the inverse agree. A cache of floats ignores them."""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """One call: the tensors it gets, those it may write, and how it is put; ``right`` is the reference's function."""
+    """One call: its tensors, which of them it may write, the backend's function and the reference's function."""
 
     name: str
     arguments: Mapping[str, Tensor]
@@ -47,7 +47,7 @@ class _Question:
 def check_block_moves(
     problem: Problem, backend: type[AttentionBackend], device: torch.device, first: Finding
 ) -> Finding:
-    """``first``, unless a function that moves pages does something else than asked."""
+    """Return ``first``, or what is wrong with the first page function of the backend that does not do as specified."""
     offered = call_backend("functions", backend.functions)
     for question in _questions(problem, offered, device):
         wrong = _judge(question)
@@ -68,7 +68,7 @@ def _questions(problem: Problem, offered: Mapping[str, Function], device: torch.
             yield _copying(problem, stream, device, function)
         else:
             places = [(device, device)]
-            if device.type != "cpu":  # what the function is for: pages go to the host, and come back
+            if device.type != "cpu":  # the purpose of swap_blocks: moving pages to the host and back
                 places += [(device, torch.device("cpu")), (torch.device("cpu"), device)]
             for source, destination in places:
                 yield _swapping(problem, stream, (source, destination), function)
@@ -79,7 +79,7 @@ def _writing(problem: Problem, stream: RandomStream, device: torch.device, funct
     count = min(24, _BLOCKS * cache.block_size - 1)
     slots = stream.permutation(_BLOCKS * cache.block_size)[:count]
     slots[1::4] = -1
-    rows = {  # two more than are mapped, as where a batch is padded
+    rows = {  # two more rows than slots, as in a padded batch
         name: stream.uniform(count + 2, layer.num_kv_heads, size).to(problem.dtype).to(device)
         for name, size in (("key", layer.head_size), ("value", layer.value_head_size))
     }
@@ -110,13 +110,12 @@ def _swapping(
     problem: Problem, stream: RandomStream, places: tuple[torch.device, torch.device], function: Function
 ) -> _Question:
     source, destination = (_caches(problem, stream, place)["key_cache"] for place in places)
-    # Pairs stand on the host, where whoever moves pages between devices needs them.
+    # Pairs are on the host, where code that moves pages between devices needs them.
     arguments = {"src": source, "dst": destination, "mapping": _pairs(stream)}
     return _Question("swap_blocks", arguments, ("dst",), function, swap_blocks)
 
 
 def _judge(question: _Question) -> Broken | None:
-    """What is wrong with one call; StageError where it raises."""
     expected = {name: _twin(tensor) for name, tensor in question.arguments.items()}
     question.right(*expected.values())
     _, changed = call(question.name, question.ask, question.arguments, {}, *question.written)
@@ -150,13 +149,16 @@ def _meaning(question: _Question, wrong: Sequence[int]) -> str | None:
 
 
 def _pairs(stream: RandomStream) -> Tensor:
-    """(source, destination): sources more than once, destinations once, nobody both, the first and last page not."""
+    """Return pairs (source, destination). Sources repeat, destinations do not, and no page is both.
+
+    The first and the last page are neither.
+    """
     pages = stream.permutation(_BLOCKS - 2) + 1
     return torch.stack([pages[torch.arange(_PAIRS) % _SOURCES], pages[_SOURCES : _SOURCES + _PAIRS]], dim=1)
 
 
 def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dict[str, Tensor]:
-    """Filled key and value caches ``[NB, BS, Hkv, size]`` in the case's layout."""
+    """Return filled key and value caches ``[NB, BS, Hkv, size]`` in the memory order of the case's layout."""
     layer, cache = problem.layer, problem.cache
     dtype, spare = cache_dtype(layer, cache), _SPARE if "views" in problem.inputs else 0
     made = {}
@@ -173,12 +175,12 @@ def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dic
 
 
 def _codes(cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """FP8 codes under the dtype that says what they mean."""
+    """Return FP8 codes (uint8) as a view of the FP8 dtype, so that the dtype states their format."""
     return cache.view(FP8_DTYPES[kv_cache_dtype]) if kv_cache_dtype in FP8_DTYPES else cache
 
 
 def _twin(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides and dtype over a copy of all its memory."""
+    """Return a tensor of the same shape, strides and dtype over a copy of the whole storage."""
     memory = flat_bytes(tensor).clone()
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,9 +1,9 @@
-"""``cache_write``: exactly the mapped slots hold exactly the new K/V, byte for byte; inputs are unchanged.
+"""``cache_write``: exactly the mapped slots contain exactly the new K/V, byte for byte, and inputs are unchanged.
 
-The whole pool is compared with a copy that the proven codec wrote; then once more with new rows at the limits of their
-dtype, which a cache that secretly rounds or clamps cannot hold; in an FP8 cache, numbers between codes and beyond their
-range, where every code that right arithmetic reaches is right. Functions on pages that the backend offers are held to
-the same (:mod:`attncheck.harness.checks.block_moves`). Cannot see: writes outside the cache's own memory.
+The whole pool is compared with a copy that a proven codec wrote. A second step writes rows at the limits of their
+dtype, to expose a cache that rounds or clamps. An FP8 cache gets numbers between codes and beyond their range instead;
+every code that correct arithmetic can produce is accepted. The backend's page functions are checked likewise
+(:mod:`attncheck.harness.checks.block_moves`). Cannot see: writes outside the cache's own memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,19 +26,19 @@ from attncheck.harness.problem.signatures import decode
 from attncheck.harness.problem.storage import Storage, key_storage, value_storage
 
 _NAMED = 4
-"""Wrong slots described in a finding."""
+"""Most wrong slots described in a finding."""
 
 _MOST_BYTES = 2**26
-"""Bytes of a pool above which faults of writers are not tried."""
+"""Pool size in bytes above which faults of writers are not searched for."""
 
 _CHANGED = "; they belong to the model, and a layer may write its output and the cache alone"
 
 _EXPLAINED = 0.98
-"""Share of the wrong bytes that a fault has to explain."""
+"""Share of the wrong bytes that a fault must explain to be reported."""
 
 
 def check_cache_write(problem: Problem, session: Session, seen: Observation) -> Finding:
-    """Judge what one step did to the cache and to its inputs, one more with extreme rows, and functions on pages."""
+    """Judge the effect of one step on cache and inputs, a step with extreme rows, and the backend's page functions."""
     finding = _examine_steps(problem, session, seen)
     pool = session.pool
     if isinstance(finding, Holds) and pool is not None and pool.note:
@@ -79,9 +79,9 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
 
 
 def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
-    """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought.
+    """Compare the pool after a step with the expected one. ``rows``: the keys and values that the step was given.
 
-    ``honest``: rows that the codec stores as right writers may store ``rows``, element by element.
+    ``honest``: alternatives for the rows stored; each element may equal that of any alternative after the codec.
     """
     if seen.pool_before is None or seen.pool_after is None:
         return NotExamined(("the cache was not observed",), "attncheck")
@@ -129,7 +129,7 @@ def _storages(problem: Problem) -> tuple[Storage, Storage]:
 def _coding_fault(
     expected: Tensor, got: Tensor, held: torch.dtype, guesses: Iterable[tuple[str, Tensor]]
 ) -> str | None:
-    """Which fault of a writer explains nearly all bytes that differ; ``guesses``: (fault, pool after it)."""
+    """Return the fault that explains nearly all differing bytes, if any; ``guesses``: (fault, pool after it)."""
     expected, got = alike(expected, held), alike(got, held)
     is_lost = torch.isnan(numbers_of(expected, held)) & ~torch.isnan(numbers_of(got, held))
     differs = (expected != got) & ~is_lost
@@ -145,7 +145,7 @@ def _coding_fault(
 
 
 def _extreme(rows: Tensor) -> Tensor:
-    """Rows of the same shape made of the numbers that narrower formats lose: large, tiny, and with every bit in use."""
+    """Return rows of the same shape, of numbers that narrower formats lose: large, tiny, and with all bits in use."""
     limits = torch.finfo(rows.dtype)
     numbers = [limits.max, limits.tiny, 1 + limits.eps, -limits.max, -limits.tiny, 2 - limits.eps, 449.0, -61440.0]
     pattern = torch.tensor(numbers, dtype=rows.dtype)
@@ -153,7 +153,7 @@ def _extreme(rows: Tensor) -> Tensor:
 
 
 def _differing(pool: KVPool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
-    """The slots whose key or value differs, bit for bit."""
+    """Return those of ``slots`` whose key or value differs in any bit."""
     unequal = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
     for a, b in zip(pool.read_image(expected, slots), pool.read_image(got, slots), strict=True):
         bits = torch.int16 if a.element_size() == 2 else torch.int32
@@ -162,7 +162,7 @@ def _differing(pool: KVPool, expected: Tensor, got: Tensor, slots: Tensor) -> Te
 
 
 def _complaint(problem: Problem, pool: KVPool, images: tuple[Tensor, Tensor], slot: int, mapped: Tensor) -> str:
-    """What is wrong with one slot, and whose rows were found there; ``images``: the pool before and after."""
+    """Return what is wrong with one slot, and whose rows it contains; ``images``: the pool before and after."""
     at = torch.tensor([slot], device=images[1].device)
     before, after = (pool.read_image(image, at) for image in images)
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -174,7 +174,7 @@ def _complaint(problem: Problem, pool: KVPool, images: tuple[Tensor, Tensor], sl
 
 
 def _origin(problem: Problem, row: Tensor) -> str:
-    """Which row of the problem a stored row (``[D]``) is, read from its signature."""
+    """Return the name of the problem's row that a stored row ``[D]`` is, decoded from its signature; "" if none."""
     for coordinate in decode(row):
         in_batch = coordinate.request < len(problem.requests) and coordinate.head < problem.layer.num_kv_heads
         if not in_batch or coordinate.position >= problem.requests[coordinate.request].num_keys:
@@ -187,7 +187,6 @@ def _origin(problem: Problem, row: Tensor) -> str:
 
 
 def _padding_fault(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | None:
-    """Return where a row with slot -1 was written, if that alone is wrong."""
     last = problem.num_blocks * problem.cache.block_size - 1
     strays = wrong[~torch.isin(wrong, mapped)].tolist()
     if strays == [last]:
@@ -196,7 +195,6 @@ def _padding_fault(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | Non
 
 
 def _stray_rows(wrong: Tensor, mapped: Tensor) -> str | None:
-    """Return where rows were written that no row maps to; None: nowhere."""
     strays = wrong[~torch.isin(wrong, mapped)]
     for shift, where in ((1, "behind"), (-1, "before")):
         if len(strays) == len(wrong) > 0 and bool(torch.isin(strays - shift, mapped).all()):
@@ -205,7 +203,7 @@ def _stray_rows(wrong: Tensor, mapped: Tensor) -> str | None:
 
 
 def _fault_of_writer(problem: Problem, pool: KVPool, rows: Rows, images: tuple[Tensor, Tensor, Tensor]) -> str | None:
-    """Return which fault explains nearly all bytes; ``images``: the pool before, as it should be, and as it is."""
+    """Return a writer's fault that explains nearly all bytes, if any; ``images``: pool before, expected, and after."""
     before, expected, got = images
     new = problem.key_slots[problem.new_keys[problem.new_keys >= 0]]
     if not len(new) or got.numel() > _MOST_BYTES:

@@ -1,6 +1,6 @@
-"""Makes the checks of one case of one backend, each by its name.
+"""Run the checks of one case on one backend, each by name.
 
-The module of a check is imported at its first use, or by :func:`import_checks`.
+The module of a check is imported on first use, or by :func:`import_checks`.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,10 @@ from attncheck.reference.spec import BACKEND_CHECKS
 
 
 def find_check(name: str) -> Check:
-    """Return ``CHECK`` of the module ``harness/checks/<name>.py``, or of ``<name>/check.py`` where that is a folder."""
+    """Return ``CHECK`` from ``harness/checks/<name>.py``, or from ``<name>/check.py`` if ``<name>`` is a folder.
+
+    Raise ValueError if no check has that name.
+    """
     if name not in BACKEND_CHECKS:
         raise ValueError(f"check {name!r} has no examiner; known: {', '.join(BACKEND_CHECKS)}")
     module = import_module(f"attncheck.harness.checks.{name}")
@@ -27,9 +30,9 @@ def find_check(name: str) -> Check:
 
 
 def import_checks(checks: Iterable[str] = BACKEND_CHECKS, *, functions: bool = True) -> None:
-    """Import the modules of these checks, and those of ``functions``, which examine functions of a backend.
+    """Import the modules of these checks and, if ``functions``, the one that examines functions of a backend.
 
-    Comes before a backend is loaded, which may replace what a module imports from torch and Python.
+    Call this before loading a backend, because a backend may replace what these modules import from torch or Python.
     """
     for check in checks:
         find_check(check)
@@ -51,7 +54,7 @@ class CaseChecks:
         self._case = case
 
     def examine(self, check: str) -> Finding:
-        """Return the finding of one check. Raises StageError for what the backend raised."""
+        """Return the finding of one check. Raise StageError if the backend raised."""
         found = find_check(check)
         if self._case.undeclared:
             return found.run(self._case) if found.tries_undeclared else NotExamined(self._case.undeclared)
@@ -59,5 +62,5 @@ class CaseChecks:
         return found.run(self._case) if skipped is None else skipped
 
     def dump(self, folder: Path, backend: str) -> None:
-        """Write the case as a file, with the first step if a check needed it."""
+        """Write the case to a file in ``folder``, including the first step if a check needed it."""
         dump_case(folder, self._case.problem, self._case.truth, backend, self._case.seen)

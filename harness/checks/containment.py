@@ -1,10 +1,10 @@
-"""``containment``: what the batch does not own never reaches the output.
+"""``containment``: memory that the batch does not own never influences the output.
 
-NaN, Inf and huge finite values are written over every slot no row may be influenced by; the real rows must come out bit
-for bit as before (within the budget, for a backend that does not repeat itself even on the clean input). A difference
-counts only if the clean step comes back as it was, and the poisoned one differs again in the same rows. Padding rows of
-the inputs must not matter, zones around the output must stay intact, padding rows of the output finite. Cannot see:
-reads whose result is discarded. Needs further runs of the backend.
+NaN, Inf and huge finite values are written to every slot that must not influence a row. The real rows must be bitwise
+unchanged, or within the budget if the backend is not deterministic even on clean input. A difference counts only if the
+clean step reproduces and the poisoned step differs again in the same rows. Padding rows of the inputs must not matter,
+guard zones around the output must stay intact, and padding rows of the output must be finite. Cannot see: reads whose
+result is discarded. Needs further runs of the backend.
 """
 
 import math
@@ -30,13 +30,13 @@ from attncheck.harness.truth.truth import Truth
 _STATE = "state is kept between calls, or the backend is not deterministic"
 
 _ROOM = 4.0
-"""How many times its clean error a backend may be off that is wrong, and differently so each time."""
+"""Tolerance for a wrong backend whose errors vary from call to call, as a multiple of its error on clean input."""
 
 _TAIL, _LEFT_BEHIND = "the unused tail of a last page", "pages the window has left behind"
 
 
 def check_containment(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
-    """Judge ``seen`` and several more steps, each with other rubbish where nobody should look."""
+    """Judge ``seen`` and several more steps, each with other poison in memory that must not be read."""
     fills = list(_fills(problem, session))
     if not fills:
         return NotExamined(("no cache and no padding: the batch owns all it is given",), "attncheck")
@@ -47,7 +47,7 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
     found: Broken | None = None
     for name, fill in fills:
         if found is not None and fill.poison is not None:
-            continue  # what else leaks from foreign slots, the trace of the first poison says
+            continue  # tracing the first poison already covers leaks from foreign slots
         leak = repeats.leak(fill)
         if isinstance(leak, str):
             first, found = found, _trace(session, repeats, name, fill, leak)
@@ -73,10 +73,10 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
 
 
 class _Repeats:
-    """Steps of one session, told apart from its first clean one: by their bits, or else by their distance to the truth.
+    """Steps of one session, compared with its first clean step bit for bit, or else by their distance to the truth.
 
-    ``limit``: the budgets within which a backend that does not repeat itself must stay; more than 1 only where its
-    clean answers need more, so that what is wrong for other reasons is not blamed on foreign memory.
+    ``limit``: the budgets within which a nondeterministic backend must stay. It exceeds 1 only if clean outputs are
+    wrong, so that errors with other causes are not attributed to foreign memory.
     """
 
     def __init__(self, problem: Problem, truth: Truth, session: Session, clean: Observation) -> None:
@@ -91,22 +91,22 @@ class _Repeats:
 
     @property
     def _worst(self) -> float:
-        """The largest error of a clean step so far, in budgets."""
+        """The largest error of the clean steps so far, in budgets."""
         return max(self._worst_first, self._worst_again)
 
     @property
     def limit(self) -> float:
-        """Budgets; see above."""
+        """Error allowed in a poisoned step, in budgets, if steps are not compared bit for bit."""
         return 1.0 if self._worst <= 1 else _ROOM * self._worst
 
     @property
     def measure(self) -> str:
-        """What is compared, in words."""
+        """How steps are compared, in words."""
         within = "the budget" if self.limit == 1 else f"{self.limit:.3g} budgets ({_ROOM:g} times its clean error)"
         return "bit for bit" if self.bitwise else f"within {within}"
 
     def run_clean(self) -> Broken | Raised | None:
-        """The first step once more: what is wrong with the two together; else whether they are equal is noted."""
+        """Repeat the first step; return what is wrong if only one of them is right. Record whether they are equal."""
         again = self._session.run(images=False)
         if isinstance(again, Raised):
             return again
@@ -119,7 +119,7 @@ class _Repeats:
         return None
 
     def _contradiction(self, again: Observation) -> Broken | None:
-        """What is wrong where one of the first step and ``again`` is right, and the other is not."""
+        """Return what is wrong if exactly one of the first step and ``again`` is right, else None."""
         shares = output_shares(self._truth, again)
         if bool((shares > 1).any()) and self._worst <= 1:
             return Broken(f"a second, identical call is wrong: {summarize(self._problem, shares)}", meaning=_STATE)
@@ -128,7 +128,10 @@ class _Repeats:
         return None
 
     def leak(self, fill: Fill) -> str | Broken | Raised | None:
-        """Where the step changes with ``fill``, in a line, if it does so every time and is itself again without."""
+        """Return which rows change with ``fill``, in one line, if they do so twice and the clean step reproduces.
+
+        Return None if no row changes, and a finding if clean steps contradict each other.
+        """
         poisoned = self._session.run(fill, images=False)
         if isinstance(poisoned, Raised):
             return poisoned
@@ -136,7 +139,7 @@ class _Repeats:
         self._is_second = False
         if not len(before):
             return None
-        # The first two clean steps follow each other: what alternates would else look like a leak.
+        # The first two clean steps run back to back, since an alternating output would otherwise look like a leak.
         for _ in range(1 if self._is_settled else 2):
             disturbed = self.run_clean()
             if disturbed is not None:
@@ -147,7 +150,7 @@ class _Repeats:
             return again
         rows = self._moved_rows(again)
         rows = rows[torch.isin(rows, before)]
-        if not len(rows):  # it was not the poison
+        if not len(rows):  # the poison was not the cause
             self.bitwise = False
             return self._contradiction(poisoned) if is_second else None
         first = int(rows[0])
@@ -155,7 +158,7 @@ class _Repeats:
         return f"{count}, first: row {first} ({self._problem.row_name(first)})"
 
     def is_moved_by(self, fill: Fill) -> bool | Raised:
-        """Whether a single step with ``fill`` changes."""
+        """Return whether one step with ``fill`` differs from the clean one."""
         run = self._session.run(fill, images=False)
         return run if isinstance(run, Raised) else bool(len(self._moved_rows(run)))
 
@@ -166,13 +169,13 @@ class _Repeats:
 
 
 def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
-    """(what it is called, what to fill) for each poisoning."""
+    """Yield (name, fill) of each poisoning."""
     if session.pool is not None and session.pool.regions:
         huge = _huge(problem)
         kinds = {"NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf, f"{huge:.2g}": huge}
         held = key_storage(problem.layer, problem.cache).held
         for name, value in kinds.items():
-            # Of a format without infinities a cache holds the largest number in their place, which comes last anyway.
+            # A format without infinities stores its largest number for Inf, which the last kind covers.
             is_held = held != torch.float8_e4m3fn or not math.isinf(value)
             if is_held and (math.isfinite(value) or not session.backend.conventions.needs_finite_pool):
                 yield name, Fill(poison=value)
@@ -181,7 +184,7 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
 
 
 def check_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
-    """Zones around the outputs, and the padding rows of the output."""
+    """Judge the guard zones around the outputs and the padding rows of the output."""
     if seen.breaches:
         return Broken(f"rows outside of the {' and the '.join(seen.breaches)} buffer were written")
     padding = seen.output[len(problem.query) :].flatten(1).double()
@@ -200,7 +203,7 @@ def _worst(truth: Truth, seen: Observation) -> float:
 
 
 def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
-    """Real rows whose output or LSE differ in any bit (NaN equals NaN)."""
+    """Return the indices of real rows whose output or LSE differs in any bit. Two NaN count as equal."""
     real = len(problem.query)
     differs = differing_rows(a.output[:real], b.output[:real])
     if a.lse is not None and b.lse is not None:
@@ -209,7 +212,7 @@ def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
 
 
 def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: str) -> Broken:
-    """Which region the poison leaked from, found by poisoning one at a time, and what that means."""
+    """Return the finding of a leak: poison one region at a time to find its source."""
     if fill.poison is None:
         return Broken(f"padding rows of the inputs matter: with {name}, the output changes in {moved}")
     leaks = {}
@@ -230,7 +233,6 @@ def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: st
 
 
 def _meaning_of(leaks: Iterable[str]) -> str:
-    """What it means that something leaks from these regions."""
     regions = set(leaks)
     parts = []
     if regions == {_TAIL}:

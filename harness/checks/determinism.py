@@ -1,7 +1,7 @@
-"""``determinism``: the same question has the same bits: output, LSE and cache, on the same impl and on a new one.
+"""``determinism``: the same input gives the same bits of output, LSE and cache, on the same impl and on a new one.
 
-A backend that declares ``deterministic=False`` must stay within the budget instead. Cannot see: what differs between
-processes or machines, and randomness that comes out alike in these steps.
+A backend that declares ``deterministic=False`` must stay within the budget instead. Cannot see: differences between
+processes or machines, and randomness that happens to repeat in these steps.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _MEANING = (
 
 
 def check_determinism(problem: Problem, truth: Truth, session: Session, first: Observation) -> Finding:
-    """Judge two more steps of the same problem by the bits of ``first``: of the same impl, and of a new one."""
+    """Compare two more steps of the same problem with ``first``: one on the same impl, one on a new impl."""
     exact = session.backend.conventions.deterministic
     right = (output_shares(truth, first) <= 1).all(dim=1)
     for how, again in _repeats(problem, session):
@@ -52,7 +52,7 @@ def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observat
 def _moved_rows(
     truth: Truth, first: Observation, again: Observation, right: Tensor, *, exact: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what rows (bool ``[T]``) of output and LSE are not as before; of the output only where not ``exact``."""
+    """Yield (name, bool ``[T]``) of the changed rows of output and LSE. If not ``exact``: of the output only."""
     if not exact:
         yield "output", right & (output_shares(truth, again) > 1).any(dim=1)
         return

@@ -1,4 +1,4 @@
-"""Write a failing case as one file of plain tensors; ``torch.load(path, weights_only=True)`` reads it."""
+"""Write a failing case to one file of plain tensors, which ``torch.load(path, weights_only=True)`` reads."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from attncheck.harness.truth.truth import Truth
 
 
 def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | Raised | None) -> Path:
-    """Write inputs, truth, budget and what the backend gave; returns the file. An older dump is replaced."""
+    """Write inputs, truth, budget and the backend's output to a file, and return its path. Replace an older dump."""
     content: dict[str, Tensor | int | None] = {
         "query": problem.query,
         "keys": problem.keys,
@@ -39,23 +39,23 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
 
 
 def _weights(problem: Problem) -> dict[str, Tensor]:
-    """What turns latent rows into keys and values, where the layer has them."""
+    """Return ``W_UK`` and ``W_UV``, which turn latent rows into keys and values. Empty for a layer without them."""
     weights = problem.up_projections
     return {} if weights is None else {"w_uk": weights.w_uk, "w_uv": weights.w_uv}
 
 
 def dump_tensors(folder: Path, case: Case, seed: int, backend: str, content: Mapping[str, Tensor | int | None]) -> Path:
-    """Write ``content`` (its tensors from the CPU) beside what names the case; returns the file.
+    """Write ``content``, with its tensors on the CPU, and what identifies the case; return the path of the file.
 
-    Raises OSError where it cannot be written; no part of the file is left then.
+    Raise OSError if the file cannot be written, leaving no partial file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^\w.:-]", "_", backend)  # that of a file's class has slashes
+    name = re.sub(r"[^\w.:-]", "_", backend)  # the reference of a class in a file contains slashes
     path = folder / f"{case.suite}.{case.id}.{name}.seed{seed}.pt"
     named: dict[str, object] = {"case": case.key, "case_hash": case.hash, "seed": seed}
-    # A view would bring all the memory behind it.
+    # Saving a view would save its entire storage.
     plain = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in content.items()}
-    written = BytesIO()  # torch.save, given a path or a file, hides what is wrong with it
+    written = BytesIO()  # torch.save hides the cause of an OSError if it writes to a path or file itself
     torch.save(named | plain, written)
     try:
         path.write_bytes(written.getbuffer())

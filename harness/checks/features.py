@@ -1,9 +1,9 @@
-"""``features``: a modifier turned off or moved, on another layer of a process, moves the answer as it moves the truth.
+"""``features``: a modifier removed or changed on another layer of the process changes the output as it does the truth.
 
-A model has layers of several windows, caps and head counts, all in one process. So another impl and builder are made
-for the same rows, with one thing of the layer changed, and judged by the truth of that layer; then the first impl is
-asked again. ``numerics`` asks each layer alone, and cannot see a value that the first layer of a process has fixed for
-all. Cannot see: what is kept between layers that differ in something else.
+A model has layers with several windows, caps and head counts in one process. The check constructs another impl and
+builder for the same rows with one layer field changed, judges them by that layer's truth, then runs the first impl
+again. ``numerics`` runs each layer alone and misses values that the first layer of a process fixes for all others.
+Cannot see: state kept between layers that differ in other fields.
 """
 
 from collections.abc import Iterator
@@ -28,16 +28,17 @@ from attncheck.reference.spec import AttentionType, LayerSpec
 from attncheck.reports.run_file.causes import ALTERNATIVE
 
 _MOST_SCORES = 2**22
-"""Scores of all heads up to which the truth of another layer is computed; more would take as long as all else."""
+"""Most scores, over all heads, for which the truth of another layer is computed. More would take too long."""
 
 _KEPT = "a value of another layer of the process is used: it was fixed at a first call, or a cache has no key for it"
 
 
 @dataclass(frozen=True)
 class ChangedLayer:
-    """The layer with one thing changed. ``what`` says it in words; ``heads``: the query heads it has of the first.
+    """The layer with one thing changed. ``what``: the change in words. ``heads``: the query heads it keeps.
 
-    ``name``: what is changed, where the first layer has its default; a backend that ignores it is right there.
+    ``name``: the changed field if the first layer has its default there, so that a backend that ignores the field is
+    right on the first layer. Otherwise empty.
     """
 
     what: str
@@ -47,9 +48,10 @@ class ChangedLayer:
 
 
 def other_layers(layer: LayerSpec, number: int) -> Iterator[tuple[ChangedLayer, ...]]:
-    """Yield layers of which the first that may be asked is meant: without a modifier, and with it moved.
+    """Yield groups of alternatives; the caller uses the first layer of each group that the backend declares.
 
-    Of a layer without modifiers: with another scale, group or mask. ``number`` chooses the modifier, and what is first.
+    A layer with modifiers yields one group without a modifier and one with it changed. A layer without modifiers yields
+    one group with another scale, head group or mask. ``number`` selects the modifier and the order within a group.
     """
     modifiers = layer.modifiers if layer.mla is None else ()
     if not modifiers:
@@ -102,7 +104,7 @@ def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
 
 
 def check_features(case: CheckedCase) -> Finding:
-    """Judge steps of other layers in between, and the first layer's own after them."""
+    """Judge a step of each changed layer, and the first layer's step again after each."""
     problem, (session, first) = case.problem, case.first_step()
     scores = sum(request.rows * request.num_keys for request in problem.requests) * problem.layer.num_heads
     if scores > _MOST_SCORES:
@@ -133,13 +135,13 @@ def check_features(case: CheckedCase) -> Finding:
 
 
 def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
-    """Whether ``layer`` may see keys on pages that every row of ``own`` has left behind."""
+    """Return whether ``layer`` may see keys on pages that no row of ``own`` can see any more."""
     is_wider = layer.window[0] < 0 or layer.window[0] > own.window[0]
     return is_wider or layer.attn_chunk_size != own.attn_chunk_size
 
 
 def _asked(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
-    """The problem of another layer and its truth; None where it means nothing, or the backend does not declare it."""
+    """Return the problem of another layer and its truth, or None if it is invalid, undeclared or cannot be judged."""
     problem = case.problem
     given = other.layer, problem.cache, problem.case.batch
     try:
@@ -162,9 +164,9 @@ def _asked(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | No
 def _judge(
     case: CheckedCase, other: ChangedLayer, problem: Problem, truth: Truth, first: Observation | None
 ) -> Broken | Raised | None:
-    """What is wrong with the step of another layer, or None if it is right.
+    """Return what is wrong with the step of another layer, or None if it is right.
 
-    ``first``: the step of the first layer; None: it is wrong, and to equal it says nothing.
+    ``first``: the step of the first layer. None if it is wrong, because equality with it then proves nothing.
     """
     try:
         seen = Session(case.backend, problem, case.device).run(images=False)

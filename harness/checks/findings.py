@@ -1,4 +1,4 @@
-"""What a check saw, as one of three kinds of value."""
+"""Results of a check: ``Holds``, ``Broken`` or ``NotExamined``, or ``Raised`` if the backend raised."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ Figures = Mapping[str, float | int]
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What a check measured besides, which the record carries as it is, in the field of the same name.
+    """Additional measurements of a check, copied unchanged into the record field of the same name.
 
-    ``graph``: levels and probes of the check ``cudagraph``. ``chosen_kernels``: what a library chose to run; None: not
-    looked at. ``timing``: times of the check ``timing``.
+    ``graph``: levels and probes of the check ``cudagraph``. ``chosen_kernels``: names of the kernels that a library
+    chose, or None if not examined. ``timing``: times of the check ``timing``.
     """
 
     graph: GraphLevels | None = None
@@ -26,7 +26,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Holds(Measurements):
-    """The property holds; ``figures`` measure by how much, ``notes`` what a reader should know all the same."""
+    """The property holds. ``figures``: measured margins. ``notes``: facts a reader should see although it holds."""
 
     figures: Figures = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -34,10 +34,10 @@ class Holds(Measurements):
 
 @dataclass(frozen=True)
 class Broken(Measurements):
-    """The property does not hold. ``summary``: one line, where and how much; ``meaning``: the likely cause.
+    """The property does not hold. ``summary``: one line, where and by how much. ``meaning``: the likely cause.
 
-    ``finding``: words that failures of one cause share; empty: the record derives them from meaning or summary.
-    ``concerns``: the features that the likely cause is about.
+    ``finding``: a text shared by failures with one cause; if empty, the record derives it from meaning or summary.
+    ``concerns``: the features that the likely cause involves.
     """
 
     summary: str
@@ -50,7 +50,7 @@ class Broken(Measurements):
 
 @dataclass(frozen=True)
 class NotExamined(Measurements):
-    """Nothing was examined, for these reasons; ``by`` says whose limit it is."""
+    """Nothing was examined, for ``reasons``. ``by``: whose limitation this is."""
 
     reasons: tuple[str, ...]
     by: Literal["backend", "attncheck"] = "backend"

@@ -1,8 +1,8 @@
-"""What a right writer may store in an FP8 cache of numbers that are not exactly storable, and what wrong ones store.
+"""What correct and faulty writers store in an FP8 cache for numbers that no code represents exactly.
 
-The rows lie between codes, at ties and near them, beyond the range, below the smallest code; NaN, and where the format
-has no infinities, those. An honest kernel divides by the scale or multiplies by its reciprocal, in float32 or better:
-that may differ by a code where the scale is no power of two, and each of these codes is right. Anything else is not.
+The rows lie between codes, at and near ties, beyond the range and below the smallest code; NaN and, in formats without
+infinities, those are included. A correct kernel divides by the scale or multiplies by its reciprocal, in float32 or
+wider. The results may differ by one code if the scale is not a power of two; each such code is accepted, no others.
 """
 
 from collections.abc import Iterator
@@ -14,28 +14,31 @@ from attncheck.harness.problem.float8 import magnitudes, nearest_code, numbers_o
 from attncheck.harness.problem.storage import Storage
 
 _AT = (0, 1, 2, 7, 8, 9, 24, 37, 51, 60, 77, 90, 101, 110)
-"""Between which codes the rows lie: smallest and subnormal ones, both parities, small and large."""
+"""Indices of codes; the rows lie between each and the next. Smallest, subnormal, even, odd, small and large ones."""
 
 _ASIDE = 2.0**-7
-"""Relative distance of near ties from the tie: more than any activation dtype rounds."""
+"""Relative distance of a near tie from the tie. Larger than the rounding of any activation dtype."""
 
 Rows = tuple[Tensor, Tensor]
 """Keys and values."""
 
 
 def extreme_rows(rows: Tensor, storage: Storage) -> Tensor:
-    """Rows of the shape of ``rows`` that bring out how numbers are rounded; their honest codes can all be written."""
+    """Return rows of the shape of ``rows`` that expose how a writer rounds.
+
+    Elements for which the cache cannot hold one of the honest codes are 0.
+    """
     quotients = torch.tensor(list(_quotients(storage.held)), dtype=torch.float64)
     chosen = quotients.repeat(-(-rows.numel() // len(quotients)))[: rows.numel()].reshape(rows.shape)
     made = (chosen * storage.scale.double()).to(storage.dtype)
     told = torch.stack([storage.holds(codes) for codes in honest_codes(made, storage)]).all(0)
     if storage.held != torch.float8_e4m3fn:
-        told &= ~torch.isinf(made)  # of which a format with infinities may make one
+        told &= ~torch.isinf(made)  # a number beyond the activation dtype's range became infinite
     return made.masked_fill(~told, 0.0)
 
 
 def _quotients(held: torch.dtype) -> Iterator[float]:
-    """Numbers of codes' size, signs in turn."""
+    """Yield numbers in the scale of the codes, with alternating signs."""
     numbers = magnitudes(held).tolist()
     sign = 1.0
     for low, high in ((numbers[i], numbers[i + 1]) for i in _AT):
@@ -55,20 +58,20 @@ def _quotients(held: torch.dtype) -> Iterator[float]:
 
 
 def honest_codes(rows: Tensor, storage: Storage) -> tuple[Tensor, ...]:
-    """The codes (uint8) that right arithmetic makes of rows, the reference's first."""
+    """Return the codes (uint8) that correct arithmetic may produce for ``rows``; first the reference's."""
     scale = storage.scale.to(rows.device)
     quotients = (rows.float() / scale, rows.float() * (1 / scale), rows.double() / scale.double())
     return tuple(nearest_code(quotient.double(), storage.held) for quotient in quotients)
 
 
 def honest_rows(rows: Rows, storages: tuple[Storage, Storage]) -> list[Rows]:
-    """Rows that the codec stores as those codes."""
+    """Return, for each of the honest codes, rows that the codec stores as those codes."""
     keys, values = ([s.rows_of(codes) for codes in honest_codes(x, s)] for x, s in zip(rows, storages, strict=True))
     return list(zip(keys, values, strict=True))
 
 
 def faulty_rows(rows: Rows, storages: tuple[Storage, Storage]) -> Iterator[tuple[str, Rows]]:
-    """(what a writer does wrong, rows that the codec stores as that writer stores ``rows``)."""
+    """Yield (fault of a writer, rows that the codec stores as the faulty writer would store ``rows``)."""
     key, value = storages
     both = list(zip(rows, storages, strict=True))
 
@@ -87,7 +90,7 @@ def faulty_rows(rows: Rows, storages: tuple[Storage, Storage]) -> Iterator[tuple
 
 
 def is_unsaturated(expected: Tensor, got: Tensor, held: torch.dtype) -> bool:
-    """Whether codes (uint8) are NaN or infinite where the largest number is expected, and nowhere else."""
+    """Return whether every differing code (uint8) should be the largest number and is NaN or infinite."""
     differs, limit = expected != got, len(magnitudes(held)) - 1
     is_limit, is_finite = (expected[differs] & 0x7F) == limit, torch.isfinite(numbers_of(got[differs], held))
     return bool(is_limit.all()) and not bool(is_finite.any())

@@ -1,4 +1,4 @@
-"""Calls functions that a backend offers, reads their answers, and finds where poison in their arguments shows."""
+"""Call functions that a backend offers, validate what they return, and detect poison that reaches it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ _Fill = TypeVar("_Fill")
 
 
 class FormError(InternalError):
-    """Carries an answer that is no tensor of the right shape, dtype and device up to the caller of a check."""
+    """A result that is not a tensor of the right shape, dtype and device. ``finding`` describes it."""
 
     def __init__(self, finding: Broken) -> None:
         self.finding = finding
@@ -29,16 +29,16 @@ class FormError(InternalError):
 def call(
     name: str, function: Function, arguments: Mapping[str, Tensor | None], options: Mapping[str, object], *written: str
 ) -> tuple[object, tuple[str, ...]]:
-    """What ``function`` returns for ``arguments`` by position and ``options`` by keyword, and what it changed.
+    """Return what ``function`` returns, and the names of the arguments whose memory it changed.
 
-    Names the arguments whose memory, that around a view included, is not what it was; those ``written`` may change.
-    Raises StageError, under the function's name, for whatever the function raises.
+    ``arguments`` are passed by position, ``options`` by keyword. The memory around a view counts as part of it.
+    Arguments named in ``written`` may change. Raise StageError, under the function's name, if the function raises.
     """
     watched = {key: value for key, value in arguments.items() if value is not None and key not in written}
     before = {key: flat_bytes(tensor).clone() for key, tensor in watched.items()}
 
     def enter() -> object:
-        # Aliases: what the function does to a tensor object must not reach ours.
+        # Detached aliases, so that the function cannot change attributes of our tensor objects.
         given = [value if value is None else value.detach() for value in arguments.values()]
         with torch.no_grad():
             result: object = function(*given, **options)
@@ -52,9 +52,9 @@ def call(
 
 
 def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value``, of the shape and device of ``like``, in float64; an answer that was not rounded yet is an answer.
+    """Return ``value`` in float64, if it is a tensor of the shape and device of ``like``.
 
-    FormError where it is no tensor of them, or neither of ``dtype`` nor of a wider one.
+    Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FormError.
     """
     if not isinstance(value, Tensor):
         raise FormError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
@@ -72,9 +72,10 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
 
 
 def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -> bool:
-    """Whether ``got`` is ``answer`` in every row and head, but for the budget or what rounding to ``dtype`` costs.
+    """Return whether ``got`` equals ``answer`` in every row and head, up to the budget or the rounding to ``dtype``.
 
-    Float64 ``[T, H, Dv]`` both; ``budget`` is that around the truth, beside which a wrong answer may be huge.
+    Both are float64 ``[T, H, Dv]``. ``budget`` is that of the truth; a wrong ``answer`` may be much larger than the
+    truth, so an error of twice the machine epsilon of ``dtype`` relative to ``answer`` is allowed as well.
     """
     error = torch.linalg.vector_norm(got - answer, dim=-1)
     rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
@@ -82,11 +83,11 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
 
 
 class Poisoning(Generic[_Answer, _Fill]):
-    """Calls of one function on one question, with and without poison, told apart by their bits.
+    """Calls of one function on one input, with and without poison, compared bit for bit.
 
-    ``call`` of None is the clean call, ``first`` its answer; ``moved`` gives bool, one a row, for two answers that are
-    not equal bit for bit, ``wrong`` for one outside of the budget. A function that does not repeat itself on equal
-    input is held to the budget.
+    ``call(None)`` is the clean call, and ``first`` its result. ``moved`` returns bool, one per row: where two results
+    differ in any bit. ``wrong`` does so where a result is outside the budget. A function that is not deterministic on
+    equal input is compared within the budget instead.
     """
 
     def __init__(
@@ -101,13 +102,16 @@ class Poisoning(Generic[_Answer, _Fill]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader should know of how answers were compared."""
+        """Return notes on how results were compared. Empty if bit for bit."""
         if self.bitwise:
             return ()
         return ("compared within the budget: the function does not repeat itself on equal input",)
 
     def reached(self, fill: _Fill) -> Tensor:
-        """Bool, one a row: where ``fill`` shows, and shows again, though the clean answer stays what it is."""
+        """Return bool, one per row: where ``fill`` changes the result twice while the clean result stays the same.
+
+        Compare within the budget instead if the clean result changes.
+        """
         answer = self._call(fill)
         if self.bitwise:
             rows = self._moved(self._first, answer)

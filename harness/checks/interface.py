@@ -1,8 +1,8 @@
-"""What a check is, and what it gets of a case. The place to begin for a new check.
+"""What a check is, and what it receives. Start here to add a check.
 
-A check is one row of ``CHECKS`` in ``reference/spec_names.py``, and one module here, found by the row's name.
-The row lies among the shared words, since case files, the schema and ``list`` need it and must not load the harness.
-All that only the harness needs lies in the module, as its ``CHECK``; so there is no second list to keep.
+A check is one row of ``CHECKS`` in ``reference/spec_names.py`` plus one module here with the row's name. The row sits
+there because case files, the schema and ``list`` need it without importing the harness. Everything that only the
+harness needs is in the module's ``CHECK``.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class SharedByChecks:
-    """Objects that last for a run, such as measurements that many cases share: at most one of each class."""
+    """Objects shared by all checks of a run, such as measurements that many cases use. Holds at most one per class."""
 
     def __init__(self, *given: object) -> None:
         self._objects: dict[type, object] = {type(each): each for each in given}
 
     def get(self, kind: type[T], make: Callable[[], T]) -> T:
-        """Return the run's object of class ``kind``, which ``make`` creates at the first call."""
+        """Return the run's object of class ``kind``; the first call creates it with ``make``."""
         if kind not in self._objects:
             self._objects[kind] = make()
         return cast(T, self._objects[kind])
@@ -39,15 +39,15 @@ class SharedByChecks:
 
 @dataclass(frozen=True)
 class SelectedCases:
-    """The cases of a run. ``asking(ref, check)``: those that ask the backend of a reference for a check, in order."""
+    """The cases of a run. ``asking(ref, check)`` returns those that run ``check`` on backend ``ref``, in order."""
 
     asking: Callable[[str, str], tuple[Case, ...]] = lambda _ref, _check: ()
 
 
 class CheckedCase:
-    """One case of one backend. The session and the first step are made at the first use, and shared by the checks.
+    """One case on one backend. The session and the first step are created on first use and shared by all checks.
 
-    ``undeclared``: why the backend does not support the case, by its own declarations; empty: it does.
+    ``undeclared``: why the backend's declarations exclude the case. Empty if they include it.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class CheckedCase:
 
     @property
     def seen(self) -> Observation | Raised | None:
-        """The first step; None where no check has needed it so far."""
+        """The first step, or what the backend raised. None if no check has needed it so far."""
         return self._seen
 
     def first_step(self) -> tuple[Session, Observation]:
-        """Return the session and what its first step did. Raises StageError for what the backend raised."""
+        """Return the session and the observation of its first step. Raise StageError if the backend raised."""
         session, seen = self.try_first_step()
         if isinstance(session, Raised):
             raise StageError(session)
@@ -84,7 +84,7 @@ class CheckedCase:
         return session, seen
 
     def try_first_step(self) -> tuple[Session | Raised, Observation | Raised]:
-        """Return the same, with what the backend raised in place of what could not be made."""
+        """Return the session and its first step; in place of either, return what the backend raised."""
         if self._session is None:
             try:
                 self._session = Session(self.backend, self.problem, self.device)
@@ -101,11 +101,11 @@ def _always_applies(_case: Case, _features: frozenset[str]) -> NotExamined | Non
 
 @dataclass(frozen=True)
 class Check:
-    """How a check is made.
+    """How a check runs.
 
-    ``run`` returns the finding for a case, and takes from the case what it needs. It may raise StageError.
-    ``not_applicable`` returns why the check has nothing to examine, from the case and the backend's features alone.
-    ``tries_undeclared``: the check is also made of cases that the backend does not declare.
+    ``run`` returns the finding for a case, or raises StageError. ``not_applicable`` returns why the check has nothing
+    to examine, based only on the case and the backend's features. ``tries_undeclared`` selects whether the check also
+    runs on cases that the backend does not declare.
     """
 
     run: Callable[[CheckedCase], Finding]

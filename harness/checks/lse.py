@@ -1,7 +1,7 @@
-"""``lse``: the log-sum-exp is right, natural, and -inf exactly where a row sees nothing.
+"""``lse``: the log-sum-exp of each row is right, in natural logarithm, and -inf exactly for rows that see no key.
 
-Cannot see: whether the backend uses the same LSE when it merges partial results itself. A pure function of problem,
-truth and observation, and of the backend's declared conventions.
+Cannot see: whether the backend uses the same LSE when it merges partial results itself. The finding depends only on
+the problem, the truth, the observation and the backend's declared conventions.
 """
 
 import math
@@ -43,9 +43,10 @@ def check_lse(problem: Problem, truth: Truth, seen: Observation, conventions: Co
 
 
 def comparable_lse(problem: Problem, seen: Observation, conventions: Conventions) -> Tensor | None:
-    """Return the LSE of the real rows of a step as the truth has it, float64 ``[t, H]``.
+    """Return the LSE of a step's real rows, converted to the truth's conventions, float64 ``[T, H]``.
 
-    Return None if the backend has no LSE, or one that has no common meaning.
+    Return None if the backend returns no LSE, or one that cannot be converted: sinks together with an ALiBi bias that
+    is not measured from the query.
     """
     shifted = conventions.alibi_reference != "query" and problem.layer.alibi_slopes is not None
     if seen.lse is None or (shifted and problem.layer.sink_logits is not None):
@@ -55,9 +56,9 @@ def comparable_lse(problem: Problem, seen: Observation, conventions: Conventions
 
 
 def lse_shares(got: Tensor, lse: Tensor, allowed: Tensor) -> Tensor:
-    """The error in budgets, float64 ``[T, H]``; infinite where exactly one of the two is -inf, or ``got`` is NaN.
+    """Return the error in budgets, float64 ``[T, H]``. Infinite where one of the two is -inf alone, or ``got`` is NaN.
 
-    ``lse``: the right one, ``allowed``: the budget around it.
+    ``lse``: the right values. ``allowed``: the budget around them.
     """
     empty = torch.isneginf(lse)
     error = torch.where(empty, torch.zeros_like(got), got - lse).abs()
@@ -67,7 +68,7 @@ def lse_shares(got: Tensor, lse: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _alibi_shift(problem: Problem, conventions: Conventions, seen: Observation) -> Tensor:
-    """How much larger the LSE is when the bias is measured from position 0, or from the request's first new one."""
+    """Return how much larger the LSE is if the bias is measured from position 0 or the request's first new row."""
     slopes = torch.tensor(problem.layer.alibi_slopes, dtype=torch.float64)
     distance = seen.nth if conventions.alibi_reference == "context" else seen.position
     return distance.double()[:, None] * slopes

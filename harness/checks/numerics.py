@@ -1,7 +1,6 @@
-"""``numerics``: every real output row of every head lies within the error budget of the truth, in the first step.
+"""``numerics``: in the first step, each real output row of each head is within the error budget around the truth.
 
-Cannot see: errors below the rounding of the layer's dtype, keys whose weight lies below it, and what only a later step
-has wrong.
+Cannot see: errors below the rounding of the layer's dtype, keys whose weight is below it, and errors of later steps.
 """
 
 import math
@@ -24,14 +23,14 @@ from attncheck.harness.truth.truth_device import truth_notes
 
 
 class NamesRows(Protocol):
-    """A problem whose rows have names."""
+    """A problem that can name its rows."""
 
     def row_name(self, row: int) -> str:
-        """How a person would name a row."""
+        """Return a readable name for a row, for use in messages."""
 
 
 def check_numerics(problem: Problem, truth: Truth, seen: Observation, *, explains: bool = True) -> Holds | Broken:
-    """Judge the output of one step. ``explains``: whether a wrong one is explained, which takes most of the time."""
+    """Judge the output of one step. ``explains``: also search for the cause of an error; takes most of the time."""
     shares = output_shares(truth, seen)
     values = output_values(seen.output[: len(shares)], truth.codes)
     figures = {"rows": shares.shape[0], "heads": shares.shape[1]} | wrong_figures(shares, values, seen.unwritten)
@@ -65,7 +64,7 @@ def check_numerics(problem: Problem, truth: Truth, seen: Observation, *, explain
 
 
 def _unsaturated(truth: Truth, seen: Observation) -> str | None:
-    """Whether just the outputs beyond the range of their codes are NaN."""
+    """Return the saturation message if NaN appears only where the truth exceeds the range of the output format."""
     if truth.codes is None:
         return None
     missing = torch.isnan(seen.output[: len(truth.out)].double())
@@ -75,12 +74,12 @@ def _unsaturated(truth: Truth, seen: Observation) -> str | None:
 
 
 def output_shares(truth: Truth, seen: Observation) -> Tensor:
-    """The error of every real row and head in budgets, float64 ``[T, H]``."""
+    """Return the error of each real row and head as a multiple of its budget, float64 ``[T, H]``."""
     return share_of_budget(output_error(seen.output[: len(truth.out)], truth.out, truth.codes), truth.budget)
 
 
 def differing_rows(was: Tensor, now: Tensor) -> Tensor:
-    """Return bool ``[T]``: the rows that differ in any bit; NaN equals NaN."""
+    """Return bool ``[T]``: True for rows that differ in any bit. Two NaN count as equal."""
     if same_bytes(was, now):
         return torch.zeros(len(was), dtype=torch.bool, device=was.device)
     was, now = was.double(), now.double()
@@ -88,7 +87,10 @@ def differing_rows(was: Tensor, now: Tensor) -> Tensor:
 
 
 def summarize(problem: NamesRows, shares: Tensor) -> str:
-    """Where and how much, in a line; ``shares [T, H]`` in budgets."""
+    """Return one line that states which rows and heads are wrong and by how much; ``shares [T, H]`` in budgets.
+
+    At least one share must be above 1.
+    """
     wrong = shares > 1
     rows = wrong.any(dim=1).nonzero().flatten().tolist()
     heads = wrong.any(dim=0).nonzero().flatten().tolist()
@@ -110,9 +112,9 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
 
 
 def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str, float | int]:
-    """Return what an expectation may bound: how much is wrong, in how many rows and heads, and by which sort of value.
+    """Return the figures that an expectation may bound: the error, the wrong rows and heads, and their kinds of value.
 
-    ``shares``: ``[T, H]``, of ``values [T, H, Dv]``, in budgets. ``unwritten``: bool ``[T]``.
+    ``shares``: ``[T, H]``, in budgets, of ``values [T, H, Dv]``. ``unwritten``: bool ``[T]``.
     """
     wrong, written = shares > 1, ~unwritten.to(shares.device)[:, None]
     finite = shares.masked_fill(torch.isinf(shares), 0.0)

@@ -1,7 +1,7 @@
-"""``refusals``: what is declared runs; what is not declared is refused, or answered right.
+"""``refusals``: a declared case runs; an undeclared case is refused or answered correctly.
 
-A feature quietly ignored is the worst bug of all: accepted, undeclared and wrong fails here. Wrong answers to declared
-cases are the business of ``numerics``. Cannot see: declarations no case of the run asks about.
+Fails a backend that accepts an undeclared case and computes a wrong result, as when it silently ignores a feature.
+``numerics`` judges wrong results of declared cases. Cannot see: declarations that no case of the run uses.
 """
 
 from dataclasses import replace
@@ -29,11 +29,11 @@ from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import cause_of_error
 
 NOT_REFUSABLE = frozenset({"short_keys"})
-"""Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
+"""Features whose absence a backend can notice only by reading lengths on the host. Compared only if declared."""
 
 
 def check_declared(session: Session, seen: Observation | Raised) -> Finding:
-    """A case the declarations accept: it must run, and so must the profiling call without metadata."""
+    """Judge a declared case: it must run, and so must the profiling call, which is ``forward`` without metadata."""
     if isinstance(seen, Raised):
         return broken_promise(seen)
     pool_before = None if session.pool is None else session.pool.bytes().clone()
@@ -51,7 +51,7 @@ def check_declared(session: Session, seen: Observation | Raised) -> Finding:
 
 
 def broken_promise(raised: Raised) -> Broken:
-    """A declared case that was refused, or broke."""
+    """Return the failure of a declared case that the backend refused or that raised."""
     verb = "refused" if raised.is_refusal else "raised"
     return Broken(
         f"declared, but {verb} at {raised.stage}: {type(raised.error).__name__}: {raised.message}",
@@ -65,7 +65,7 @@ def _cause(raised: Raised) -> str:
 
 
 def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
-    """Judge what a case raised that the declarations leave out for ``reasons``: to refuse it is right."""
+    """Judge an exception on a case that the declarations exclude for ``reasons``. A refusal is right."""
     if raised.is_refusal:
         return Holds(notes=(f"{REFUSED} {raised.stage}: {raised.message}",))
     after = f" after changing {' and '.join(raised.touched)}" if raised.touched else ""
@@ -78,7 +78,7 @@ def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
 
 
 def check_answer(problem: Problem, truth: Truth, attempt: Observation, reasons: tuple[str, ...]) -> Holds | Broken:
-    """Judge the answer to such a case: a right one is fine."""
+    """Judge the output for a case that the declarations exclude for ``reasons``. A correct output is right."""
     shares = output_shares(truth, attempt)
     if bool(attempt.unwritten.any()) or bool((shares > 1).any()):
         return Broken(
@@ -90,7 +90,7 @@ def check_answer(problem: Problem, truth: Truth, attempt: Observation, reasons: 
 
 
 def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
-    """Undeclared cases that are not tried at all, and why."""
+    """Return why an undeclared case is not run on the backend, or None if it is run."""
     case = problem.case
     needs = required_features(case.layer, case.cache, case.batch, features) - features
     if is_merged(case.batch, features) and needs & {"lse", "cascade"}:
@@ -119,7 +119,7 @@ def _check(case: CheckedCase) -> Finding:
 
 
 def check_undeclared_forms(case: CheckedCase) -> Finding:
-    """Ask what differs from the case in one form that is not declared; each is to be refused, or answered right."""
+    """Run the case with one undeclared form at a time; each must be refused or answered correctly."""
     answered, wrong = [], []
     forms = tuple(undeclared_forms(case.backend, case.problem.case, str(case.device)))
     for form in forms:
@@ -138,7 +138,7 @@ def check_undeclared_forms(case: CheckedCase) -> Finding:
 
 
 def _ask(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | None:
-    """Put one question; None: attncheck cannot put it."""
+    """Judge the step of one undeclared form. Return None if attncheck cannot build or judge it."""
     try:
         problem = build_problem(form.case, case.problem.seed)
         attempt = _attempt(case, problem)
@@ -157,7 +157,7 @@ def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
 
 
 def _is_first_plain(case: CheckedCase) -> bool:
-    """Whether no case of the run before this one is as plain, and declared: the forms are asked once a backend."""
+    """Return whether the case is the first plain, declared one of the run, so that forms run once per backend."""
     asked, backend = case.problem.case, case.backend
     selected = case.shared.get(SelectedCases, SelectedCases).asking(case.loaded.ref, "refusals") or (asked,)
 

@@ -1,7 +1,7 @@
-"""A layer that reads another layer's cache, and is handed keys and values all the same: it must not write them.
+"""A layer that reads another layer's cache must not write keys and values passed to it.
 
-A model computes keys in every layer unless it is told otherwise, and ``forward`` gets them. Right is the answer from
-the cache alone, which stays as it was; a backend may also refuse such keys.
+A model computes keys in every layer by default, and passes them to ``forward``. The output must depend on the cache
+alone, and the cache must not change. A backend may also refuse such keys.
 """
 
 from dataclasses import replace
@@ -23,9 +23,10 @@ from attncheck.harness.truth.truth import Truth
 
 
 def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding:
-    """Return ``finding`` if one more step, which brings keys, neither writes nor uses them; else what is wrong.
+    """Run one more step that passes keys; return ``finding`` if they are neither written nor used, or what is wrong.
 
-    Where the writer is apart from ``forward``, the layer does not call it, and nothing is asked; so of parts.
+    Return ``finding`` without a step if the cache update is separate from ``forward``, because such a layer does not
+    call the update; for a latent layer; or if the step takes several forward calls.
     """
     problem, backend, pool = session.problem, session.backend, session.pool
     step = make_step(problem, session.device, session.order, pad_seq_len=backend.conventions.pad_seq_len)
@@ -62,6 +63,6 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
 
 
 def _with_keys(call: ForwardCall, keys: Tensor, values: Tensor) -> ForwardCall:
-    """The call with a key and a value for each row of the query, which stand nowhere in the cache."""
+    """Return the call with a key and a value for each query row, whose values occur nowhere in the cache."""
     key, value = (torch.full((len(call.query), *rows.shape[1:]), 3.0).to(call.query) for rows in (keys, values))
     return replace(call, key=key, value=value)

@@ -1,7 +1,7 @@
-"""Questions that differ from a declared case in one thing, which the backend does not declare.
+"""Forms of a declared case that differ from it in one field and that the backend does not declare.
 
-The cases of a suite mix what they ask: a backend that refuses one part of a case is not asked about the others. So each
-dtype, size, layout, type of attention and modifier is asked for by itself, on a small batch.
+Suite cases combine features, so a backend that refuses one feature of a case never runs the others. Here each dtype,
+size, layout, attention type and modifier is tried alone, on a small batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerS
 Changes = Mapping[str, Any]
 
 _DECODER = tuple(RequestSpec(query_len=rows, seq_len=keys) for rows, keys in ((1, 40), (5, 21), (9, 9)))
-"""A decode, an extend and a prompt."""
+"""One decode request, one that extends a prefix, and one prompt."""
 
 _ENCODER = (RequestSpec(query_len=11), RequestSpec(query_len=20))
 _CROSS = (RequestSpec(query_len=4, encoder_len=23), RequestSpec(query_len=1, seq_len=9, encoder_len=17))
@@ -31,7 +31,7 @@ _SCALES = {"k_scale": 0.3, "v_scale": 0.07}
 
 @dataclass(frozen=True)
 class UndeclaredForm:
-    """A case of a form that the backend does not declare: what is changed, in words, and why it is left out."""
+    """A case of a form that the backend does not declare: the change in words, and the declared reasons against it."""
 
     changes: str
     case: Case
@@ -39,16 +39,19 @@ class UndeclaredForm:
 
 
 def is_plain(case: Case) -> bool:
-    """Whether the case asks a decoder layer without modifiers for nothing but attention over its cache."""
+    """Return whether the case is a causal decoder layer without modifiers, shared cache or output quantisation.
+
+    Its path must be ``paged`` or ``mla``.
+    """
     layer = case.layer
     shares = layer.kv_sharing or layer.output_quant is not None
     return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
 
 
 def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[UndeclaredForm]:
-    """Yield ``case``, on a small batch, in every form that ``backend`` does not declare; none if it leaves out that.
+    """Yield ``case``, on a small batch, in each form that ``backend`` does not declare.
 
-    Raises StageError for a declaration that raises.
+    Yield nothing if the backend does not declare the small batch itself. Raise StageError if a declaration raises.
     """
     base = _with(case, {}, {})
     if _reasons(backend, base):
@@ -57,7 +60,7 @@ def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -
         try:
             changed = _with(case, layer, cache)
             check_meaning(changed.layer, changed.cache, changed.batch)
-        except SpecError:  # such a layer has no such form
+        except SpecError:  # the layer cannot have this form
             continue
         asked = changed.layer, changed.cache, changed.batch
         reasons = _reasons(backend, changed)
@@ -71,7 +74,7 @@ def _reasons(backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
 
 
 def _with(case: Case, layer: Changes, cache: Changes) -> Case:
-    """The case with other fields of layer and cache, asked of a few short requests. Raises SpecError."""
+    """Return the case with these fields of layer and cache, on a few short requests. Raise SpecError if invalid."""
     changed = replace(case.layer, **layer)
     return replace(
         case,
@@ -85,7 +88,7 @@ def _with(case: Case, layer: Changes, cache: Changes) -> Case:
 
 
 def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
-    """What a layer may have besides; a latent one has another dtype alone."""
+    """Yield changes of the layer. For a latent layer, yield other dtypes only."""
     for dtype in ("float16", "bfloat16", "float32"):
         yield {"dtype": dtype}, {}
     if layer.mla is not None:
@@ -101,7 +104,6 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
 
 
 def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
-    """What a cache may be besides."""
     for layout in ("NHD", "HND"):
         yield {}, {"layout": layout}
     for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):

@@ -1,4 +1,4 @@
-"""What faulty writers leave in a cache: rows at other slots, of other places, rounded, scaled, or not written."""
+"""Caches as faulty writers leave them: rows in other slots, permuted, rounded, scaled, or not written."""
 
 from collections.abc import Iterator
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from attncheck.harness.problem.problem import Problem
 
 _MOSTLY = 0.98
-"""Share of the wrong bytes that a fault has to explain; of as many others it may be wrong."""
+"""Share of the wrong bytes that a fault must explain. It may be wrong in 2 % as many other bytes."""
 
 Written = tuple[str, tuple[Tensor, Tensor], Tensor]
-"""What a writer does wrong, the keys and values that it writes, and the slots that it writes them to."""
+"""The fault in words, the keys and values that the writer writes, and the slots that it writes them to."""
 
 
 def faulty_writes(problem: Problem, rows: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]) -> Iterator[Written]:
-    """Yield the faults of writers of a step's new keys and values (``rows``), the likelier first.
+    """Yield faulty writes of a step's new keys and values (``rows``), likelier faults first.
 
-    ``held``: the keys and values that their slots hold before the step.
+    ``held``: the keys and values in their slots before the step.
     """
     new = problem.new_keys[problem.new_keys >= 0]
     slots = problem.key_slots[new]
@@ -50,7 +50,10 @@ def faulty_writes(problem: Problem, rows: tuple[Tensor, Tensor], held: tuple[Ten
 
 
 def explains(expected: Tensor, got: Tensor, image: Tensor) -> bool:
-    """Whether ``image`` is what stands in a cache nearly wherever it is not as ``expected``, and elsewhere too."""
+    """Return whether ``image``, the cache after a fault, differs from ``got`` in few bytes.
+
+    Few: at most 2 % of the bytes in which ``expected`` differs from ``got``.
+    """
     wrong = int((expected != got).sum())
     return int((image != got).sum()) <= (1 - _MOSTLY) * wrong
 

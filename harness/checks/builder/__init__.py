@@ -1,4 +1,1 @@
-"""The check ``builder``: what a metadata builder changes, what it shares, and what it waits for.
-
-Nothing is imported here.
-"""
+"""The check ``builder``: what a metadata builder changes, what it shares, and where it waits for the device."""

@@ -1,9 +1,10 @@
-"""The checks of a backend of which only the metadata builder can be driven, as of layers with a state.
+"""Checks of a backend whose metadata builder is the only part that can be driven, such as for layers with a state.
 
-``builder``: what builds change is held against the metadata, as for any backend. ``cudagraph``: what a graph of decodes
-would read is looked at: a builder that is captured once and then builds for other batches keeps tensors where they were
-and numbers as they were, names each request's own page, and for padding none of a request. Cannot see: what kernels
-compute, which of the metadata they read, and steps that verify drafts; so no level is ever called measured.
+``builder``: metadata must not change during a build, as for any backend. ``cudagraph``: the metadata that a graph of
+decodes would read are examined. After one capture, the builder builds for other batches. Tensors must keep their
+addresses and numbers their values; each request's state index must be its own first page, and padding must not use a
+request's page. Cannot see: what kernels compute, which metadata they read, and steps that verify drafts. Therefore no
+level is ever reported as measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,18 +37,18 @@ from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, Gr
 _ONLY = "only its metadata builder is driven: its kernels take a state and weights, which no case describes"
 _BUCKET = 4
 _LENGTHS = (5, 40, 17, 33)
-"""Keys of the requests of the first step; those of the second one are longer."""
+"""Numbers of keys of the requests in the first step. The second step's are longer."""
 
 _LONGER = 21
 
 _STATES = "state_indices"
-"""Part of the names of metadata that say which page holds the state of a request."""
+"""Substring of the names of metadata that contain the page of a request's state."""
 
 _DECODES: GraphLevel = "UNIFORM_SINGLE_TOKEN_DECODE"
 
 
 class BuilderChecks:
-    """The checks of one case of one backend. ``reasons``: why the backend leaves the case out."""
+    """The checks of one case on one backend. ``reasons``: why the backend excludes the case."""
 
     def __init__(
         self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
@@ -55,7 +56,7 @@ class BuilderChecks:
         self._backend, self._case, self._seed, self._device, self._reasons = backend, case, seed, device, reasons
 
     def examine(self, check: str) -> Finding:
-        """Return the finding of one check. Raises StageError for what the builder raised."""
+        """Return the finding of one check. Raise StageError if the builder raised."""
         if self._reasons:
             return NotExamined(self._reasons)
         if check == "builder":
@@ -63,7 +64,7 @@ class BuilderChecks:
         return self._levels() if check == "cudagraph" else NotExamined((_ONLY,), "attncheck")
 
     def dump(self, folder: Path, backend: str) -> None:
-        """Write nothing: a batch alone is no problem that could be asked again."""
+        """Write nothing, because a batch without keys and values is not a problem that could be repeated."""
 
     def _purity(self) -> Finding:
         problem = build_problem(self._case, self._seed)
@@ -110,7 +111,7 @@ class BuilderChecks:
         )
 
     def _faults(self, steps: Sequence[Problem]) -> Iterator[str]:
-        """Capture once, then build for a full batch and for one with padding; what a graph would read wrongly."""
+        """Capture once, then build for a full and for a padded batch; yield what a graph would read wrongly."""
         width = max(step.block_table.shape[1] for step in steps)
         inputs = allocate_inputs(steps[0], _BUCKET, _BUCKET, width, self._device)
         make = partial(construct_builder, self._backend, steps, self._device, capture_sizes=(_BUCKET,))
@@ -128,25 +129,24 @@ class BuilderChecks:
             yield from _wrong_states(built, problem)
 
     def _of(self, count: int, longer: int) -> Case:
-        """The layer and cache of the case, asked for so many decodes."""
+        """Return a case with ``count`` decodes on the layer and cache of the case."""
         requests = tuple(RequestSpec(query_len=1, seq_len=length + longer) for length in _LENGTHS[:count])
         return replace(self._case, batch=BatchSpec(requests=requests))
 
 
 def _padded(problem: Problem) -> Problem:
-    """The problem, its step as large as the graph."""
+    """Return the problem with its step padded to the size of the graph."""
     missing = _BUCKET - len(problem.requests)
     padding = PaddingSpec(requests=missing, tokens=missing)
     return replace(problem, case=replace(problem.case, batch=replace(problem.case.batch, padding=padding)))
 
 
 def _is_empty(part: object) -> bool:
-    """Whether a tensor has no element, so that nobody reads it."""
     return isinstance(part, Tensor) and not part.numel()
 
 
 def _wrong_states(built: dict[str, Any], problem: Problem) -> Iterator[str]:
-    """Pages that metadata name for the state of a request: its own first one, and for padding none of a request."""
+    """Yield faults in state pages: a request must have its own first page, and padding no request's page."""
     count, own = len(problem.requests), problem.block_table[:, 0].tolist()
     owned = {page for row in problem.block_table.tolist() for page in row} - {0}
     for path, value in built.items():

@@ -1,10 +1,10 @@
-"""``builder``: building metadata changes nothing that builders share, and what one builds stays right beside others.
+"""``builder``: building metadata changes no shared object, and the metadata stay valid when other builders build too.
 
-All builders of a step are fed from one CommonAttentionMetadata. Those of other groups of layers, and of other
-micro-batches, build before any layer runs. So nothing of that object may change, on the device or on the host, and
-metadata of several builders must all answer right. A builder may use its own buffers again at its next step: that is
-not asked. A line of ``build`` that waits for the device is a note; where ``sync_free_build`` is declared, it is a
-failure. Cannot see: what a builder changes outside of the common metadata.
+All builders of a step receive one CommonAttentionMetadata. Builders of other layer groups and of other micro-batches
+build before any layer runs. So nothing in that object may change, on the device or on the host, and the metadata of
+all builders must give right outputs. A builder may reuse its own buffers in its next step; the check allows this. A
+line of ``build`` that waits for the device adds a note, or fails the check if ``sync_free_build`` is declared. Cannot
+see: changes outside the common metadata.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,10 +42,10 @@ Build = Callable[[CommonAttentionMetadata], object]
 _SHARED = "all builders and layers of a step share one CommonAttentionMetadata, and none of them may write to it"
 
 _PLAIN = ("paged", "mla")
-"""Paths of which graphs are captured, and drafts are made."""
+"""Paths whose steps are captured in graphs and used for drafts."""
 
 _NUM_SMS = 132
-"""Streaming multiprocessors of the GPU that a builder is told of; what it answers is its own choice."""
+"""``num_sms`` (streaming multiprocessors) passed to ``use_cascade_attention``. Any bool it returns is accepted."""
 
 _UNSEEN = "where build waits for the device is unknown: it does not run while torch's modes watch it"
 
@@ -60,7 +60,7 @@ def _check(case: CheckedCase) -> Finding:
 def _faults(
     case: CheckedCase, session: Session, seen: Observation, notes: list[str]
 ) -> Iterator[Broken | Raised | None]:
-    """What is wrong, in turn; ``notes`` are added to."""
+    """Yield faults, or None, one after another; append to ``notes``."""
     finder = WaitFinder(case.device)
     builders = [finder.construct(partial(new_builder, session)) for _ in range(num_builders(case.problem))]
     _, calls = step_of(session, session.order)
@@ -82,9 +82,9 @@ def _faults(
 
 
 def waits_while_building(finder: WaitFinder, builder: Any, lent: ForwardCall) -> tuple[Violation, ...] | None:
-    """Build from ``lent`` and return where that waits; None: unknown, since it raises while it is watched.
+    """Build from ``lent`` and return where that waits for the device, or None if ``build`` raises under watch.
 
-    A build that waits may have been broken off there, and is made once more.
+    A build that waits may have been aborted, so it is repeated without watch.
     """
     build = partial(builder.build, common_prefix_len=lent.common_prefix_len, common_attn_metadata=lent.common)
     waits = finder.waits_of(build, lent.common)
@@ -96,9 +96,9 @@ def waits_while_building(finder: WaitFinder, builder: Any, lent: ForwardCall) ->
 def builds_of(
     backend: type[AttentionBackend], problem: Problem, builder: Any, call: ForwardCall, device: torch.device
 ) -> Iterator[tuple[str, ForwardCall, Build]]:
-    """(name, call, what builds from its metadata) of methods that the builder overrides.
+    """Yield (name, call, function that builds from its metadata) for builder methods that are overridden.
 
-    A graph is captured with dummies. Of a draft each request has one row.
+    For a graph, the call has dummy inputs. Drafts apply only if each request has one row.
     """
     batch, width = problem.case.batch, problem.block_table.shape[1]
     if batch.path.name not in _PLAIN:
@@ -116,19 +116,19 @@ def builds_of(
 
 
 def _is_draft(problem: Problem, builder: Any) -> bool:
-    """Whether the step can be one of drafting, for which the builder has a method of its own."""
+    """Return whether the step can be a draft step and the builder overrides ``build_for_drafting``."""
     batch = problem.case.batch
     return batch.path.name in _PLAIN and batch.max_query_len == 1 and _overrides(builder, "build_for_drafting")
 
 
 def _overrides(builder: Any, method: str) -> bool:
-    """Whether the builder does not leave ``method`` as it is, or is of another library."""
+    """Return whether the builder overrides ``method``, or has its own if it is another library's class."""
     own = getattr(type(builder), method, None)
     return own is not None and own is not getattr(AttentionMetadataBuilder, method)
 
 
 def metadata_fault(name: str, call: ForwardCall, lent: ForwardCall) -> Broken | None:
-    """What ``name`` changed of the metadata ``lent``, which held what ``call`` holds."""
+    """Return what ``name`` changed in the metadata ``lent``, compared with ``call``, or None."""
     changed = [field for field in changed_inputs(call, lent) if field.startswith("metadata.")]
     if not changed:
         return None
@@ -138,9 +138,9 @@ def metadata_fault(name: str, call: ForwardCall, lent: ForwardCall) -> Broken | 
 
 
 def _waiting_fault(session: Session, waits: tuple[Violation, ...] | None, notes: list[str]) -> Broken | None:
-    """What is wrong with a build that waits; where nothing is, it becomes a note.
+    """Return the fault of a build that waits if it must not; otherwise add notes and return None.
 
-    Of fast prefill the builder is wrapped in one that reads the device, as in vLLM.
+    Does not apply to fast prefill, whose wrapper around the builder reads the device, as in vLLM.
     """
     if isinstance(session.problem.case.batch.path.options, FastPrefillOptions):
         return None
@@ -158,7 +158,7 @@ def _waiting_fault(session: Session, waits: tuple[Violation, ...] | None, notes:
 
 
 def _cascade_fault(session: Session, builder: Any, call: ForwardCall) -> Broken | None:
-    """What is wrong with the answer whether a prefix is treated on its own, which a model runner asks before a step."""
+    """Return what is wrong with ``use_cascade_attention``, which a model runner calls before a step, or None."""
     layer, path = session.problem.layer, session.problem.case.batch.path.name
     if path != "cascade" or not _overrides(builder, "use_cascade_attention"):
         return None

@@ -1,6 +1,6 @@
-"""Steps whose metadata several builders make before any of them runs, each of which must answer right.
+"""Steps for which several builders build metadata before any of them runs; each must give right outputs.
 
-So does a model runner with groups of layers, or with micro-batches: every group has a builder of its own.
+Model runners do this for layer groups and micro-batches, each of which has its own builder.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ _MEANING = "builders share memory, or one of them keeps for all what it found fo
 
 @dataclass(frozen=True)
 class _Play:
-    """What two builders are fed (0: the step, 1: its requests in the opposite order), and whose metadata run first."""
+    """The steps of two builders (0: the case's, 1: with the requests reversed), and the order in which they run."""
 
     steps: tuple[int, int]
     forwards: tuple[int, int]
 
     @property
     def in_words(self) -> str:
-        """For a person who repeats it."""
+        """The play in words, for a reader who repeats it."""
         is_shared = self.steps[0] == self.steps[1]
         what = "from one CommonAttentionMetadata" if is_shared else "the second from the requests in the opposite order"
         first, second = (index + 1 for index in self.forwards)
@@ -46,7 +46,7 @@ _PLAYS = (_Play((0, 1), (0, 1)), _Play((0, 1), (1, 0)), _Play((0, 0), (0, 1)))
 
 @dataclass(frozen=True)
 class _Built:
-    """A step, the call that was handed over, and the metadata that one builder made of it."""
+    """A step, the call passed to a builder, and the metadata that it built."""
 
     step: Step
     call: ForwardCall
@@ -60,17 +60,17 @@ def new_builder(session: Session) -> Any:
 
 
 def step_of(session: Session, order: Sequence[int]) -> tuple[Step, tuple[ForwardCall, ...]]:
-    """Return the step of the session's problem, its requests in ``order``, and its calls, to be copied before use."""
+    """Return the step of the session's problem with requests in ``order``, and its calls. Copy the calls before use."""
     backend = session.backend
     step = make_step(session.problem, session.device, order, pad_seq_len=backend.conventions.pad_seq_len)
     return step, forward_calls_of(step, backend.features, session.threshold)
 
 
 def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | None:
-    """Build by two builders, then run each: return what is wrong there, and right where one builder builds alone.
+    """Build with two builders, then run each; return what is wrong with outputs that are right for one builder alone.
 
-    By the hash of the case, both are fed from one CommonAttentionMetadata, or the second from the same requests in the
-    opposite order; then either may run first. None also for a step of several calls.
+    The case's hash selects whether both builders receive one CommonAttentionMetadata or the second receives the same
+    requests in reverse order, and which runs first. Return None for a step of several calls.
     """
     play = _PLAYS[int(session.problem.case.hash, 16) % len(_PLAYS)]
     steps = [step_of(session, order) for order in (session.order, _opposite(session))]
@@ -89,7 +89,7 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | Non
 
 
 def wrong_draft(session: Session, truth: Truth) -> Broken | None:
-    """Return what is wrong with the step where its metadata are those of a draft. Raises StageError."""
+    """Return what is wrong with the step if it runs with metadata of ``build_for_drafting``. Raise StageError."""
     step, calls = step_of(session, session.order)
     (call,) = copied_calls(calls)
     build = partial(new_builder(session).build_for_drafting, common_attn_metadata=call.common, draft_index=0)
@@ -98,7 +98,7 @@ def wrong_draft(session: Session, truth: Truth) -> Broken | None:
 
 
 def _told(session: Session, truth: Truth, play: _Play, index: int, step: Step, wrong: Broken) -> Broken | None:
-    """What the wrong answer by one builder says; None where the step is wrong alone, which other checks tell."""
+    """Return the finding for a wrong output, or None if the step is also wrong alone, which other checks report."""
     (call,) = copied_calls(forward_calls_of(step, session.backend.features, session.threshold))
     if _fault(session, truth, _built(session, step, call)) is None:
         what = f"{play.in_words}; the answer by builder {index + 1} was wrong"
@@ -112,9 +112,9 @@ def _told(session: Session, truth: Truth, play: _Play, index: int, step: Step, w
 
 
 def _opposite(session: Session) -> list[int]:
-    """Return the requests in the opposite order; where the builder has a threshold, those of one row in front.
+    """Return the requests in reverse order; if the builder has a threshold, those of one row come first.
 
-    A model runner sorts by the smallest threshold of all builders, and each has to be right for a smaller one.
+    A model runner sorts by the smallest threshold of all builders, so each builder must be right for a smaller one.
     """
     requests = session.problem.requests
     behind = reversed(range(len(requests)))
@@ -128,7 +128,6 @@ def _built(session: Session, step: Step, call: ForwardCall) -> _Built:
 
 
 def _fault(session: Session, truth: Truth, built: _Built) -> Broken | None:
-    """What is wrong with the answer to one call."""
     layer, pool, kv_cache = session.layer, session.pool, None
     if pool is not None:
         kv_cache = pool.filled()

@@ -1,7 +1,7 @@
-"""Finds the lines of ``build`` that wait for the device.
+"""Find the lines of ``build`` that wait for the device.
 
-On a GPU torch raises at the first of them. Without one, the watch that accompanies emulated graphs knows which memory a
-GPU would hold. Cannot see: what C++ code waits for without torch.
+On a GPU torch raises at the first one. Without a GPU, the watch of emulated graphs tracks which memory a GPU would
+hold. Cannot see: waits in C++ code that does not use torch.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _WatchForWaits(Watch):
-    """A watch that lets copies pass which the host does not wait for."""
+    """A watch that allows copies for which the host does not wait."""
 
     _is_unwaited = False
 
@@ -38,22 +38,22 @@ class _WatchForWaits(Watch):
 
 
 class WaitFinder:
-    """Accompanies one builder from its construction on, so that it knows which memory the builder put on the host."""
+    """Follows one builder from its construction on, to track which memory the builder puts on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._watch = None if device.type == "cuda" else _WatchForWaits()
 
     def construct(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns."""
+        """Return the result of ``make``, called under watch."""
         if self._watch is None:
             return make()
         with self._watch.active():
             return make()
 
     def waits_of(self, build: Callable[[], object], common: CommonAttentionMetadata) -> tuple[Violation, ...] | None:
-        """Call ``build`` with the metadata ``common``, and return where it waits, in order; on a GPU the first place.
+        """Call ``build`` with the metadata ``common``, and return where it waits, in order.
 
-        None: it raises while it is watched.
+        On a GPU, return the first wait only. Return None if ``build`` raises under watch.
         """
         if self._watch is None:
             found = first_wait(build)
@@ -63,11 +63,11 @@ class WaitFinder:
         with self._watch.recording(_run.__code__) as (_, report):
             try:
                 _run(build)
-            except Exception:  # noqa: BLE001 (whose fault it is shows without the watch)
+            except Exception:  # noqa: BLE001 (the caller repeats the build without the watch, to see if it raises too)
                 return None
         return tuple(report.violations)
 
 
 def _run(build: Callable[[], object]) -> None:
-    """The outermost frame of what is watched."""
+    """Call ``build``. Its frame marks the boundary between the backend's code and ours."""
     build()

@@ -1,5 +1,5 @@
-"""Whether a backend's attention can be captured in a CUDA graph, and for which batches.
+"""The check ``cudagraph``: whether a backend's attention can be captured in a CUDA graph, and for which batches.
 
-Begin with ``check``, then ``probes``: the batches that are captured and replayed, a table to add to. ``measurement``
-runs the probes, and ``session`` drives the backend. A ``recorder`` captures a real graph (``cuda``) or emulates one.
+Start with ``check``, then ``probes``, a table of the batches that are captured and replayed. ``measurement`` runs the
+probes, and ``session`` drives the backend. A ``recorder`` captures a real graph (``cuda``) or emulates one.
 """

@@ -1,4 +1,4 @@
-"""The CUDA-graph levels of one backend over a run: a layer that plays every probe, and others that play a share."""
+"""The CUDA-graph levels of one backend over a run: one layer plays every probe, and the others play a share."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -24,7 +24,7 @@ from attncheck.reference.spec import AttentionCGSupport, BatchSpec, RequestSpec
 
 
 def layer_and_cache(case: Case) -> Case:
-    """Return the case without what its level does not depend on."""
+    """Return the case reduced to what its CUDA-graph level depends on."""
     return Case(
         suite="cudagraph",
         id="layer",
@@ -38,7 +38,7 @@ def layer_and_cache(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers and caches of one declared level, in order. ``first_case``: of the plainest, as ``suite/id``."""
+    """Layers and caches of one declared level, in order. ``plain``: the plainest; ``first_case``: key of its case."""
 
     declared: AttentionCGSupport
     layers: tuple[Case, ...]
@@ -46,7 +46,7 @@ class _Group:
     first_case: str
 
     def shares(self, full: LevelMeasurement) -> Mapping[Case, frozenset[str]]:
-        """Return which probes each layer plays. ``full``: the measurement of the plainest."""
+        """Return the probes that each layer plays. ``full``: the measurement of the plainest layer."""
         passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
         is_declared = full.broke is None or full.broke[0].level.value <= full.declared.value
         broken = [] if passed or full.broke is None or is_declared else [full.broke[0].name]
@@ -56,9 +56,9 @@ class _Group:
 
 
 class BackendLevels:
-    """Measures the layers and caches of ``cases``: those that ask ``backend`` for its level in this run.
+    """Measures the layers and caches of ``cases``, which are the run's cases that measure the level of ``backend``.
 
-    Layers of one declared level share their probes. ``questions``: returns the probes of a layer and cache.
+    Layers with the same declared level share their probes. ``questions``: returns the probes of a layer and cache.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BackendLevels:
         self._shares: dict[Case, Mapping[Case, frozenset[str]]] = {}
 
     def measure(self, asked: Case) -> LevelMeasurement:
-        """Measure one layer and cache. Raises QuestionError, and StageError where the backend breaks."""
+        """Measure one layer and cache. Raise QuestionError, or StageError if the backend fails."""
         group = self._groups.get(asked)
         if group is None or asked == group.plain:
             return self._measured_in_full(asked)
@@ -95,16 +95,16 @@ class BackendLevels:
         return self._full[asked]
 
     def _share_out(self, group: _Group) -> None:
-        """Share the probes that come out right on the plainest layer; nothing is shared where it has no level.
+        """Distribute the probes that pass on the plainest layer; distribute none if it has no level.
 
-        Likewise the one that breaks there, where it is of a higher level than the declared one.
+        The probe that breaks there is distributed too if its level is above the declared one.
         """
         self._shares[group.plain] = {}
-        with suppress(Exception):  # which is a finding of the plainest layer's own cases
+        with suppress(Exception):  # the plainest layer's own cases report it
             self._shares[group.plain] = group.shares(self._measured_in_full(group.plain))
 
     def _grouped(self, cases: Iterable[Case]) -> dict[Case, _Group]:
-        """The group of each layer and cache. Those whose level cannot be asked for are in none."""
+        """Return the group of each layer and cache. Omit those whose declared level cannot be read."""
         first_cases: dict[Case, str] = {}
         for case in cases:
             if self._is_served(case):

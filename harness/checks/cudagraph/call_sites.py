@@ -1,4 +1,4 @@
-"""Which line of a backend did something, found by walking up the stack or a traceback."""
+"""Find the line of a backend that did something, by walking the stack or a traceback."""
 
 import os
 import sys
@@ -10,15 +10,15 @@ from traceback import walk_tb
 from types import CodeType, FrameType
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Folders of code that a backend uses, but did not write; a backend may be installed there all the same."""
+"""Folders of libraries that a backend uses. A backend itself may be installed there, too."""
 
 _OURS = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
-"""Code that only drives a backend: the harness, and the bridge to vLLM's."""
+"""Modules that only drive a backend: the harness, and the bridge to vLLM's backends."""
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of Python code; the words are made only when somebody asks for them."""
+    """A line of Python code. The text is created only when it is needed."""
 
     code: CodeType
     number: int
@@ -32,9 +32,9 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class CallSite:
-    """Where something was done: the backend's line (None: no frame of a backend was found).
+    """Where something happened. ``line``: the backend's line, or None if no frame belongs to a backend.
 
-    ``interpreted``: Triton's interpreter did it, which stands for a kernel's work.
+    ``interpreted``: Triton's interpreter did it, which emulates a kernel.
     """
 
     line: SourceLine | None
@@ -45,12 +45,12 @@ class CallSite:
 
 
 def find_call_site(boundary: CodeType | None = None) -> CallSite:
-    """Where the caller of this is, on the way from here up to the frame that runs ``boundary``."""
+    """Return the call site of the caller, searching up to the frame that runs ``boundary``."""
     return _innermost_own(_stack(sys._getframe(1), boundary))
 
 
 def call_site_of(error: BaseException) -> CallSite:
-    """Where ``error`` was raised, on the way to where it was caught."""
+    """Return the call site that raised ``error``."""
     return _innermost_own(reversed(list(walk_tb(error.__traceback__))))
 
 
@@ -61,11 +61,11 @@ def _stack(frame: FrameType | None, boundary: CodeType | None) -> Iterator[tuple
 
 
 def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> CallSite:
-    """The first of ``frames``, innermost first and each with its line, that is the backend's own.
+    """Return the innermost of ``frames`` that belongs to the backend. ``frames``: (frame, line), innermost first.
 
-    torch and what only drives a backend never are. Code of other installed libraries is only where no frame further
-    out is: a backend that calls a library is to blame for what the library does, and a backend may be an installed
-    library.
+    Frames of torch and of code that drives a backend are skipped. A frame of another installed library counts only if
+    no outer frame belongs to the backend: the backend is responsible for its library calls, but may itself be
+    installed.
     """
     library: CallSite | None = None
     interpreted = False

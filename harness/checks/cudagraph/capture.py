@@ -1,4 +1,4 @@
-"""Captures one ``forward`` of a backend: metadata for capture, warm-ups, the graph, and what ``forward`` returned."""
+"""Capture one ``forward`` of a backend: build metadata, warm up, record the graph, and keep what it returned."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,34 +16,34 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
 
 Group = Sequence[tuple[Any, ForwardCall]]
-"""What one graph holds: calls, each with the builder of its metadata."""
+"""The calls in one graph, each with the builder of its metadata."""
 Lent = TypeVar("Lent")
 Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """A captured ``forward``, and what it returned at capture: the contents of that are every replay's own."""
+    """A captured ``forward``, and what it returned at capture. Each replay writes its output to those tensors."""
 
     recording: Recording
     returned: Any
 
     def replay(self) -> Any:
-        """Return what ``forward`` would return."""
+        """Replay, and return what ``forward`` would return."""
         self.recording.replay()
         return self.returned
 
     def launch(self) -> object:
-        """Return the same, to be timed: the device is not waited for."""
+        """Replay for timing, without waiting for the device; return the same as :meth:`replay`."""
         self.recording.launch()
         return self.returned
 
 
 @dataclass(frozen=True)
 class CapturedGraph(CapturedForward):
-    """One captured graph, and what its metadata were made of. ``read``: paths the graph reads.
+    """One captured graph, and the trace of its metadata. ``read``: paths of tensors that the graph may read.
 
-    ``buffers``: those of each call in it.
+    ``buffers``: the output buffers of each call in it.
     """
 
     buffers: tuple[OutputBuffers, ...]
@@ -59,7 +59,10 @@ def capture_group(
     kv_cache: Tensor,
     build: Callable[[Any, CommonAttentionMetadata], Any],
 ) -> CapturedGraph | CaptureError | UnseenError:
-    """Capture the calls of ``group`` in one graph: all metadata are built first. Raises StageError as below."""
+    """Capture the calls of ``group`` in one graph, after building all metadata.
+
+    Raise StageError as :func:`capture_forward` does.
+    """
     buffers = tuple(layer.output_buffers(problem, call) for _, call in group)
     parts: dict[str, object] = {}
 
@@ -82,12 +85,12 @@ def capture_group(
     reads = captured.recording.reads
     read = frozenset(path for path, part in parts.items() if isinstance(part, Tensor) and reads(part) is not False)
     made_of = trace(parts)
-    parts.clear()  # a graph must not live on what a capture's metadata would have let go of
+    parts.clear()  # the graph must not depend on memory that only the capture's metadata keep alive
     return CapturedGraph(captured.recording, captured.returned, buffers, made_of, read)
 
 
 def alone(metadata: Sequence[Any]) -> Any:
-    """Return one call's metadata, or those of all calls."""
+    """Return the only element, or all metadata if there are several calls."""
     return metadata[0] if len(metadata) == 1 else metadata
 
 
@@ -98,11 +101,11 @@ def capture_forward(
     enter: Callable[[Lent, Built], object],
     on_metadata: Callable[[Built], object] = lambda _metadata: None,
 ) -> CapturedForward | CaptureError | UnseenError:
-    """Capture ``enter`` of what ``lend`` returns, whose memory the replays read, and of what ``build`` makes of it.
+    """Capture ``enter`` on what ``lend`` returns, whose memory replays read, and on what ``build`` returns for it.
 
-    ``lend`` returns new aliases at each call: a run that resizes what it was lent must not spoil the next.
-    ``on_metadata`` sees what was built for every warm-up and for the capture. Raises StageError where building or
-    warming up breaks.
+    ``lend`` must return new aliases on each call, so that a run that resizes them does not affect the next.
+    ``on_metadata`` is called with what was built for each warm-up and for the capture. Raise StageError if building or
+    warming up fails.
     """
     returned: list[object] = []
 
@@ -110,14 +113,14 @@ def capture_forward(
         lent = lend()
         metadata = call_backend("build for capture", lambda: build(lent))
         on_metadata(metadata)
-        returned.clear()  # what a warm-up returned is not the graph's
+        returned.clear()  # discards what a warm-up returned
         return lambda: returned.append(enter(lent, metadata))
 
     def attempt() -> Recording | CaptureError | UnseenError:
         try:
             return recorder.record(prepare)
         except (CaptureError, UnseenError) as refusal:
-            return refusal.with_traceback(None)  # its frames hold the graph, and this refusal
+            return refusal.with_traceback(None)  # the traceback's frames would keep the graph and this exception alive
 
     recording = call_backend("warm-up for capture", attempt)
     if isinstance(recording, CaptureError | UnseenError):

@@ -1,8 +1,8 @@
-"""``cudagraph``: the declared ``AttentionCGSupport`` level is the measured one.
+"""``cudagraph``: the measured ``AttentionCGSupport`` level of a backend is at least the declared one.
 
-The level belongs to a layer and a cache: cases equal in both share one measurement. Below the declared level is a
-broken promise; above is head-room, and said. Cannot see: batches larger than the probes', nor, in the emulation, work
-that is hidden from torch's dispatcher, and the branch a backend keeps for the GPU.
+A level belongs to a layer and a cache, so cases with equal layer and cache share one measurement. A lower measured
+level fails the check; a higher one adds a note. Cannot see: batches larger than the probes'. The emulation also cannot
+see work hidden from torch's dispatcher, or a branch of the backend that runs on a GPU only.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,13 +24,13 @@ from attncheck.reference.spec import AttentionCGSupport, AttentionType
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 
 _KEPT = 2
-"""Layers whose problems and truths are kept: the one that plays every probe, and the latest."""
+"""Number of layers whose problems and truths are kept: the layer that plays every probe, and the latest one."""
 
 
 class GraphLevelCheck:
-    """Findings by layer and cache: the measurements of one run, each made once a backend.
+    """Findings of one run by layer and cache. Each backend is measured once per layer and cache.
 
-    ``cache``: stores the truths of the probes. Without it, each truth is computed.
+    ``cache``: stores the truths of the probes. If None, each truth is computed.
     """
 
     def __init__(self, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
@@ -42,9 +42,10 @@ class GraphLevelCheck:
     def examine(
         self, backend: type[AttentionBackend], case: Case, cases: Callable[[], Iterable[Case]] = tuple
     ) -> Finding:
-        """Return the finding for the layer and cache of ``case``; what the backend raised, where it has no level.
+        """Return the finding for the layer and cache of ``case``. If no level can be measured, return what was raised.
 
-        ``cases``: returns those of the run that ask the backend for this check; none: every probe is played.
+        ``cases``: returns the run's cases that run this check on the backend. If it returns none, every probe is
+        played.
         """
         reasons = unexamined_reasons(case)
         if reasons:
@@ -63,7 +64,7 @@ class GraphLevelCheck:
         return self._findings[backend, asked]
 
     def _questions_of(self, asked: Case) -> ProbeProblems:
-        """The probes of a layer and cache; those of the latest two are kept, for the backends that follow."""
+        """Return the probes of a layer and cache. Keep the latest two for the next backends."""
         found = self._questions.pop(asked, None) or ProbeProblems(asked, self._seed, self._device, self._cache)
         self._questions[asked] = found
         if len(self._questions) > _KEPT:
@@ -72,7 +73,7 @@ class GraphLevelCheck:
 
 
 def unexamined_reasons(case: Case) -> tuple[str, ...]:
-    """Why no graph is captured for such a case; empty: its layer and cache are measured."""
+    """Return why no graph is captured for this case. Empty if its layer and cache are measured."""
     if case.layer.attn_type != AttentionType.DECODER:
         return (f"attn_type {case.layer.attn_type}: graphs are captured for decoder layers",)
     if case.batch.path.name == "local":
@@ -81,14 +82,14 @@ def unexamined_reasons(case: Case) -> tuple[str, ...]:
 
 
 def judge_level(measurement: LevelMeasurement) -> Finding:
-    """A measurement held against what is declared."""
+    """Compare a measurement with the declared level."""
     declared, reached, broke = measurement.declared, measurement.reached, measurement.broke
     graph = measurement.levels
     passed = sum(probe.outcome == "passed" for probe in graph.probes)
     figures = {"declared_level": declared.value, "measured_level": reached.value, "probes_passed": passed}
     is_unseen = broke is not None and isinstance(broke[1], UnmeasuredProbe)
     holds = declared.value <= reached.value
-    # Of NEVER nothing is promised: to confirm it takes a probe that was seen to break, or to hold.
+    # NEVER promises nothing, so only a probe that ran, and broke or passed, confirms it.
     if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
         notes = [*graph.notes]
         if reached.value > declared.value:

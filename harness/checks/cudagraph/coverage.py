@@ -1,10 +1,10 @@
-"""Which probes each layer and cache of a run plays, so that all of them together cover what a fault may depend on.
+"""Assign probes to the layers and caches of a run, so that together they cover what a graph fault may depend on.
 
-A fault of graphs depends on a probe and, often, on one trait of a layer or its cache: a window, a dtype, a page size.
-So every pair of a trait and a probe is played somewhere, and not every probe on every layer; of probes that differ in a
-number alone, a trait meets one. The first probes of each level are played on every pair of traits as well, such as a
-window in pages of 32 tokens. A fault that needs more is missed where no layer with all of it plays the probe that shows
-it.
+A graph fault depends on a probe and often on one trait of a layer or cache, such as a window, a dtype or a page size.
+So every pair of a trait and a probe is played on some layer, but not every probe on every layer. Of probes that differ
+in one number only, each trait meets one. The first probes of each level also meet every pair of traits, such as a
+window with pages of 32 tokens. Faults that need more traits are missed if no layer with all of them plays the right
+probe.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ from itertools import combinations, cycle
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 Trait = tuple[str, object]
-"""A name and its value, such as ``("dtype", "float16")``."""
+"""Name and value, such as ``("dtype", "float16")``."""
 
 
 def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
-    """Return the traits that decide which code of a backend runs.
+    """Return the traits that select which code of a backend runs.
 
-    Numbers that change values alone are no traits: the size of a window, a scale. Neither are head sizes and groups:
-    every layer plays a probe, so one is played of every size.
+    Numbers that only change values, such as a window size or a scale, are no traits. Head sizes and group sizes are no
+    traits either, because every layer plays at least one probe, and so does every size.
     """
     traits: set[Trait] = {
         ("dtype", layer.dtype),
@@ -44,9 +44,9 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
 
 
 def plainest(traits: Sequence[frozenset[Trait]]) -> int:
-    """Return the index of the layer with the fewest traits; of several, of the one with the commonest, then the first.
+    """Return the index of the layer with the fewest traits. Break ties by the most common traits, then by order.
 
-    What breaks there is expected of all others, so it is the layer that has most in common with them.
+    Other layers are expected to show the faults of this one, so it should have most in common with them.
     """
     layers = Counter(trait for own in traits for trait in own)
     return min(range(len(traits)), key=lambda index: (len(traits[index]), -sum(layers[each] for each in traits[index])))
@@ -58,11 +58,11 @@ def assign_probes(
     paired: Collection[str] = (),
     alike: Collection[Collection[str]] = (),
 ) -> tuple[frozenset[str], ...]:
-    """Return the probes that each layer plays: all of them the plainest one, at least one every other.
+    """Return the probes that each layer plays: all of them for the plainest layer, at least one for each other.
 
-    Every trait of any layer meets every probe, and one probe of each set in ``alike``; those of a set take turns. Every
-    pair of traits that a layer has meets the probes in ``paired``, and layers that no other probe needs play these in
-    turn. Of layers that add as much to a probe, the one with the fewest probes so far takes it.
+    Each trait of a layer meets each probe, except that of each set in ``alike`` it meets one; a set's probes take
+    turns. Each pair of traits of a layer meets the probes in ``paired``. A layer without a probe gets one of
+    ``paired``, in turn. Among layers that add equally many traits to a probe, the one with the fewest probes gets it.
     """
     if not probes:
         return (frozenset(),) * len(traits)

@@ -1,12 +1,13 @@
-"""Real CUDA graphs: warms up on a side stream, rehearses, and captures ``torch.cuda.CUDAGraph``.
+"""Real CUDA graphs: warm up on a side stream, rehearse, and capture a ``torch.cuda.CUDAGraph``.
 
-One recorder has one memory pool, which all of its graphs share, as those of a serving engine do. A capture in which
-the host waits for the device is spoilt, and may spoil the process: so the last warm-up is a rehearsal in which every
-synchronising call raises, and nothing is captured whose rehearsal raised. Imports on a machine without a GPU.
+All graphs of a recorder share one memory pool, as in a serving engine. If the host waits for the device during a
+capture, the capture fails, and the process may become unusable. The last warm-up is therefore a rehearsal in which
+every synchronizing call raises, and a capture follows only if nothing raised. Imports on a machine without a GPU.
 
-A graph goes on using memory that was released since its capture, whatever the allocator has put there meanwhile. So
-memory that a graph may use is kept alive, and overwritten once the backend has released it: a graph that reads it gives
-wrong answers every time, and one that writes it is found out. Zero, an index that every table has, causes no wild read.
+A graph keeps using memory that was released after its capture, whatever the allocator stores there. So memory that a
+graph may use is kept alive, and overwritten once the backend has released it. A graph that reads it then gives wrong
+results every time, and a graph that writes it is detected. Integers are overwritten with 0, which is a valid index in
+every table, so that no kernel reads out of bounds.
 """
 
 import gc
@@ -33,43 +34,43 @@ from attncheck.harness.checks.cudagraph.rehearsal import rehearse, syncs_raise, 
 from attncheck.harness.driver.foreign_code import collection_paused
 
 WARM_UPS = 1
-"""Runs before the rehearsal: what compiles, tunes or allocates at the first call may wait for the device there."""
+"""Runs before the rehearsal. The first call may compile, tune or allocate, and so may wait for the device."""
 
 _NAN = 0xFF
-"""A byte that makes NaN of every floating type, when it fills all bytes of a number."""
+"""Byte that makes a NaN in every floating-point type if all bytes of a number have this value."""
 
 
 class ReleasedMemoryError(InternalError):
-    """A replay wrote to memory that nobody has held since the capture, and that may be anybody's by then."""
+    """A replay wrote to memory that was released after the capture and may now belong to another tensor."""
 
 
 @dataclass(eq=False)
 class MemoryBlock:
-    """All memory that a tensor is part of, as bytes; ``value`` is the byte that it is spoilt with."""
+    """The whole storage of a tensor, as bytes. ``value``: the byte that overwrites it."""
 
     memory: Tensor
     value: int
     is_spoilt: bool = False
 
     def spoil(self) -> None:
-        """Overwrite it, if nobody else holds it any more: NaN where floating-point numbers were, zeros elsewhere."""
+        """Overwrite the block if it has no other user: NaN for floating-point tensors, zeros for others."""
         if not self.is_spoilt and count_uses(self.memory) == count_uses(torch.empty(1)):
             self.memory.fill_(self.value)
             self.is_spoilt = True
 
     def was_written(self) -> bool:
-        """Whether anybody has written to it since it was spoilt."""
+        """Return whether the block was written to after it was overwritten."""
         return self.is_spoilt and bool(self.memory.ne(self.value).any())
 
 
 class HeldMemory:
-    """Blocks by their address. Graphs that use the same memory share its block, and it lives as long as one of them."""
+    """Memory blocks by address. Graphs that use the same memory share a block, which lives as long as one of them."""
 
     def __init__(self) -> None:
         self._blocks: WeakValueDictionary[int, MemoryBlock] = WeakValueDictionary()
 
     def of(self, tensors: Iterable[Tensor]) -> tuple[MemoryBlock, ...]:
-        """The memory of ``tensors``, each block once; the tensors themselves are not held."""
+        """Return the blocks of ``tensors``, each once. The tensors themselves are not kept alive."""
         found: dict[int, MemoryBlock] = {}
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.data_ptr():
@@ -80,16 +81,17 @@ class HeldMemory:
 
 
 class CudaRecording:
-    """A captured graph, and the ``blocks`` of memory from before the capture that it may use."""
+    """A captured graph. ``blocks``: memory allocated before the capture that the graph may use."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[MemoryBlock, ...]) -> None:
         self._graph = graph
         self._blocks = blocks
 
     def replay(self) -> None:
-        """Launch the graph on the current stream, and wait until it is done: its errors are raised here.
+        """Launch the graph on the current stream and wait for it, so that its errors are raised here.
 
-        Raises :class:`ReleasedMemoryError`. What a graph reads of such memory shows in its answers.
+        First overwrite released memory, so that reading it shows in the output. Raise :class:`ReleasedMemoryError` if
+        the graph writes to such memory.
         """
         for block in self._blocks:
             block.spoil()
@@ -99,32 +101,32 @@ class CudaRecording:
             raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
 
     def launch(self) -> None:
-        """Launch the graph on the current stream, and nothing else."""
+        """Launch the graph on the current stream without waiting for it."""
         self._graph.replay()
 
     def reads(self, tensor: Tensor) -> bool | None:
-        """Cannot be told: a graph does not say which addresses its kernels were given."""
+        """Return None, because a graph does not reveal the addresses that its kernels use."""
         return None
 
     def host_reads(self) -> tuple[str, ...]:
-        """Cannot be told: reading host memory is nothing to CUDA."""
+        """Return nothing, because CUDA does not record reads of host memory."""
         return ()
 
     def hands_out_memory(self) -> bool:
-        """A capture holds whatever works on its stream, by whom ever it was launched."""
+        """Return False, because a capture contains all work on its stream, including work that torch does not see."""
         return False
 
     def released(self) -> tuple[Released, ...]:
-        """Cannot be told before a replay, for the same reason."""
+        """Return nothing, because released memory is detected only at a replay; see :meth:`reads`."""
         return ()
 
 
 @dataclass(frozen=True)
 class CaptureStream:
-    """The side stream of all recorders of a device: cuBLAS keeps a workspace for each stream, 32 MiB on some GPUs.
+    """The side stream that all recorders of a device share. cuBLAS keeps a workspace per stream (32 MiB on some GPUs).
 
-    ``unended``: graphs whose capture could not be ended. torch's allocator of host memory keeps a pointer to such a
-    graph as long as the process lives, and asks it which streams are its own.
+    ``unended``: graphs whose capture could not be ended. torch's host allocator keeps a pointer to such a graph for the
+    life of the process and queries it for its streams, so the graph must stay alive.
     """
 
     stream: torch.cuda.Stream
@@ -133,12 +135,12 @@ class CaptureStream:
 
 @cache
 def capture_stream(device: torch.device) -> CaptureStream:
-    """Return the one of ``device``."""
+    """Return the side stream of ``device``."""
     return CaptureStream(torch.cuda.Stream(device))
 
 
 class CudaRecorder:
-    """Makes graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
+    """Captures graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
 
     name: RecorderName = "cuda"
 
@@ -150,17 +152,17 @@ class CudaRecorder:
         self._memory = HeldMemory()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Nothing: CUDA itself knows what lies on the host."""
+        """Return a context that does nothing, because CUDA tensors know whether they are on the host."""
         return nullcontext()
 
     def mark_host(self, *tensors: Tensor) -> None:
-        """Nothing: CUDA itself knows what lies on the host."""
+        """Do nothing, because CUDA tensors know whether they are on the host."""
 
     def record(self, prepare: Callable[[], Forward]) -> CudaRecording:
-        """Warm up, rehearse, capture, each with what ``prepare`` builds anew on the current stream.
+        """Warm up, rehearse and capture, each with a new result of ``prepare`` on the current stream.
 
-        Raises :class:`CaptureError` for what the rehearsal or the capture raised, and whatever ``prepare`` or a
-        warm-up raises.
+        Raise :class:`CaptureError` for an exception in the rehearsal or the capture. Exceptions of ``prepare`` and of
+        warm-ups propagate.
         """
         with torch.cuda.device(self._device):
             for _ in range(WARM_UPS):
@@ -169,7 +171,7 @@ class CudaRecorder:
                     forward()
             if violation := self._rehearse(prepare()):
                 raise CaptureError((violation,))
-            torch.cuda.synchronize()  # what a warm-up's kernels did wrong belongs to it, not to the capture
+            torch.cuda.synchronize()  # so that errors of the warm-up's kernels are not raised in the capture
             forward = prepare()
             blocks = self._memory.of(tensors_within(forward))
             graph = self._capture(forward)
@@ -178,20 +180,16 @@ class CudaRecorder:
             return CudaRecording(graph, blocks)
 
     def _rehearse(self, forward: Forward) -> Violation | None:
-        """Why nothing must be captured: what waits for the device in a capture spoils it."""
         with self._side_stream():
             return rehearse(forward)
 
     def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph | Violation:
-        """The graph, or why there is none.
-
-        No garbage is collected meanwhile: to free an earlier graph, or memory, would spoil the capture.
-        """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
         violation: Violation | None = None
         try:
-            # torch itself waits for the device where a capture begins: only forward must not.
+            # Freeing an earlier graph or memory would invalidate the capture, so garbage collection is paused. torch
+            # itself waits for the device at the start of a capture; only forward must not wait.
             with collection_paused(), torch.cuda.graph(graph, pool=self._pool, stream=self._side.stream):
                 try:
                     with syncs_raise():
@@ -204,14 +202,14 @@ class CudaRecorder:
         return violation or graph
 
     def _recover(self, graph: torch.cuda.CUDAGraph, current: torch.cuda.Stream) -> None:
-        """After a capture that could not be ended: torch has left its stream current, and its pool recording."""
+        """Clean up after a capture that could not be ended: torch leaves its stream current and its pool recording."""
         torch.cuda.set_stream(current)
-        with suppress(RuntimeError):  # it was not recording after all
+        with suppress(RuntimeError):  # the pool may not be recording
             torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
-            torch._C._cuda_releasePool(current.device_index, self._pool)  # which only an ended capture does itself
+            torch._C._cuda_releasePool(current.device_index, self._pool)  # torch calls this only after an ended capture
         self._pool = torch.cuda.graph_pool_handle()
         self._side.unended.append(graph)
-        with suppress(RuntimeError):  # a device that is lost says so at its next use
+        with suppress(RuntimeError):  # a lost device raises again at its next use
             torch.cuda.synchronize()
 
     @contextmanager
@@ -226,9 +224,10 @@ class CudaRecorder:
 
 
 def tensors_within(root: object) -> list[Tensor]:
-    """Every tensor that ``root`` holds: through closures, arguments bound, attributes, containers.
+    """Return every tensor reachable from ``root`` through closures, bound arguments, attributes and containers.
 
-    Of a function only its closure is followed, and classes and modules not at all: what is global is not held by it.
+    For functions only closures are followed, and classes and modules are skipped, because ``root`` does not own
+    globals.
     """
     found: list[Tensor] = []
     seen = {id(root)}

@@ -1,7 +1,7 @@
-"""Why a graph's step is wrong: what moved, what is frozen, or that the graph, or even the step, is not to blame.
+"""Find why a graph's step is wrong: moved memory, frozen values, or a cause that is not the graph.
 
-Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, and without
-padding.
+Runs only after a fault, so it may be slow. It repeats the step without a graph, with a new impl and builder, and
+without padding.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class DiagnosedStep:
-    """One step: ``turn`` of ``probe`` in a session. ``make`` makes sessions of the probe, of either kind of pool."""
+    """One step: ``turn`` of ``probe`` in ``session``. ``make`` creates sessions of the probe, for either pool."""
 
     probe: Probe
     turn: ProbeStep
@@ -31,15 +31,15 @@ class DiagnosedStep:
 
     @property
     def conventions(self) -> Conventions:
-        """The backend's."""
+        """The conventions of the backend."""
         return self.session.backend.conventions
 
     def afresh(self, *, is_pool_finite: bool) -> GraphSession:
-        """Another session of the probe."""
+        """Return a new session of the probe."""
         return self.make(is_pool_finite=is_pool_finite)
 
     def fault_without_graph(self, session: GraphSession, *, is_padded: bool = True) -> str | None:
-        """What is wrong with this step, made by ``forward`` itself."""
+        """Return what is wrong with this step if ``forward`` runs without a graph, or None if it is right."""
         case = self.questions.case(self.probe, self.turn, is_padded=is_padded)
         problem, truth = self.questions.problem(case), self.questions.truth(case)
         try:
@@ -51,9 +51,10 @@ class DiagnosedStep:
 
 
 def lets_nan_through(step: DiagnosedStep) -> bool:
-    """Whether the step is wrong only for NaN in slots that nobody owns: graphs have no part in that.
+    """Return whether the step is wrong only because of NaN in slots that no request owns.
 
-    It is made without a graph, by a new impl and builder, and without padding, of which rows of NaN are no such fault.
+    If so, the graph is not the cause. The step runs without a graph, with a new impl and builder, and without padding,
+    whose NaN rows are another fault.
     """
     if step.session.is_pool_finite:
         return False
@@ -64,12 +65,12 @@ def lets_nan_through(step: DiagnosedStep) -> bool:
 
     try:
         return is_wrong(is_pool_finite=False) and not is_wrong(is_pool_finite=True)
-    except StageError:  # it cannot be set up anew
+    except StageError:  # a new session cannot be set up
         return False
 
 
 def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTrace, index: int) -> str:
-    """The cause in words. ``made_of``: of the metadata of the step, by the builder whose graph is ``index``."""
+    """Return the cause in words. ``made_of``: trace of the step's metadata, from the builder of graph ``index``."""
     without_graph = step.fault_without_graph(step.session)
     if without_graph is not None:
         return _why_wrong_anyway(step, without_graph)
@@ -96,8 +97,7 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
 
 
 def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
-    """Of a step that is wrong without a graph, too."""
-    first = replace(step, turn=replace(step.turn, gains_pages=False))  # without the step before it
+    first = replace(step, turn=replace(step.turn, gains_pages=False))  # omits the earlier, shorter step
     try:
         anew = first.fault_without_graph(step.afresh(is_pool_finite=step.session.is_pool_finite))
     except StageError as failure:

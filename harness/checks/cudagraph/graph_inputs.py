@@ -1,4 +1,4 @@
-"""What graphs read: buffers for the largest step of a probe, and the dummies a graph is captured with."""
+"""Inputs of graphs: buffers for the largest step of a probe, and dummy inputs for capture."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,31 +14,31 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
 
 _UNOWNED = 16
-"""Columns of the fused tensor behind the last slice, which nobody owns."""
+"""Columns of the fused tensor after the last slice, which belong to no input."""
 
 
 class GraphInputs:
-    """The persistent inputs of every call of a step: of micro-batches, each has its own."""
+    """The persistent inputs of all calls of a step: one set for each micro-batch."""
 
     def __init__(self, buffers: Sequence[PersistentInputs]) -> None:
         self._buffers = tuple(buffers)
 
     @property
     def host_twins(self) -> tuple[Tensor, ...]:
-        """What lies on the host by the contract."""
+        """The ``_cpu`` tensors, which are on the host by contract."""
         return tuple(twin for inputs in self._buffers for twin in inputs.host_twins)
 
     def load(self, fresh: Sequence[ForwardCall]) -> list[ForwardCall]:
-        """Copy the contents of ``fresh`` into the buffers, and return the calls over them."""
+        """Copy the contents of ``fresh`` into the buffers; return the calls over the buffers."""
         return [inputs.load(call) for inputs, call in zip(self._buffers, fresh, strict=True)]
 
     def copied(self, calls: Sequence[ForwardCall]) -> list[tuple[ForwardCall, ForwardCall]]:
-        """Return copies of the calls and of the whole buffers, to compare with later."""
+        """Return copies of the calls and of the whole buffers, for a later comparison."""
         copies = (map_tensors(call, Tensor.clone) for call in calls)
         return [(copy, inputs.copy()) for inputs, copy in zip(self._buffers, copies, strict=True)]
 
     def changed(self, calls: Sequence[ForwardCall], copies: Sequence[tuple[ForwardCall, ForwardCall]]) -> set[str]:
-        """Return names of inputs that are not as in ``copies``, in what the calls were lent or behind it."""
+        """Return the names of inputs that differ from ``copies``, in the calls' views or behind them in the buffers."""
         return {
             name
             for inputs, call, (lent, whole) in zip(self._buffers, calls, copies, strict=True)
@@ -49,7 +49,7 @@ class GraphInputs:
 def allocate_inputs(
     problem: Problem, num_reqs: int, num_tokens: int, width: int, device: torch.device
 ) -> PersistentInputs:
-    """Return buffers for steps of up to so many requests and tokens, with tables of ``width`` pages."""
+    """Return buffers for steps of up to ``num_reqs`` requests and ``num_tokens`` tokens, with ``width`` pages each."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32, on: torch.device = device) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=on)
@@ -58,7 +58,7 @@ def allocate_inputs(
     query, key, value = _fused_rows(problem, num_tokens, device)
     largest = CommonAttentionMetadata(
         query_start_loc=zeros(num_reqs + 1),
-        query_start_loc_cpu=zeros(num_reqs + 1, on=host),  # apart even where the device is the host
+        query_start_loc_cpu=zeros(num_reqs + 1, on=host),  # a separate tensor even if the device is the host
         seq_lens=zeros(num_reqs),
         seq_lens_cpu=zeros(num_reqs, on=host),
         num_computed_tokens_cpu=zeros(num_reqs, on=host),
@@ -73,9 +73,9 @@ def allocate_inputs(
 
 
 def dummy_call(problem: Problem, bucket: Bucket, width: int, *, longest: bool) -> ForwardCall:
-    """Return the call a graph is captured with: NaN rows, slots of -1, the null page in every entry of the table.
+    """Return the call that a graph is captured with: NaN rows, slots of -1, and block tables full of the null page.
 
-    ``longest``: the lengths are as long as a table of ``width`` pages has room for.
+    ``longest``: use ``seq_lens`` that fill a block table of ``width`` pages, instead of the query lengths.
     """
     query_lens = torch.tensor(bucket.dummy_query_lens, dtype=torch.int32)
     room = width * problem.cache.block_size
@@ -103,9 +103,9 @@ def dummy_call(problem: Problem, bucket: Bucket, width: int, *, longest: bool) -
 
 
 def some_steps_earlier(call: ForwardCall, tokens: int, block_size: int | None = None) -> ForwardCall:
-    """Return the same requests in the same pages, so many ``tokens`` shorter; nothing is written.
+    """Return a call for the same requests in the same pages, up to ``tokens`` shorter, with slots of -1.
 
-    ``block_size``: pages that the requests do not need yet are not in their tables. None: all are, as for drafts.
+    ``block_size``: remove pages that the shorter requests do not need yet. If None, keep all pages, as for drafts.
     """
     common = call.common
     fewer = common.num_computed_tokens_cpu.clamp(min=0, max=tokens)
@@ -127,7 +127,7 @@ def some_steps_earlier(call: ForwardCall, tokens: int, block_size: int | None = 
 
 
 def _call(problem: Problem, common: CommonAttentionMetadata, query: Tensor, key: Tensor, value: Tensor) -> ForwardCall:
-    """A call whose rows are all real; without keys where the layer shares another's cache."""
+    """Return a call whose rows are all real. It has no keys and values if the layer shares another layer's cache."""
     index = torch.arange(len(query))
     has_keys = not problem.writes_nothing
     return ForwardCall(
@@ -143,7 +143,7 @@ def _call(problem: Problem, common: CommonAttentionMetadata, query: Tensor, key:
 
 
 def _fused_rows(problem: Problem, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value as slices of one fused tensor, as a model's layer hands them."""
+    """Return query, key and value as slices of one fused tensor, as in a model's layer."""
     shapes = [tuple(rows.shape[1:]) for rows in (problem.query, problem.keys, problem.values)]
     widths = [heads * size for heads, size in shapes]
     fused = torch.zeros(num_tokens, sum(widths) + _UNOWNED, dtype=problem.dtype, device=device)

@@ -1,6 +1,6 @@
-"""Measures a backend's CUDA-graph level for one layer and cache: probe after probe, level after level.
+"""Measure a backend's CUDA-graph level for one layer and cache, by playing probes from the lowest level up.
 
-A level is measured where its probes, and those of all lower ones, come out right.
+A backend reaches a level if all probes of this level and of all lower ones pass.
 """
 
 from collections.abc import Collection, Iterable
@@ -33,9 +33,9 @@ OVER_NUMBERS = (
 
 @dataclass(frozen=True)
 class LevelMeasurement:
-    """All that is known of one backend on one layer and cache. ``broke``: the first probe that did not come out right.
+    """The measured level of one backend on one layer and cache. ``broke``: the first probe that did not pass, and why.
 
-    ``reached``: the highest level all of whose probes came out right.
+    ``reached``: the highest level whose probes all passed.
     """
 
     declared: AttentionCGSupport
@@ -50,14 +50,14 @@ def measure_level(
     device: torch.device,
     declared: AttentionCGSupport | None = None,
 ) -> LevelMeasurement:
-    """Play the probes until one breaks; a level is looked at only if the ones below hold.
+    """Play the probes until one breaks, lowest level first.
 
     ``declared``: the declared level. If it is None, it is read from the backend.
 
-    NaN stands in slots that nobody owns, until it is seen to reach the output without a graph, too: that one probe, and
-    those behind it, are played with finite numbers there, since a level says nothing about foreign memory.
-    Raises StageError where the backend's declarations do, and where it breaks without a graph on decodes or on the
-    steps of a level that it declares.
+    Slots that no request owns contain NaN. If NaN reaches the output without a graph too, this probe and all later
+    ones are played with finite numbers instead, since a CUDA-graph level makes no claim about foreign memory. Raise
+    StageError if the backend's declarations raise. Raise it also if the backend fails without a graph, on decodes or on
+    the steps of a level that it declares.
     """
     for _, (_, *others) in groupby(questions.probes, key=attrgetter("level")):
         questions.compute_together(others)  # a level breaks most often at its first probe
@@ -72,12 +72,12 @@ def measure_by_share(
     full: LevelMeasurement,
     case: str,
 ) -> LevelMeasurement:
-    """Play the probes of ``share``, and measure what ``full`` did, if they come out as there; else all, as above.
+    """Play the probes of ``share``; if they come out as in ``full``, return its level. Else play all probes, as above.
 
-    ``full``: the measurement of a layer of ``case`` and of the same declared level, which played every probe. The
-    share is played up to the level measured there. So is the probe that broke there, where it is of a declared level or
-    in the share: first on its smallest batch, and where that comes out right, as a whole. Probes of refused batches
-    count as broken, unplayed.
+    ``full``: the measurement of a layer of ``case`` with the same declared level, which played every probe. The share
+    is played up to the level measured there. The probe that broke there is played too if it belongs to a declared level
+    or to the share: first on its smallest batch, and if that passes, in full. A probe whose batches the backend refuses
+    counts as broken without being played.
     """
     plays = _Plays(backend, questions, device, full.declared)
     end, kind = (None, type(None)) if full.broke is None else (full.broke[0], type(full.broke[1]))
@@ -87,7 +87,7 @@ def measure_by_share(
     unplayed = takewhile(lambda probe: probe not in whole, questions.probes)
     if any(refused_batches(backend, probe, questions) for probe in unplayed):
         return plays.measure(questions.probes)
-    with suppress(StageError):  # which comes again where it ends the measurement
+    with suppress(StageError):  # playing all probes below raises it again if it ends the measurement
         if end is not None and end.name not in share and end.level.value > plays.declared.value:
             part = plays.measure(below, case)
             if part.broke is None:
@@ -104,9 +104,9 @@ def measure_by_share(
 
 
 def _on_smallest_batch(probe: Probe) -> Probe:
-    """Return the probe of one request a micro-batch, or of two where they differ in length.
+    """Return the probe with one request per micro-batch, or with two requests if they differ in length.
 
-    It has the first graph and the first step alone. Where it breaks, so does the level.
+    It keeps the first graph and the first step only. If it breaks, so does the level.
     """
     bucket, requests = probe.buckets[0], probe.turns[0].requests
     is_uniform = bucket.query_len is not None or len(requests) == 1
@@ -116,7 +116,7 @@ def _on_smallest_batch(probe: Probe) -> Probe:
 
 
 class _Plays:
-    """The probes of one layer and cache, each played once."""
+    """The probes of one layer and cache. Each is played once per kind of pool."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Plays:
         self._results: dict[tuple[Probe, bool], ProbeFault | UnmeasuredProbe | StageError | None] = {}
 
     def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
-        """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer the others were played."""
+        """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer all probes were played."""
         entries: list[GraphProbe] = []
         notes: tuple[str, ...] = ()
         broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None = None
@@ -172,7 +172,7 @@ class _Plays:
                     self._backend, probe, self._questions, self._device, self._recorder, is_pool_finite=is_pool_finite
                 )
             except StageError as failure:
-                # A decode, and what is declared, a backend has to be able to do; of batches above nothing is promised.
+                # A backend must run decodes and the levels it declares. A failure above those is a fault of the probe.
                 own = max(self.declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
                 is_due = probe.level.value <= own
                 self._results[key] = (
@@ -185,15 +185,17 @@ class _Plays:
 
 
 def declared_level(backend: type[AttentionBackend], questions: ProbeProblems) -> AttentionCGSupport:
-    """What the builder class declares for this layer and cache: by vLLM's class method, else by the attribute.
+    """Return the level that the builder class declares for this layer and cache.
 
-    Another library's enum of the same names counts. Raises StageError where the declaration raises, or is no level.
+    Read it from vLLM's class method ``get_cudagraph_support`` if there is one, else from the attribute
+    ``cudagraph_support``. A member of another enum is accepted by its name. Raise StageError if the declaration raises
+    or is not a level.
     """
     return level_for(backend, questions.problem(questions.smallest))
 
 
 def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGSupport:
-    """The same for the layer and cache of ``problem``."""
+    """Return the declared level for the layer and cache of ``problem``, as :func:`declared_level` does."""
 
     def ask() -> AttentionCGSupport:
         builder: Any = backend.get_builder_cls()

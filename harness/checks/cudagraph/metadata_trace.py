@@ -1,7 +1,7 @@
-"""What metadata are made of, at one moment: where each tensor lies, what each number is.
+"""Record where each tensor of metadata is in memory and the value of each number, at one moment.
 
-Holds no tensor: what a builder lets go of is let go. Only words come of it, never a verdict: of what cannot be looked
-into, or is too much to be told, nothing is known.
+Holds no tensor, so that memory a builder releases is freed. The result is used for explanations, never for verdicts,
+because objects that cannot be inspected, or that exceed the limits below, are missing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _DEEPEST, _WIDEST, _MOST = 6, 1_000, 10_000
-"""Objects within one another, parts of one object, and leaves or objects in all, that are looked at."""
+"""Limits of the search: depth of nesting, parts of one object, and leaves or objects in total."""
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Address, shape, strides."""
@@ -24,7 +24,7 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 _NOWHERE: Place = (-1, (), ())
 
 _HANDED = "metadata.common"
-"""Where backends by convention keep the common metadata."""
+"""Path at which backends by convention keep the common metadata."""
 
 
 class _Gone:
@@ -37,24 +37,24 @@ _GONE = _Gone()
 
 @dataclass(frozen=True)
 class MetadataTrace:
-    """Places of tensors, and numbers on the host, by the path that leads to them from ``metadata``."""
+    """Places of tensors, and values of numbers on the host, by their path from ``metadata``."""
 
     places: Mapping[str, Place]
     numbers: Mapping[str, object]
 
     def moved(self, later: "MetadataTrace") -> list[str]:
-        """Tensors that lie elsewhere in ``later``, or are no longer there."""
+        """Return paths of tensors that have another address in ``later`` or are missing there."""
         return [path for path, place in self.places.items() if later.places.get(path, _NOWHERE)[0] != place[0]]
 
     def reshaped(self, later: "MetadataTrace") -> list[str]:
-        """Tensors that lie where they lay, in another shape or with other strides."""
+        """Return paths of tensors with the same address in ``later`` but another shape or other strides."""
         pairs = ((path, place, later.places.get(path, _NOWHERE)) for path, place in self.places.items())
         return [path for path, was, now in pairs if was[0] == now[0] and was != now]
 
     def changed(self, later: "MetadataTrace") -> list[str]:
-        """Numbers that are others in ``later``, with both values; of a sequence the first.
+        """Return texts for numbers that differ in ``later``, with both values; only the first one of a sequence.
 
-        What the backend computed itself stands in front of what it was handed, of which maxima are mere bounds.
+        Numbers of the backend come before those of the common metadata, whose maxima are only upper bounds.
         """
         first: dict[str, str] = {}
         for path, was in self.numbers.items():
@@ -65,12 +65,12 @@ class MetadataTrace:
         return [text for _, text in sorted(first.items(), key=lambda item: item[0].startswith(_HANDED))]
 
     def path_of(self, start: int, end: int) -> str | None:
-        """What lies between two addresses; None: nothing of these metadata."""
+        """Return the path of the tensor at an address in ``[start, end)``, or None if there is none."""
         return next((path for path, (address, *_) in self.places.items() if start <= address < end), None)
 
 
 def trace(parts: Mapping[str, object]) -> MetadataTrace:
-    """Return the trace of what :func:`parts_of` found."""
+    """Return the trace of the result of :func:`parts_of`."""
     places, numbers = {}, {}
     for path, value in parts.items():
         if isinstance(value, Tensor):
@@ -81,7 +81,7 @@ def trace(parts: Mapping[str, object]) -> MetadataTrace:
 
 
 def parts_of(metadata: object) -> dict[str, object]:
-    """Return the tensors and numbers of what ``build`` returned, by path."""
+    """Return the tensors and numbers in the metadata that ``build`` returned, by path."""
     return dict(islice(_leaves(metadata, "metadata", 0, set()), _MOST))
 
 
@@ -90,7 +90,7 @@ def _place(tensor: Tensor) -> Place:
 
 
 def _leaves(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:
-    kind = type(value)  # of a proxy isinstance would ask what it stands for, which may raise
+    kind = type(value)  # isinstance would query a proxy for its __class__, which may raise
     if issubclass(kind, Tensor):
         if value.layout == torch.strided and not value.is_nested:
             yield path, value
@@ -102,14 +102,14 @@ def _leaves(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple
         seen.add(id(value))
         try:
             parts = list(islice(_parts(value), _WIDEST))
-        except Exception:  # noqa: BLE001 (foreign code: whatever it raises, there is nothing to be told)
+        except Exception:  # noqa: BLE001 (foreign code may raise anything; omit the object)
             return
         for name, part in parts:
             yield from _leaves(part, f"{path}{name}", depth + 1, seen)
 
 
 def _parts(value: object) -> Iterator[tuple[str, object]]:
-    """What hangs on ``value``, and how it is written."""
+    """Yield (suffix of the path, value) for each part of ``value``."""
     match value:
         case Mapping():
             yield from ((f"[{key!r}]", part) for key, part in value.items())

@@ -1,4 +1,4 @@
-"""A probe as data: graphs that are captured, and the steps that are made with them."""
+"""A probe as data: the graphs to capture, and the steps to run with them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +11,7 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape of one captured graph. ``query_len``: of every request; None: any that come to ``num_tokens``."""
+    """The shape of one captured graph. ``query_len``: that of every request, or None for any that fit the tokens."""
 
     num_reqs: int
     num_tokens: int
@@ -19,12 +19,12 @@ class Bucket:
 
     @property
     def dummy_query_lens(self) -> tuple[int, ...]:
-        """Query lengths at capture: the tokens shared out, what is left over to the last request."""
+        """Query lengths at capture: the tokens divided equally, with the remainder added to the last request."""
         each, rest = divmod(self.num_tokens, self.num_reqs)
         return (*[each] * (self.num_reqs - 1), each + rest)
 
     def part(self, number: int) -> "Bucket":
-        """Return one of so many micro-batches of equal size."""
+        """Return the bucket of one of ``number`` micro-batches of equal size."""
         return replace(self, num_reqs=self.num_reqs // number, num_tokens=self.num_tokens // number)
 
     def __str__(self) -> str:
@@ -34,10 +34,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ProbeStep:
-    """One step: by the graph of ``bucket`` (an index; None: without a graph).
+    """One step. ``bucket``: the index of the graph's bucket, or None for a step without a graph.
 
-    ``draft_index``: metadata come from ``build_for_drafting`` with this index; None: from ``build``. ``gains_pages``: a
-    step of the same requests comes before, in which each had a page less; its answers are not judged.
+    ``draft_index``: build metadata by ``build_for_drafting`` with this index, or by ``build`` if None. ``gains_pages``:
+    first run a step of the same requests with one page less each, whose output is not judged.
     """
 
     requests: tuple[Lengths, ...]
@@ -48,12 +48,12 @@ class ProbeStep:
 
 @dataclass(frozen=True)
 class Probe:
-    """Buckets captured in order with one impl, then steps in order. ``establishes`` completes "shows that ...".
+    """Buckets to capture in order with one impl, then steps in order. ``establishes`` completes "shows that ...".
 
-    ``dummy_lens``: what stands in ``seq_lens`` at capture: the query length, or as older engines do, the maximum.
-    ``drafts``: speculated tokens the builder's config speaks of. ``num_builders``: all of them build every step from
-    one common metadata, and each has graphs of its own. ``num_micro_batches``: the batch is cut in so many, each with
-    a builder of its own; all metadata are built before one graph serves them one after another.
+    ``dummy_lens``: ``seq_lens`` at capture, either the query lengths or, as in older engines, the maximum. ``drafts``:
+    number of speculative tokens in the builder's config. ``num_builders``: number of builders that build each step from
+    the same common metadata, each with its own graphs. ``num_micro_batches``: number of parts of the batch, each with
+    its own builder; all metadata are built before one graph runs all parts.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Plays one probe of a CUDA-graph level, from its captures to its last step, and finds what is wrong."""
+"""Play one probe of a CUDA-graph level, from its captures to its last step, and return its fault."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,14 +18,14 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.reports.run_file.causes import UNKNOWN
 
 _TOLD = 10
-"""Most requests of a step whose lengths a message lists."""
+"""Most requests whose lengths a message lists."""
 
 
 @dataclass(frozen=True)
 class ProbeFault:
-    """A probe came out wrong. ``what``: where and how much; ``why``: what it looks like, if that is known.
+    """The fault of a probe. ``what``: where and how much. ``why``: the likely cause, if found.
 
-    ``is_leak``: it is wrong for NaN in slots that nobody owns, with a graph or without.
+    ``is_leak``: the cause is NaN in slots that no request owns, which also occurs without a graph.
     """
 
     what: str
@@ -38,7 +38,7 @@ class ProbeFault:
 
 @dataclass(frozen=True)
 class UnmeasuredProbe:
-    """A probe that nothing can be said about here, and why."""
+    """A probe that cannot be judged on this machine, with the reason."""
 
     reason: str
 
@@ -55,9 +55,9 @@ def play_probe(
     *,
     is_pool_finite: bool,
 ) -> ProbeFault | UnmeasuredProbe | None:
-    """Play one probe from capture to its last step; return None where all came out right.
+    """Play one probe from capture to its last step. Return None if it passes.
 
-    Raises StageError where the backend cannot be set up, or makes no step even without a graph.
+    Raise StageError if the backend cannot be set up, or cannot run a step even without a graph.
     """
     refused = refused_batches(backend, probe, questions)
     if refused is not None:
@@ -89,7 +89,7 @@ def play_probe(
 def _captured(
     session: GraphSession, bucket: Bucket, turn: ProbeStep, problem: Problem
 ) -> CapturedBucket | ProbeFault | UnmeasuredProbe:
-    """The graphs of a bucket. Raises StageError where the backend cannot even make a step without one."""
+    """Capture and return the graphs of a bucket. Raise StageError if the backend fails even without a graph."""
     try:
         capture = session.capture(bucket)
     except StageError as failure:
@@ -104,10 +104,10 @@ def _captured(
 
 
 def _fault_unwatched(session: GraphSession, buckets: tuple[Bucket, ...]) -> ProbeFault | None:
-    """Return the fault of a backend that raises in captures with a new impl, where nothing watches it, or None.
+    """Return what the backend raises in a capture with a new impl and no watch, or None if it raises nothing.
 
-    What is raised once, such as for the first call of a shape, is raised again by a new impl. What the watch causes is
-    not.
+    A new impl raises again what the first impl raised once only, such as on the first call of a shape. An exception
+    caused by the watch does not occur here.
     """
     for bucket in buckets:
         try:
@@ -118,7 +118,7 @@ def _fault_unwatched(session: GraphSession, buckets: tuple[Bucket, ...]) -> Prob
 
 
 def refused_batches(backend: type[AttentionBackend], probe: Probe, questions: ProbeProblems) -> ProbeFault | None:
-    """Return the fault of a probe whose batches for a graph the backend declines, or None."""
+    """Return a fault if the backend declares that it refuses batches of the probe's graphs, else None."""
     for turn in probe.turns:
         reasons = [] if turn.bucket is None else _declined(backend, probe, turn, questions)
         if reasons:
@@ -134,7 +134,7 @@ def _declined(
 
 
 def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None) -> ProbeFault | UnmeasuredProbe | None:
-    """One step of a probe: what is wrong with it, and why."""
+    """Run one step of a probe; return its fault and the cause, or None if it is right."""
     if capture is not None:
         for graph in capture.graphs:
             for memory in graph.recording.released():
@@ -158,7 +158,7 @@ def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None)
 
 
 def _let_go(graph: CapturedGraph, memory: Released) -> ProbeFault:
-    """Return the fault of a graph that uses released memory: the allocator may give it to another tensor."""
+    """Return the fault of a graph that uses released memory, which the allocator may give to another tensor."""
     what = "the graph uses memory that has been let go since capture"
     path = graph.trace.path_of(memory.start, memory.end)
     if path is None:
@@ -169,10 +169,9 @@ def _let_go(graph: CapturedGraph, memory: Released) -> ProbeFault:
 
 
 def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
-    """Whether work of forward is hidden from the emulation: then its replays say nothing about a graph's.
+    """Return why work of ``forward`` is hidden from the emulation, whose replays then prove nothing, or None.
 
-    It is where the step is right without a graph, and wrong even by a graph captured at this very step. What hidden
-    work left in memory of the backend's own is another step's by then, where addresses were given away.
+    Work is hidden if the step is right without a graph, but wrong with a graph captured at this very step.
     """
     if step.fault_without_graph(step.session) is not None:
         return None
@@ -184,6 +183,7 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
             return None
         others = [turn for turn in step.probe.turns if turn.requests != step.turn.requests]
         if others and any(graph.recording.hands_out_memory() for graph in capture.graphs):
+            # Overwrite what hidden work left in the backend's own memory by running another step.
             other = step.questions.problem(step.questions.case(step.probe, others[0]))
             step.session.step(others[0], other, None)
         taken = step.session.step(step.turn, problem, capture)
@@ -199,7 +199,6 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
 
 
 def _in_words(step: DiagnosedStep) -> str:
-    """Return the step in words."""
     requests = step.turn.requests
     lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])
     if len(requests) > _TOLD:

@@ -1,7 +1,7 @@
-"""Build the problem and the truth of each probe step, at the first use and once for all backends.
+"""Build the problem and truth of each probe step, on first use and once for all backends.
 
-A step costs many small operations, so the steps of several probes are computed as one batch, and each takes its rows
-and keys from there. Only its pages are its own.
+A step costs many small operations, so the steps of several probes are computed as one batch. Each step takes its rows
+and keys from the batch and has its own pages.
 """
 
 from collections.abc import Iterable
@@ -23,9 +23,9 @@ from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSp
 
 
 class ProbeProblems:
-    """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own.
+    """The probes of one layer and cache, which are those of ``case``; each probe brings its own batch.
 
-    ``cache``: stores truths. Without it, each truth is computed. ``smallest``: a case with one request of one token.
+    ``cache``: stores truths. If None, each truth is computed. ``smallest``: the case with one request of one token.
     """
 
     def __init__(self, case: Case, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
@@ -40,7 +40,7 @@ class ProbeProblems:
         self._batches: dict[Case, tuple[Case, int]] = {}
 
     def compute_together(self, probes: Iterable[Probe]) -> None:
-        """Compute the steps of these probes as one batch, at the first use of any of them."""
+        """Compute the steps of these probes as one batch, on first use of any of them."""
         steps = list(dict.fromkeys(self.case(probe, turn) for probe in probes for turn in probe.turns))
         steps = [step for step in steps if step not in self._problems and step not in self._batches]
         requests = tuple(chain.from_iterable(step.batch.requests for step in steps))
@@ -53,7 +53,7 @@ class ProbeProblems:
             first += step.batch.num_requests
 
     def case(self, probe: Probe, turn: ProbeStep, *, is_padded: bool = True) -> Case:
-        """The question of one step; with ``is_padded``, as large as the graph it is for."""
+        """Return the case of one step. If ``is_padded``, it is padded to the size of its graph."""
         key = probe, turn, is_padded
         if key not in self._cases:
             self._cases[key] = self._case_of(probe, turn, is_padded=is_padded)
@@ -77,7 +77,7 @@ class ProbeProblems:
         )
 
     def problem(self, case: Case) -> Problem:
-        """The case as tensors."""
+        """Return the case as tensors."""
         if case not in self._problems:
             batch = self._batches.get(case)
             self._problems[case] = (
@@ -86,7 +86,7 @@ class ProbeProblems:
         return self._problems[case]
 
     def truth(self, case: Case) -> Truth:
-        """Its answer. A case too small to show a modifier is asked all the same: what counts here is the graph."""
+        """Return the truth of a case, even if the case is too small to show the effect of a modifier."""
         if case not in self._truths:
             batch = self._batches.get(case)
             self._truths[case] = (
@@ -98,7 +98,7 @@ class ProbeProblems:
 
 
 def _part(batch: Problem, case: Case, first: int) -> Problem:
-    """Return the problem of ``case``: the rows and keys of ``batch`` from request ``first`` on, in pages of its own."""
+    """Return the problem of ``case``: rows and keys of ``batch`` from request ``first`` on, in separate pages."""
     requests = tuple(place_requests(case))
     lengths = [request.num_keys for request in requests]
     row, key = batch.requests[first].first_row, batch.requests[first].base
@@ -117,5 +117,5 @@ def _part(batch: Problem, case: Case, first: int) -> Problem:
 
 
 def _num_blocks(probe: Probe, block_size: int) -> int:
-    """One size for all steps of a probe: the cache of a model runner stays where it is."""
+    """Return one cache size for all steps of a probe, since a model runner does not reallocate its cache."""
     return 4 + 2 * max(sum(-(-seq_len // block_size) for _, seq_len in turn.requests) for turn in probe.turns)

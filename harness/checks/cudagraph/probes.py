@@ -1,7 +1,7 @@
-"""What is tried to measure a CUDA-graph level: sequences of captures and steps, as a model runner makes them.
+"""The probes that measure a CUDA-graph level: sequences of captures and steps as in a model runner.
 
-A probe belongs to the level whose batches it plays. Pure data, made for a layer and a cache: lengths lie around the
-edges of pages, windows and chunks.
+A probe belongs to the level whose batches it plays. Probes are pure data for a given layer and cache; their lengths lie
+around the edges of pages, windows and chunks.
 """
 
 from collections.abc import Iterator
@@ -14,29 +14,29 @@ UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 ALWAYS = AttentionCGSupport.ALWAYS
 
 VERIFIED = range(2, 9)
-"""Query lengths of uniform batches: 1 + K for K draft tokens. 5, 6 and 7 fill no tile of a power of two."""
+"""Query lengths of uniform batches: 1 + K for K draft tokens. 5, 6 and 7 do not fill a tile of a power of two."""
 
 PAIRED = frozenset({"decode", "long decode", "verify 2", "verify, longest dummies", "mixed", "long prefill"})
-"""Names of probes that show most faults, of each level: those that are played on every pair of traits."""
+"""Names of the probes of each level that reveal most faults. They are played on every pair of traits."""
 
 ALIKE = (frozenset({"verify 3", "verify 5", "verify 7"}), frozenset({"verify 4", "verify 6", "verify 8"}))
-"""Sets of probes that differ in their query length alone: odd ones, and even ones."""
+"""Sets of probes that differ in query length only: the odd lengths and the even ones."""
 
 _FARTHEST = 4096
-"""The longest window or chunk whose edge is played; what a graph freezes shows at shorter lengths as well."""
+"""Longest window or chunk with steps at its edge. A graph's frozen values show at shorter lengths as well."""
 
 _LONG = 520
-"""More keys than one byte counts, and than kernels for short contexts take (512 is usual): dummies have one."""
+"""A length that exceeds one byte and the usual limit of kernels for short contexts (512). Dummies have length 1."""
 
 _MANY = 34
-"""More requests than the threads of a warp."""
+"""More requests than threads in a warp (32)."""
 
 _TWO_TILES = 256
-"""Rows of two of the largest tiles in use: two dummies of 128 rows fill two, and 255 rows beside one fill three."""
+"""Rows in two of the largest tiles in use: two dummies of 128 rows fill two tiles, but 255 rows plus 1 fill three."""
 
 
 def probes_of(layer: LayerSpec, cache: CacheSpec) -> tuple[Probe, ...]:
-    """The probes of all levels, lowest first."""
+    """Return the probes of all levels, lowest level first."""
     edge = -(-16 // cache.block_size) * cache.block_size
     reach = max(layer.sliding_window or 0, layer.attn_chunk_size or 0)
     reach = reach if reach <= _FARTHEST else 0
@@ -44,7 +44,7 @@ def probes_of(layer: LayerSpec, cache: CacheSpec) -> tuple[Probe, ...]:
 
 
 def _single(edge: int, reach: int) -> Iterator[Probe]:
-    """Decodes of one token. ``edge``: the end of a page; ``reach``: of a window or chunk."""
+    """Yield decodes of one token. ``edge``: the length of whole pages. ``reach``: that of the window or chunk, or 0."""
     lens = (edge - 1, 7, 2 * edge + 3, 1, reach + 2, edge, reach + edge + 1, edge + 1)
     full = _decodes(*lens)
     eight, four, one = (Bucket(n, n, 1) for n in (8, 4, 1))
@@ -133,7 +133,7 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
 
 
 def _uniform(edge: int, reach: int) -> Iterator[Probe]:
-    """Verification of K drafts: every request has 1 + K rows, a fresh prompt of just as many tokens among them."""
+    """Yield verifications of K drafts: each request has 1 + K rows, and one is a prompt of exactly that length."""
     for q in VERIFIED:
         yield Probe(
             f"verify {q}",
@@ -193,7 +193,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
 
 
 def _mixed(edge: int, reach: int) -> Iterator[Probe]:
-    """Any batch that fits: decodes, extends and prompts, in one graph."""
+    """Yield mixed batches: decodes, extends and prompts in one graph."""
     big, small = Bucket(4, 24, None), Bucket(4, 8, None)
     yield Probe(
         "mixed",

@@ -1,7 +1,7 @@
-"""What a graph recorder is: it captures one ``forward``, and replays it in the same memory, without its Python code.
+"""Interface of a graph recorder, which captures one ``forward`` and replays it in the same memory without its Python.
 
-Two implementations share this: :mod:`attncheck.harness.checks.cudagraph.cuda` captures a real ``torch.cuda.CUDAGraph``;
-:mod:`attncheck.harness.checks.cudagraph.emulation.emulated_recorder` records the operators on a machine without a GPU.
+:mod:`attncheck.harness.checks.cudagraph.cuda` captures a real ``torch.cuda.CUDAGraph``;
+:mod:`attncheck.harness.checks.cudagraph.emulation.emulated_recorder` records operators on a machine without a GPU.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from attncheck.errors import InternalError
 RecorderName = Literal["cuda", "emulated"]
 
 Forward = Callable[[], object]
-"""What is captured: one call of ``forward``, all of its arguments bound."""
+"""One call of ``forward`` with all arguments bound."""
 
 ViolationKind = Literal["host read", "data-dependent shape", "host copy", "error"]
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Something a captured graph cannot hold.
+    """Something that a captured graph cannot contain.
 
-    ``call``: what was called, such as ``.item()``. ``where``: the backend's line that did it, ``file:line in
-    function``, empty where it is unknown.
+    ``call``: what was called, such as ``.item()``. ``where``: the backend's line, as ``file:line in function``. Empty
+    if unknown.
     """
 
     kind: ViolationKind
@@ -40,7 +40,7 @@ class Violation:
 
 
 class CaptureError(InternalError):
-    """``forward`` cannot be captured; ``violations`` says why, in the order they came, each once."""
+    """``forward`` cannot be captured. ``violations``: the reasons, in order of occurrence, without duplicates."""
 
     def __init__(self, violations: tuple[Violation, ...]) -> None:
         self.violations = violations
@@ -48,14 +48,14 @@ class CaptureError(InternalError):
 
 
 class UnseenError(InternalError):
-    """The recorder cannot see what ``forward`` does, so that nothing can be said about it here; the reason in words."""
+    """The recorder cannot observe what ``forward`` does, so nothing can be concluded. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """Memory that a graph uses and nobody but graphs holds any more: ``start <= address < end``.
+    """Memory that a graph uses but that only graphs keep alive: addresses in ``[start, end)``.
 
-    ``first_used``: by which operator, at which line of the backend.
+    ``first_used``: the first operator that used it, and the line of the backend.
     """
 
     start: int
@@ -70,68 +70,69 @@ class Recording(Protocol):
     """One captured ``forward``."""
 
     def replay(self) -> None:
-        """Everything that was recorded, once more, in the same memory. Whatever an operator raises comes through."""
+        """Repeat everything that was recorded, in the same memory. Exceptions of operators propagate."""
 
     def launch(self) -> None:
-        """The same, to be timed: nothing is waited for, and no memory is looked after."""
+        """Replay for timing, without waiting for the device and without checking memory."""
 
     def reads(self, tensor: Tensor) -> bool | None:
-        """Whether the memory of ``tensor`` is among what the graph was given; None: this recorder cannot tell."""
+        """Return whether the graph was given the memory of ``tensor``, or None if the recorder cannot know this."""
 
     def host_reads(self) -> tuple[str, ...]:
-        """What ``forward`` read from host memory while it was captured: legal, and frozen. Empty where unknown."""
+        """Return what ``forward`` read from host memory during capture: legal, but frozen. Empty if unknown."""
 
     def hands_out_memory(self) -> bool:
-        """Whether ``forward`` gave addresses to code that the recorder may not see."""
+        """Return whether ``forward`` gave addresses to code that the recorder may not observe."""
 
     def released(self) -> tuple[Released, ...]:
-        """Memory the graph uses that nobody but graphs holds any more.
+        """Return memory that the graph uses but that only graphs keep alive.
 
-        A real graph would read what the allocator has meanwhile put there. Empty where the recorder cannot tell.
+        A real graph would read whatever the allocator has stored there since. Empty if the recorder cannot determine
+        this.
         """
 
 
 class Recorder(Protocol):
-    """Makes recordings for one device."""
+    """Captures ``forward`` calls on one device."""
 
     name: RecorderName
 
     def watching(self) -> AbstractContextManager[None]:
-        """Around every entry into a backend but those of :meth:`record`: keeps account of what lies on the host."""
+        """Return a context for calls into a backend outside :meth:`record`; it tracks which memory is on the host."""
 
     def mark_host(self, *tensors: Tensor) -> None:
-        """These tensors lie on the host, where the contract says so (the ``_cpu`` twins); reading them is no fault."""
+        """Mark tensors that are on the host by contract (the ``_cpu`` fields), so that reading them is no fault."""
 
     def record(self, prepare: Callable[[], Forward]) -> Recording:
-        """Warm up, then capture. ``prepare`` builds fresh metadata and gives the call to make with them.
+        """Warm up, then capture. ``prepare`` builds fresh metadata and returns the call to capture.
 
-        It is called anew for every warm-up run and for the capture, as a model runner does: what a warm-up computed
-        lazily and left on its metadata is not there any more. Raises :class:`CaptureError`, :class:`UnseenError`, and
-        whatever ``prepare`` or a warm-up raises.
+        It is called again for each warm-up and for the capture, as in a model runner, so that values which a warm-up
+        cached on its metadata are not available to the capture. Raise :class:`CaptureError` or :class:`UnseenError`.
+        Exceptions of ``prepare`` and of warm-ups propagate.
         """
 
 
 class UnwatchedRecorder:
-    """Records nothing: it runs what a recorder would run, twice, as the backend runs without any recorder."""
+    """A recorder that records nothing: it runs twice what a recorder would run, as the backend runs on its own."""
 
     name: RecorderName = "emulated"
 
     def watching(self) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def mark_host(self, *tensors: Tensor) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def record(self, prepare: Callable[[], Forward]) -> Recording:
-        """Raises whatever ``prepare`` or one of the runs raises, and UnseenError where none does."""
+        """Raise UnseenError, after two runs. Exceptions of ``prepare`` and of the runs propagate."""
         for _ in range(2):
             prepare()()
         raise UnseenError("nothing is recorded")
 
 
 def recorder_for(device: torch.device) -> Recorder:
-    """Real graphs on a GPU, the emulation elsewhere."""
+    """Return a recorder of real graphs for a GPU, or the emulation for other devices."""
     if device.type == "cuda":
         from attncheck.harness.checks.cudagraph.cuda import CudaRecorder
 
@@ -142,5 +143,5 @@ def recorder_for(device: torch.device) -> Recorder:
 
 
 def count_uses(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of ``tensor``, and one or more for the call itself."""
+    """Return the number of references to the storage of ``tensor``, including one or more from this call itself."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -1,7 +1,7 @@
-"""What waits for the device in ``forward``, found while nothing is captured, and the words for what was raised.
+"""Find where ``forward`` waits for the device, without a capture, and describe what was raised.
 
-Cannot see: an index by a host tensor, which is called a host read though it is copied to the device; what C++ code
-waits for without torch. A capture of that fails.
+Cannot see: waits in C++ code that does not use torch, which fail in a capture. An index by a host tensor is reported as
+a host read although it is copied to the device.
 """
 
 import linecache
@@ -19,23 +19,23 @@ from attncheck.harness.checks.cudagraph.call_sites import SourceLine, call_site_
 from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
 
 SYNCHRONISED = "called a synchronizing CUDA operation"
-"""What torch says where its sync-debug mode forbids to wait for the device."""
+"""Text of torch's error if its sync-debug mode forbids waiting for the device."""
 
 _WAITS = frozenset({"synchronize", "_cuda_synchronize"})
-"""C functions that wait for an event, a stream or the device, which the sync-debug mode lets pass."""
+"""C functions that wait for an event, a stream or the device but that the sync-debug mode allows."""
 
 _FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 _MOVES = frozenset({"to", "cuda"})
 
 
 def rehearse(forward: Callable[[], object]) -> Violation | None:
-    """Call ``forward`` as under capture, but without one: return what a capture of it would not allow, or None."""
+    """Call ``forward`` with torch reporting a capture; return what a capture would not allow, or None."""
     with _capturing_pretended():
         return first_wait(forward)
 
 
 def first_wait(call: Callable[[], object]) -> Violation | None:
-    """Call ``call`` up to where it waits for the device: return what it did there, or what it raised; else None."""
+    """Call ``call`` until it waits for the device; return what it did there, or what it raised, or None."""
     host_copies: set[SourceLine] = set()
     try:
         with syncs_raise(), _calls_watched(host_copies):
@@ -47,7 +47,7 @@ def first_wait(call: Callable[[], object]) -> Violation | None:
 
 @contextmanager
 def syncs_raise() -> Iterator[None]:
-    """Have torch raise where an operator waits for the device."""
+    """Make torch raise if an operator waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode("error")
     try:
@@ -64,7 +64,7 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 @contextmanager
 def _capturing_pretended() -> Iterator[None]:
-    """While torch says that the stream is capturing: many a backend reads on the host only where it is not."""
+    """Make torch report that the stream is capturing, because many backends read on the host only if it is not."""
     own = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
@@ -75,10 +75,10 @@ def _capturing_pretended() -> Iterator[None]:
 
 @contextmanager
 def _calls_watched(host_copies: set[SourceLine]) -> Iterator[None]:
-    """Raise where a function waits that the sync-debug mode lets pass; add lines whose copy to the device raised.
+    """Raise if a function waits that the sync-debug mode allows; add lines whose copy to the device raised.
 
-    Python's profile function sees the C functions that are called, by whatever name a backend imported them. Where
-    another profiler is at work it is left alone: what waits then fails in the capture.
+    Python's profile function sees every C function that is called, under any imported name. If another profiler is
+    active, it is left in place, and such waits fail in the capture instead.
     """
 
     def watch(frame: FrameType, event: str, called: object) -> None:
@@ -98,7 +98,7 @@ def _calls_watched(host_copies: set[SourceLine]) -> Iterator[None]:
 
 
 def _copies_from_host(called: object) -> bool:
-    """Whether a C function that had to wait brings host memory to the device."""
+    """Return whether a C function that had to wait copies host memory to the device."""
     name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
     if name in _FROM_PYTHON:
         return True
@@ -106,7 +106,7 @@ def _copies_from_host(called: object) -> bool:
 
 
 def violation_of(error: BaseException, host_copies: Container[SourceLine] = ()) -> Violation:
-    """What ``error`` says about ``forward``, and which line of the backend it comes from.
+    """Return what ``error`` shows about ``forward``, with the backend's line that raised it.
 
     ``host_copies``: lines at which a copy to the device had to wait.
     """
@@ -121,14 +121,14 @@ def violation_of(error: BaseException, host_copies: Container[SourceLine] = ()) 
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on."""
+    """Yield ``error``, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _expression(error: BaseException, line: SourceLine | None) -> str:
-    """The source of the call on ``line`` that raised ``error``; the whole line, where the call has more than one."""
+    """Return the source of the call on ``line`` that raised ``error``, or the whole line if the call spans several."""
     for (frame, number), summary in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=False):
         if line == SourceLine(frame.f_code, number):
             source = linecache.getline(summary.filename, number)

@@ -1,6 +1,6 @@
-"""Plays the model runner for one probe: captures its graphs, then steps by replaying them, and never looks inside.
+"""Act as the model runner for one probe: capture its graphs, then run steps by replaying them.
 
-One impl, builders, a cache and input buffers live as long as the session. Whatever a backend raises becomes a
+The impl, builders, cache and input buffers live as long as the session. Everything that a backend raises becomes a
 :class:`~attncheck.harness.driver.foreign_code.StageError`.
 """
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CapturedBucket:
-    """The graphs of one bucket, the cache's memory before and after, and the inputs that ``forward`` ``changed``."""
+    """The graphs of one bucket, the cache's bytes before and after capture, and inputs that ``forward`` changed."""
 
     graphs: tuple[CapturedGraph, ...]
     pool: KVPool
@@ -48,7 +48,7 @@ class CapturedBucket:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step by one graph: what was seen, over which pool, and the trace of the metadata it was made with."""
+    """One step by one graph: the observation, the pool it ran over, and the trace of its metadata."""
 
     seen: Observation
     pool: KVPool
@@ -56,9 +56,9 @@ class StepResult:
 
 
 class GraphSession:
-    """A backend under one probe; ``problems`` are those of its turns. Raises StageError where set-up breaks.
+    """A backend under one probe; ``problems`` are those of its turns. Raise StageError if set-up fails.
 
-    ``is_pool_finite``: slots that nobody owns hold huge finite numbers in place of NaN.
+    ``is_pool_finite``: fill slots that no request owns with huge finite numbers instead of NaN.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GraphSession:
         self._pools: dict[Case, KVPool] = {first.case: self._pool}
 
     def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
-        """The bucket's graphs. Raises StageError where building or warming up breaks."""
+        """Capture and return the bucket's graphs. Raise StageError if building or warming up fails."""
         self._pool.filled()
         part = bucket.part(self._probe.num_micro_batches)
         dummy = dummy_call(self._problems[0], part, self._width, longest=self._probe.dummy_lens == "longest")
@@ -108,7 +108,7 @@ class GraphSession:
         if not isinstance(captured, CapturedBucket):
             return captured
         changed = self._inputs.changed(calls, pristine)
-        if changed:  # what building for capture fills in is not forward's doing
+        if changed:  # build_for_cudagraph_capture may fill in inputs; subtract what it changes without forward
             calls = self._inputs.load(fresh)
             pristine = self._inputs.copied(calls)
             for group in self._groups(calls):
@@ -117,7 +117,10 @@ class GraphSession:
         return replace(captured, changed=tuple(sorted(changed)))
 
     def step(self, turn: ProbeStep, problem: Problem, capture: CapturedBucket | None) -> list[StepResult]:
-        """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
+        """Run one step by the graphs of ``capture``, or without a graph if None.
+
+        Return one result per builder, or one in total for micro-batches. Raise StageError.
+        """
         step, pool, fresh = self._begin(turn, problem)
         if turn.gains_pages:
             self._pass_a_page_earlier(turn, step, pool, fresh, capture)
@@ -143,7 +146,7 @@ class GraphSession:
         return taken
 
     def capture_step(self, turn: ProbeStep, problem: Problem) -> CapturedBucket | CaptureError | UnseenError:
-        """Graphs captured at this very step, in place of dummies. Raises StageError as :meth:`capture` does."""
+        """Capture graphs with the inputs of this step instead of dummies. Raise StageError as :meth:`capture` does."""
         step, pool, fresh = self._begin(turn, problem)
         self._fill(pool, step)
         return self._captured(
@@ -163,9 +166,9 @@ class GraphSession:
         return call_backend(name, watched)
 
     def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Step, KVPool, Sequence[ForwardCall]]:
-        """The step, a cache for it, to be filled, and its calls, to be loaded.
+        """Return the step, a cache that is yet to be filled, and calls that are yet to be loaded into the buffers.
 
-        A further draft follows one in the same pages, for which metadata were built.
+        For ``draft_index`` 1 and higher, first build the metadata of the previous draft in the same pages.
         """
         order, threshold = call_backend("builder", partial(self._request_order, problem))
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
@@ -189,7 +192,7 @@ class GraphSession:
         fresh: Sequence[ForwardCall],
         capture: CapturedBucket | None,
     ) -> None:
-        """Make a step of the same requests with a page less each; what it answers is not looked at."""
+        """Run a step of the same requests with one page less each. Its output is not judged."""
         size = step.problem.cache.block_size
         calls = self._inputs.load([some_steps_earlier(call, size, size) for call in fresh])
         pool.filled(0.0)
@@ -204,7 +207,7 @@ class GraphSession:
         calls: Sequence[ForwardCall],
         capture: CapturedBucket | None,
     ) -> list[tuple[tuple[OutputBuffers, ...], Callable[[], list[object]], MetadataTrace]]:
-        """Build for every group of calls; return the buffers of each, what is to be run, and the metadata's trace."""
+        """Build metadata for each group of calls; return each group's buffers, a function to run it, and its trace."""
         forwards = []
         for index, group in enumerate(self._groups(calls)):
             metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
@@ -215,11 +218,11 @@ class GraphSession:
             else:
                 buffers, run = capture.graphs[index].buffers, capture.graphs[index].replay
             forwards.append((buffers, run, made_of))
-            del metadata  # a graph must not live on what a step's metadata would have let go of
+            del metadata  # the graph must not depend on memory that the step's metadata keep alive
         return forwards
 
     def _groups(self, calls: Sequence[ForwardCall]) -> list[Group]:
-        """What one graph holds: every call with its builder; micro-batches are together in one graph."""
+        """Return the calls of each graph, each with its builder. Micro-batches share one graph."""
         if len(calls) > 1:
             return [list(zip(self._builders, calls, strict=True))]
         return [[(builder, calls[0])] for builder in self._builders]
@@ -228,12 +231,12 @@ class GraphSession:
         return [self._enter("build", partial(build, builder, call.common)) for builder, call in group]
 
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
-        """As the model runner sorts the batch, and the threshold it sorts by."""
+        """Return the order in which the model runner sorts the batch, and the threshold that it sorts by."""
         threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
         return request_order(problem, threshold), threshold
 
     def _fill(self, pool: KVPool, step: Step) -> None:
-        """The cache before a step: poison where nobody owns it, and new rows that no writer brings."""
+        """Fill the cache before a step: poison in slots that no request owns, and new rows if no writer stores them."""
         huge = float(torch.finfo(step.problem.dtype).max) / 4
         pool.filled(huge if self.is_pool_finite else math.nan)
         self._layer.store_new_rows(pool, step)

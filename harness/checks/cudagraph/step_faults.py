@@ -1,7 +1,4 @@
-"""What is wrong with a capture or with one step of a graph, in a line; by the judges of the other checks.
-
-Pure functions of what was seen.
-"""
+"""Describe in one line what is wrong with a capture or with one step of a graph, using the judges of other checks."""
 
 import torch
 from torch import Tensor
@@ -16,7 +13,7 @@ from attncheck.harness.truth.truth import Truth
 
 
 def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
-    """Whether capturing left the inputs and the cache as they were, byte for byte: all slots are -1."""
+    """Return what a capture changed in inputs or cache, or None if it changed no byte. All its slots are -1."""
     if capture.changed:
         return f"forward changed its inputs at capture: {', '.join(capture.changed)}"
     if torch.equal(capture.before, capture.after):
@@ -39,7 +36,10 @@ def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
 
 
 def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: StepResult) -> str | None:
-    """What is wrong with one step: guards, padding rows, the cache, inputs, rows never written, output, LSE."""
+    """Return what is wrong with one step, or None if it is right.
+
+    Judges guard zones, padding rows, the cache, inputs, rows never written, the output and the LSE, in this order.
+    """
     seen = taken.seen
     outside = containment.check_outside(problem, seen, conventions)
     if outside is not None:
@@ -63,5 +63,4 @@ def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: 
 
 
 def _differs(was: Tensor, now: Tensor) -> Tensor:
-    """Bool ``[n]``: rows that differ in any bit."""
     return (was.contiguous().view(torch.uint8) != now.contiguous().view(torch.uint8)).flatten(1).any(1)

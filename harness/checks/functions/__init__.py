@@ -1,5 +1,5 @@
-"""Checks of single functions that a backend offers, for the paths that examine one instead of attention.
+"""Checks of single functions that a backend offers, for paths that examine a function instead of attention.
 
-Begin with ``check``, whose table ``EXAMINATIONS`` names the function of each path. A function has two modules here:
-one makes its problems and their truths, the other judges its answers.
+Start with ``check``: its table ``EXAMINATIONS`` maps each path to its function. Each function has two modules: one
+builds its problems and truths, the other judges its results.
 """

@@ -1,4 +1,4 @@
-"""The paths that examine a function instead of attention: which function, and which examination answers a check."""
+"""The paths that examine a function instead of attention: the function of each, and how each check examines it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,42 +19,42 @@ from attncheck.harness.driver.foreign_code import StageError, call_backend
 
 
 class FunctionUnderTest(Protocol):
-    """One function on one problem; most methods are checks.
+    """One function on one problem. Most methods are checks.
 
-    They may raise StageError where the function raises, FormError where its answer has no right form.
+    They may raise StageError if the function raises, and FormError if its result has the wrong form.
     """
 
     def run(self) -> None:
-        """The first call."""
+        """Run the first call."""
 
     def tensors(self) -> Mapping[str, Tensor | None]:
-        """Arguments, truth and budget, by name."""
+        """Return arguments, truth and budget, by name."""
 
     def numerics(self) -> Finding:
-        """Whether what comes back is right."""
+        """Judge the values that the function returns."""
 
     def lse(self) -> Finding:
-        """Whether the log-sum-exp is."""
+        """Judge the log-sum-exp."""
 
     def cache_write(self) -> Finding:
-        """Whether exactly what should be written is."""
+        """Judge which memory is written, and its contents."""
 
     def containment(self) -> Finding:
-        """Whether what is nobody's reaches nothing."""
+        """Judge whether memory outside the problem influences the result."""
 
 
 Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], FunctionUnderTest]
-"""(backend, its function, case, seed, device): the examination."""
+"""(backend, its function, case, seed, device): returns the examination."""
 
 EXAMINATIONS: Mapping[str, tuple[str, Examiner]] = {
     "merge": (merging.NAME, merging.Merging),
     "causal_conv1d": (convolution.NAME, convolution.Convolution),
 }
-"""Path -> the function it examines, by its name in ``functions()``, and how."""
+"""Maps a path to the name of its function in ``functions()``, and to the class that examines it."""
 
 
 class FunctionChecks:
-    """One case of one backend on a path that examines a function. ``reasons``: why the backend leaves the case out."""
+    """One case of one backend on a path that examines a function. ``reasons``: why the backend excludes the case."""
 
     def __init__(
         self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
@@ -70,7 +70,7 @@ class FunctionChecks:
             self._later = partial(examination, backend, function, case, seed + 1, device)
 
     def examine(self, check: str) -> Finding:
-        """The finding of one check; StageError where the function raises."""
+        """Return the finding of one check. Raise StageError if the function raises."""
         if self._examination is None:
             return NotExamined(self._reasons)
         if check == "refusals":
@@ -81,7 +81,7 @@ class FunctionChecks:
             return failure.finding
 
     def dump(self, folder: Path, backend: str) -> None:
-        """Arguments, truth and budget as one file."""
+        """Write arguments, truth and budget to one file."""
         if self._examination is not None:
             dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
 
@@ -99,7 +99,7 @@ class FunctionChecks:
                 return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
 
     def _twice(self, first: Finding) -> Finding:
-        """``first`` of ``numerics``, if a call with other numbers in tensors of the same shapes is right as well."""
+        """Return ``first``, or a failure if a second call with other numbers in the same shapes is wrong."""
         if self._later is None or not isinstance(first, Holds):
             return first
         second = self._later().numerics()
@@ -113,7 +113,7 @@ class FunctionChecks:
         )
 
     def _refusals(self, examination: FunctionUnderTest) -> Finding:
-        """What is offered can be called as documented; whether its answer is one is the business of other checks."""
+        """Judge whether an offered function can be called as documented. Other checks judge its result."""
         try:
             examination.run()
         except StageError as failure:

@@ -1,8 +1,8 @@
-"""A short convolution over packed sequences with a rolling state: the tensors, and the right answer.
+"""A short convolution over packed sequences with a rolling state: its tensors, and the right result.
 
-Sequences are the requests of the batch; one with context has a state, in a line of its own out of more lines than
-needed. The state buffer is wider than the taps need. Padding requests have the index of padding; padding tokens give
-them a row each, what is left belongs to no sequence.
+The sequences are the requests of the batch. Each has its own line of the state buffer, which has more lines and columns
+than needed; only a request with context has a state. Padding requests have the index ``PAD_ID``. Each padding request
+gets one padding token while there are any, and further padding tokens belong to no sequence.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ PAD_ID = -1
 """The index of padding sequences, as in vLLM."""
 
 _SPARE = 3
-"""Columns of the state buffer that no state uses, and of the packed rows that a view leaves out."""
+"""Columns of the state buffer that no state uses, and columns of the packed rows that a view omits."""
 
 _RUBBISH = 512.0
 _SILU_SLOPE = 1.1
@@ -33,13 +33,13 @@ SPARE, FOREIGN, ABSENT = "spare columns of the state", "lines of no sequence", "
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """The arguments on the CPU. ``T`` real rows of ``R`` sequences come first, then those of padding."""
+    """The arguments on the CPU. The ``T`` real rows of ``R`` sequences come first, then those of padding."""
 
     case: Case
     positions: tuple[tuple[int, int], ...]
-    """(request, position) of every real row."""
+    """(request, position) of each real row."""
     x: Tensor
-    """``[T + padding, C]``, dtype of the layer, as are weight, bias and states."""
+    """``[T + padding, C]``, in the layer's dtype, as are weight, bias and states."""
     weight: Tensor
     bias: Tensor | None
     states: Tensor
@@ -55,31 +55,31 @@ class ConvProblem:
 
     @property
     def options(self) -> CausalConv1dOptions:
-        """Those of the path."""
+        """The options of the path."""
         return conv_options(self.case)
 
     @property
     def past(self) -> int:
-        """``K - 1``: inputs a state remembers."""
+        """``K - 1``: the number of inputs that a state holds."""
         return self.options.width - 1
 
     @property
     def lines(self) -> list[int]:
-        """The state line of every request."""
+        """The state line of each request."""
         return [int(line) for line in self.cache_indices[: self.case.batch.num_requests]]
 
     def row_name(self, row: int) -> str:
-        """How a person would name a row."""
+        """Return a readable name for a row."""
         request, position = self.positions[row]
         return f"request {request}, position {position}"
 
     def line_name(self, line: int) -> str:
-        """How a person would name a line of the state."""
+        """Return a readable name for a line of the state."""
         owner = f"request {self.lines.index(line)}" if line in self.lines else "no sequence"
         return f"line {line} of {len(self.states)} ({owner})"
 
     def regions(self) -> dict[str, Tensor]:
-        """Name -> bool ``[lines, 1, columns]``: where no answer may look."""
+        """Return bool masks ``[lines, 1, columns]`` by name, of the regions that must not influence the result."""
         lines, _, width = self.states.shape
         spare = (torch.arange(width) >= self.past).expand(lines, 1, width)
         named, absent = torch.zeros(lines, 1, 1, dtype=torch.bool), torch.zeros(lines, 1, 1, dtype=torch.bool)
@@ -91,9 +91,10 @@ class ConvProblem:
     def arguments(
         self, device: torch.device, poison: float | None = None, regions: tuple[str, ...] | None = None
     ) -> dict[str, Tensor | None]:
-        """The positional arguments, in order, new tensors at every call; ``poison`` in ``regions`` of the states.
+        """Return the positional arguments in order, as new tensors, with ``poison`` in ``regions`` of the states.
 
-        With the input ``views``, rows are slices of wider ones, and states lie in memory with channels last.
+        ``regions``: names of :meth:`regions`, or None for all. With the input ``views``, rows are slices of wider rows,
+        and states have channels last in memory.
         """
         x, states = self.x.to(device, copy=True), self.states.to(device, copy=True)
         if poison is not None:
@@ -117,7 +118,7 @@ class ConvProblem:
 
 @dataclass(frozen=True)
 class ConvTruth:
-    """The right answer: ``y`` float64 ``[T, 1, C]`` of the real rows, the states after the call, and the budget."""
+    """The right result: ``y`` float64 ``[T, 1, C]`` of the real rows, the states after the call, and the budget."""
 
     y: Tensor
     states: Tensor
@@ -125,20 +126,20 @@ class ConvTruth:
 
 
 def conv_options(case: Case) -> CausalConv1dOptions:
-    """Options of the path, or the defaults."""
+    """Return the options of the path, or the defaults."""
     options = case.batch.path.options
     return options if isinstance(options, CausalConv1dOptions) else CausalConv1dOptions()
 
 
 def build_conv(case: Case, seed: int) -> ConvProblem:
-    """The tensors of ``case`` under ``seed``: the same bits on every machine."""
+    """Return the tensors of ``case`` under ``seed``, with the same bits on every machine."""
     stream = RandomStream(seed, case.hash, "causal_conv1d")
     options, dtype, specs = conv_options(case), DTYPES[case.layer.dtype], list(case.batch)
     padding = case.batch.padding
     positions = tuple((r, max(spec.context_len, 0) + i) for r, spec in enumerate(specs) for i in range(spec.query_len))
     one_each = [1 if i < padding.tokens else 0 for i in range(padding.requests)]
     lengths = [*(spec.query_len for spec in specs), *one_each]
-    # Neither the first line, which some kernels take for padding, nor the last, which -1 would be, belongs to anyone.
+    # Leave the first line unused, because some kernels take it for padding, and the last, which index -1 would select.
     num_lines = len(specs) + len(specs) // 2 + 4
     lines = stream.permutation(num_lines - 2)[: len(specs)] + 1
     remembers = torch.tensor([spec.context_len > 0 for spec in specs])
@@ -160,10 +161,10 @@ def build_conv(case: Case, seed: int) -> ConvProblem:
 
 
 def conv_truth(problem: ConvProblem, device: torch.device) -> ConvTruth:
-    """The right answer, and how far from it a right kernel may be.
+    """Return the right result, and the error that a correct kernel may have.
 
-    Honest runs compute in float32 and round once; or they round every product to the dtype, as kernels do that multiply
-    what they loaded; or the sums, as two functions in a row do. ``exp`` inside of the activation inherits the rounding
+    A correct kernel computes in float32 and rounds once. It may also round every product to the dtype, if it multiplies
+    the loaded values, or round the sums, as two separate functions do. ``exp`` in the activation inherits the rounding
     of its argument.
     """
     activation, real = problem.options.activation, len(problem.positions)
@@ -186,7 +187,10 @@ def conv_truth(problem: ConvProblem, device: torch.device) -> ConvTruth:
 
 
 def convolve(problem: ConvProblem, device: torch.device, **changes: object) -> tuple[Tensor, Tensor]:
-    """The reference's ``y`` float64 ``[T, C]`` of the real rows and the states; ``changes`` to its arguments."""
+    """Return the reference's ``y``, float64 ``[T, C]`` of the real rows, and the states.
+
+    ``changes``: arguments to replace.
+    """
     options: dict[str, object] = {"activation": problem.options.activation, "pad_id": PAD_ID}
     arguments = {**problem.arguments(device), **options, **changes}
     y: Tensor = causal_conv1d(**arguments)  # type: ignore[arg-type]
@@ -197,7 +201,7 @@ def convolve(problem: ConvProblem, device: torch.device, **changes: object) -> t
 
 
 def _convolve_sizes(problem: ConvProblem, device: torch.device, power: int) -> Tensor:
-    """Sums of the terms' sizes, to a power."""
+    """Return the sums of the absolute terms, each raised to ``power``."""
     arguments = problem.arguments(device)
     sizes = {
         name: None if (tensor := arguments[name]) is None else tensor.double().abs() ** power

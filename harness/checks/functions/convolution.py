@@ -1,10 +1,10 @@
-"""The path ``causal_conv1d``: short convolutions through the function of that name of a backend.
+"""The path ``causal_conv1d``: short convolutions with the function of that name of a backend.
 
-``numerics``: the rows of all sequences lie within the budget, no argument but the states changed. ``cache_write``:
-exactly the lines of the sequences remember exactly their last inputs, everything else is what it was, byte for byte.
-``containment``: lines of nobody, columns no state uses and states of sequences that have none reach neither rows nor
-states. Cannot see: how a kernel cuts sequences into pieces; rows of padding, which a function that returns a tensor of
-its own may leave as it found them.
+``numerics``: the rows of all sequences are within the budget, and no argument but the states changes. ``cache_write``:
+exactly the state lines of the sequences contain exactly their last inputs, and all other bytes are unchanged.
+``containment``: lines of no sequence, columns that no state uses, and states of sequences that have none influence
+neither rows nor states. Cannot see: how a kernel cuts sequences into pieces, or rows of padding, which a function that
+returns a new tensor may leave uninitialized.
 """
 
 import math
@@ -26,12 +26,12 @@ from attncheck.harness.truth.tolerance import share_of_budget
 NAME = "causal_conv1d"
 
 _Fill = tuple[float, tuple[str, ...]]
-"""Poison, and the regions of the states where it stands."""
+"""The poison value, and the regions of the states that contain it."""
 
 
 @dataclass(frozen=True)
 class _Convolved:
-    """What a call gave: ``y`` float64 ``[T + padding, C]``, the states' memory after it, the arguments it changed."""
+    """The result of a call: ``y`` float64 ``[T + padding, C]``, the bytes of the states, and changed arguments."""
 
     y: Tensor
     states: Tensor
@@ -49,11 +49,11 @@ class Convolution:
         self._truth = conv_truth(self._problem, device)
 
     def run(self) -> None:
-        """The first call, whose answer the checks share; StageError where it raises."""
+        """Run the first call, whose result the checks share. Raise StageError if it raises."""
         _ = self._first
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """The question and its answer, for a dump."""
+        """Return the arguments, truth and budget, for a dump."""
         truth = {"truth": self._truth.y[:, 0], "truth_conv_states": self._truth.states}
         allowed = {"budget_norm": self._truth.budget.norm, "budget_peak": self._truth.budget.peak}
         return {**self._problem.arguments(self._device), **truth, **allowed}
@@ -73,11 +73,11 @@ class Convolution:
         return Holds(figures)
 
     def lse(self) -> Finding:
-        """There is none."""
+        """Return NotExamined, because a convolution has no LSE."""
         return NotExamined(("a convolution has no log-sum-exp",), "attncheck")
 
     def cache_write(self) -> Finding:
-        """Judge the states after the call, their whole memory."""
+        """Judge the whole memory of the states after the call."""
         seen = self._first
         figures = {"lines_written": len(self._problem.lines), "state_bytes": seen.states.numel()}
         if torch.equal(flat_bytes(self._truth.states), seen.states):
@@ -93,7 +93,7 @@ class Convolution:
         )
 
     def containment(self) -> Finding:
-        """Judge calls with poison where no answer may look."""
+        """Judge calls with poison in the regions that must not influence the result."""
 
         def convolve(fill: _Fill | None) -> _Convolved:
             return self._convolve() if fill is None else self._convolve(*fill)
@@ -115,7 +115,7 @@ class Convolution:
         return self._convolve()
 
     def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved:
-        """One call; FormError where no tensor like ``x`` comes back."""
+        """Run one call. Raise FormError if it does not return a tensor like ``x``."""
         arguments = self._problem.arguments(self._device, poison, regions)
         options = {"activation": self._problem.options.activation, "pad_id": PAD_ID}
         returned, changed = call(NAME, self._function, arguments, options, "conv_states")
@@ -126,24 +126,23 @@ class Convolution:
         return _Convolved(y, flat_bytes(states).clone(), changed)
 
     def _shares(self, seen: _Convolved) -> Tensor:
-        """Errors in budgets, ``[T, 1]``."""
+        """Return errors in budgets, ``[T, 1]``."""
         return share_of_budget(seen.y[: len(self._truth.y), None] - self._truth.y, self._truth.budget)
 
     def _moved(self, one: _Convolved, other: _Convolved) -> Tensor:
-        """Bool ``[T + R]``: real rows, and states of requests, that are not equal bit for bit."""
+        """Return bool ``[T + R]``: True for real rows and request states that differ in any bit."""
         a, b = (seen.y[: len(self._truth.y)] for seen in (one, other))
         rows = ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=1)
         before, after = (self._remembered(seen.states) for seen in (one, other))
         return torch.cat([rows, (before != after).flatten(1).any(dim=1)])
 
     def _wrong(self, seen: _Convolved) -> Tensor:
-        """Bool ``[T + R]``: real rows outside of the budget, and states that are not right."""
+        """Return bool ``[T + R]``: True for real rows outside the budget and for wrong request states."""
         right = self._remembered(flat_bytes(self._truth.states))
         states = (self._remembered(seen.states) != right).flatten(1).any(dim=1)
         return torch.cat([(self._shares(seen) > 1).any(dim=1), states])
 
     def _name_of(self, moved: Tensor) -> str:
-        """What of rows and states moved, in words."""
         rows = moved[: len(self._truth.y)].nonzero().flatten()
         if not len(rows):
             return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
@@ -151,18 +150,17 @@ class Convolution:
         return f"{len(rows)} of {len(self._truth.y)} rows, first: row {first} ({self._problem.row_name(first)})"
 
     def _bits_of(self, memory: Tensor) -> Tensor:
-        """The states' memory as integers ``[lines, C, columns]``."""
+        """Return the bytes of the states as integers ``[lines, C, columns]``."""
         like = self._truth.states
         states = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         flat_bytes(states).copy_(memory)
         return states.contiguous().view(torch.int16 if states.element_size() == 2 else torch.int32)
 
     def _remembered(self, memory: Tensor) -> Tensor:
-        """The bits that the requests' lines hold of a state, ``[R, C, K - 1]``."""
+        """Return the bits of the requests' states, ``[R, C, K - 1]``."""
         return self._bits_of(memory)[self._problem.lines, :, : self._problem.past]
 
     def _meaning(self, seen: _Convolved) -> str | None:
-        """The usual mistake whose answer this is, if there is one."""
         for meaning, changes in self._mistakes():
             y, _ = convolve(self._problem, self._device, **changes)
             if is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype):
@@ -184,7 +182,7 @@ class Convolution:
             yield "the bias is missing", {"bias": None}
 
     def _meaning_of_states(self, wrong: Tensor) -> str | None:
-        """``wrong``: bool ``[lines, C, columns]``."""
+        """Return the likely cause of wrong states. ``wrong``: bool ``[lines, C, columns]``."""
         problem = self._problem
         lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
         if lines == [len(problem.states) - 1]:

@@ -1,9 +1,9 @@
-"""Two attention states to be merged, as split KV, cascade and chunked context produce them, and the right answer.
+"""Two attention states to merge, as split KV, cascade and chunked context produce them, and the right result.
 
-The states are those of a cut between each request's context and its new tokens: a row's log-sum-exp is about the
-logarithm of the number of keys it sees on its side, and a side without keys is empty. Among them stand, by row and
-head, what goes wrong in merges: equal weights, weights that underflow, log-sum-exps at the edge of what ``exp`` can
-do in float32, sides that are empty, both empty.
+The states result from a cut between each request's context and its new tokens. A row's log-sum-exp is about the
+logarithm of the number of keys that it sees on its side, and a side without keys is empty. Some rows and heads have
+states that merges often get wrong: equal weights, weights that underflow, log-sum-exps at the limits of ``exp`` in
+float32, one empty side, or two.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from attncheck.harness.truth.tolerance import Budget, K, allowed_errors, float32
 from attncheck.reference import Precision, merge_attn_states
 
 RUBBISH = 3072.0
-"""What stands in the output of an empty state, with alternating signs; any dtype holds it."""
+"""Magnitude of the values in the output of an empty state, with alternating signs. Every dtype can represent it."""
 
 _KINDS = (
     ("cut", None),
@@ -40,22 +40,25 @@ _KINDS = (
     ("opposite", "large_scores"),
     ("under", "large_scores"),
 )
-"""What a row and head are about, in turn, and which of a case's ``inputs`` it belongs to; without it: the cut."""
+"""Kinds of states, assigned to rows and heads in turn, each with the value of a case's ``inputs`` that enables it.
+
+Without that value, the state is that of the cut.
+"""
 
 _EDGE, _BEYOND = 80.0, 95.0
-"""``exp`` of a float32 is finite up to 88, and has all its bits down to -87."""
+"""float32 ``exp`` is finite up to 88 and keeps full precision down to -87."""
 
 _SPARE = 8
-"""Columns of a wider output that a view leaves out."""
+"""Columns of a wider output that a view omits."""
 
 
 @dataclass(frozen=True)
 class MergeProblem:
-    """Two states, ``out`` ``[T, H, Dv]`` in the layer's dtype and ``lse`` float32 ``[T, H]`` each, on the CPU."""
+    """Two states, each with ``out`` ``[T, H, Dv]`` in the layer's dtype and float32 ``lse`` ``[T, H]``, on the CPU."""
 
     case: Case
     positions: tuple[tuple[int, int], ...]
-    """(request, position) of every row."""
+    """(request, position) of each row."""
     out_a: Tensor
     lse_a: Tensor
     out_b: Tensor
@@ -68,18 +71,18 @@ class MergeProblem:
 
     @cached_property
     def has_empty(self) -> bool:
-        """Whether some state is empty."""
+        """Whether at least one state of a row and head is empty."""
         return bool((torch.isinf(self.lse_a) | torch.isinf(self.lse_b)).any())
 
     def row_name(self, row: int) -> str:
-        """How a person would name a row."""
+        """Return a readable name for a row."""
         request, position = self.positions[row]
         return f"request {request}, position {position}"
 
     def arguments(self, device: torch.device, rubbish: float = RUBBISH, *, swapped: bool = False) -> dict[str, Tensor]:
-        """The four arguments, in order, with ``rubbish`` in the outputs of empty states; new tensors at every call.
+        """Return the four arguments in order, as new tensors, with ``rubbish`` in the outputs of empty states.
 
-        With the input ``views``, the second state's are views: columns of a wider output, a transposed LSE.
+        With the input ``views``, the second state consists of views: columns of a wider output, and a transposed LSE.
         """
         states = [(self.out_a, self.lse_a), (self.out_b, self.lse_b)]
         (out_a, lse_a), (out_b, lse_b) = (
@@ -104,7 +107,7 @@ class MergeTruth:
 
 
 def build_merge(case: Case, seed: int) -> MergeProblem:
-    """The states of ``case`` under ``seed``: the same bits on every machine."""
+    """Return the states of ``case`` under ``seed``, with the same bits on every machine."""
     stream = RandomStream(seed, case.hash, "merge")
     layer, rows = case.layer, [(r, i) for r, spec in enumerate(case.batch) for i in range(spec.query_len)]
     contexts = [spec.context_len for spec in case.batch]
@@ -127,10 +130,10 @@ def build_merge(case: Case, seed: int) -> MergeProblem:
 
 
 def merge_truth(problem: MergeProblem, device: torch.device) -> MergeTruth:
-    """The merged state, and how far from it a right kernel may be.
+    """Return the merged state, and the error that a correct kernel may have.
 
-    An honest run computes in float32 and rounds once; ``exp`` inherits the rounding of the largest log-sum-exp, which
-    kernels that count in powers of two multiply first.
+    A correct kernel computes in float32 and rounds once. ``exp`` inherits the rounding of the largest log-sum-exp,
+    because kernels that use powers of two first multiply it.
     """
     out_a, lse_a, out_b, lse_b = problem.arguments(device).values()
     out, lse = merge_attn_states(out_a, lse_a, out_b, lse_b)
@@ -148,7 +151,7 @@ def merge_truth(problem: MergeProblem, device: torch.device) -> MergeTruth:
 
 
 def _states_of(kind: str, noise_a: Tensor, noise_b: Tensor, lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The two log-sum-exps of rows and heads of a kind, from theirs at the cut and from noise in [-2, 2)."""
+    """Return two log-sum-exps of the given kind, from those at the cut and from noise in [-2, 2)."""
     nothing = torch.full_like(noise_a, -torch.inf)
     needle = noise_a.abs() + 2
     match kind:
@@ -189,7 +192,7 @@ def _littered(out: Tensor, lse: Tensor, rubbish: float) -> Tensor:
 
 
 def _log(counts: Tensor) -> Tensor:
-    """Logarithms in steps of 1/64, the same on every machine; of none, -inf."""
+    """Return logarithms in steps of 1/64, for equal bits on every machine; -inf for a count of 0."""
     logs = torch.log(counts.double().clamp(min=1))
     return torch.where(counts > 0, torch.round(logs * 64) / 64, -torch.inf)
 

@@ -1,9 +1,10 @@
-"""The path ``merge``: two attention states through ``merge_attn_states`` of a backend.
+"""The path ``merge``: merge two attention states with ``merge_attn_states`` of a backend.
 
-``numerics``: the merged output lies within the budget, with the two states swapped as well, and no argument changed.
-``lse``: so does the log-sum-exp, natural, -inf exactly where both states are empty. ``containment``: what stands in the
-output of an empty state reaches nothing; NaN and Inf only where the backend declares ``merge_nan``. Cannot see: merges
-into one of the arguments, which the signature does not offer, and those inside of attention kernels.
+``numerics``: the merged output is within the budget, also with the two states swapped, and no argument changes.
+``lse``: so is the log-sum-exp, in natural logarithm, and it is -inf exactly where both states are empty.
+``containment``: the output values of an empty state do not influence the result; NaN and Inf are tried only if the
+backend declares ``merge_nan``. Cannot see: in-place merges, which the signature does not offer, and merges inside
+attention kernels.
 """
 
 import math
@@ -28,7 +29,7 @@ NAME = "merge_attn_states"
 
 @dataclass(frozen=True)
 class _Merged:
-    """What a call returned: float64 ``out [T, H, Dv]`` and ``lse [T, H]``; the arguments it changed."""
+    """The result of a call: float64 ``out [T, H, Dv]`` and ``lse [T, H]``, and the arguments it changed."""
 
     out: Tensor
     lse: Tensor
@@ -46,18 +47,18 @@ class Merging:
         self._truth = merge_truth(self._problem, device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The question and its answer, for a dump."""
+        """Return the arguments, truth and budget, for a dump."""
         budget = self._truth.budget
         right = {"truth": self._truth.out, "truth_lse": self._truth.lse}
         allowed = {"budget_norm": budget.norm, "budget_peak": budget.peak, "budget_lse": budget.lse}
         return self._problem.arguments(self._device) | right | allowed
 
     def run(self) -> None:
-        """The first call, whose answer the checks share; StageError where it raises."""
+        """Run the first call, whose result the checks share. Raise StageError if it raises."""
         _ = self._first
 
     def numerics(self) -> Finding:
-        """Judge the output, and that of the states in the other order."""
+        """Judge the output for the states in both orders."""
         for swapped in (False, True):
             merged = self._merge(swapped=True) if swapped else self._first
             prefix = "with the two states swapped: " if swapped else ""
@@ -78,11 +79,11 @@ class Merging:
         return Broken(summarize(self._problem, shares), _figures(shares), self._meaning_of_lse(merged.lse))
 
     def cache_write(self) -> Finding:
-        """There is no cache; that arguments stay as they are is judged with the output."""
+        """Return NotExamined, because there is no cache. ``numerics`` judges whether arguments change."""
         return NotExamined(("merging states touches no cache",), "attncheck")
 
     def containment(self) -> Finding:
-        """Judge calls with other rubbish in the outputs of empty states."""
+        """Judge calls with other values in the outputs of empty states."""
         if not self._problem.has_empty:
             return NotExamined(("no state is empty: all of every output counts",), "attncheck")
 
@@ -108,7 +109,7 @@ class Merging:
         return self._merge()
 
     def _merge(self, *, swapped: bool = False, rubbish: float = RUBBISH) -> _Merged:
-        """One call; FormError where no pair of tensors comes back."""
+        """Run one call. Raise FormError if it does not return a pair of tensors."""
         arguments = self._problem.arguments(self._device, rubbish, swapped=swapped)
         returned, changed = call(NAME, self._function, arguments, {})
         if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -123,13 +124,12 @@ class Merging:
         return fills | {"NaN": math.nan, "Inf": math.inf} if "merge_nan" in self._backend.features else fills
 
     def _wrong(self, merged: _Merged) -> Tensor:
-        """Rows outside of the budget."""
+        """Return bool ``[T]``: True for rows outside the budget."""
         shares = share_of_budget(merged.out - self._truth.out, self._truth.budget)
         lse = lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse)
         return ((shares > 1) | (lse > 1)).any(dim=1)
 
     def _meaning(self, merged: _Merged, swapped: bool) -> str | None:
-        """The usual mistake whose answer this is, if there is one."""
         if bool(torch.isnan(merged.out).any()):
             return "NaN: where both states are empty, -inf - -inf is NaN; such rows must be 0"
         a, lse_a, b, lse_b = self._problem.arguments(self._device, swapped=swapped).values()
@@ -157,7 +157,7 @@ class Merging:
 
 
 def _moved(one: _Merged, other: _Merged) -> Tensor:
-    """Bool ``[T]``: rows that are not equal bit for bit; NaN equals NaN."""
+    """Return bool ``[T]``: True for rows that differ in any bit. Two NaN count as equal."""
     moved = torch.zeros(len(one.out), dtype=torch.bool, device=one.out.device)
     for a, b in ((one.out, other.out), (one.lse, other.lse)):
         moved |= ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).flatten(1).any(dim=1)

@@ -1,6 +1,6 @@
-"""Whether an answer depends on what must not matter.
+"""The check ``invariance``: whether an output depends on something that must not matter.
 
-Begin with ``check``. ``right_rows`` judges a further step by the rows that the first step had right, and ``changes``
-finds the smallest set of changes that makes it wrong. ``same_step`` hands the same step over in other ways,
-``same_requests`` makes other batches of its requests, and ``history`` lets other batches come before.
+Start with ``check``. ``right_rows`` judges later steps on the rows that were right in the first step. ``changes`` finds
+the smallest set of changes that makes a step wrong. ``same_step`` passes the same step in other ways, ``same_requests``
+rearranges the requests of a batch, and ``history`` runs other batches first.
 """

@@ -1,4 +1,4 @@
-"""Things that must not matter, changed together, and the smallest set of them that makes an answer wrong."""
+"""Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _STATE = "something is kept from an earlier call, or the backend is not determin
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """One thing changed in how a step is put. ``what`` says it in words; ``meaning``: the fault of what it disturbs."""
+    """One change to how a step is passed. ``what``: the change in words. ``meaning``: the fault that it reveals."""
 
     what: str
     meaning: str
@@ -25,10 +25,10 @@ class Change(Generic[T]):
 
 @dataclass(frozen=True)
 class Variation(Generic[T]):
-    """A step put in another way. ``plain``: without a change. ``judge`` says what is wrong with a step.
+    """A step passed in another way. ``plain``: the step without changes. ``judge``: returns what is wrong with a step.
 
-    ``instead``: what is tried where this one raises; None: an error is a failure. ``afresh``: judges with an impl and
-    builder that have seen no other step.
+    ``instead``: the variation to try if this one raises. If None, an exception is a failure. ``afresh``: judges with an
+    impl and a builder that have seen no other step.
     """
 
     plain: T
@@ -43,7 +43,7 @@ class Variation(Generic[T]):
         return _listed(self.changes)
 
     def wrong(self) -> Broken | Raised | None:
-        """Return what is wrong with the step, told of the smallest set of changes that does it; None if it is right."""
+        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right."""
         wrong = self._wrong_with(self.changes)
         if wrong is None:
             return None

@@ -1,8 +1,8 @@
-"""``invariance``: what must not matter to an answer does not matter.
+"""``invariance``: an output does not depend on anything that must not matter.
 
-The same question is put once more in other ways, and the rows that were right in the first step must be right again.
-Where several things are changed at once, a finding names the smallest set of them that makes the difference. Cannot
-see: what the variations of this case leave alone, and rows that are wrong at once.
+The same step runs again in other ways, and the rows that were right in the first step must be right again. If several
+things change at once, a finding names the smallest set that makes the difference. Cannot see: variations that this
+case does not use, and rows that are wrong in the first step.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def _check(case: CheckedCase) -> Finding:
     rows = RightRows.of(case.problem, case.truth, seen, case.backend.conventions)
     done: list[str] = []
     others = repetitions(rows, session)
-    # What is kept from other steps disturbs every variation: this comes first, to be told as what it is.
+    # State kept from other steps disturbs every variation, so run one repetition first, which reports it as such.
     variations: Iterator[Variation[Any] | Repetition] = chain(
         islice(others, 1), same_step(rows, session), same_requests(rows, session), others
     )

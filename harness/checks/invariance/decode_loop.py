@@ -1,7 +1,7 @@
-"""A decode loop: the requests of a case begin some steps earlier, and gain rows, keys and pages from step to step.
+"""A decode loop: a case's requests start some steps earlier and gain rows, keys and pages in each step.
 
-The cache is filled once. Every key that comes later is written by the backend in the step that has it. A row sees the
-same keys as in the case, so the truth of the case says what is right.
+The cache is filled once; the backend writes every later key in the step that adds it. A row sees the same keys as in
+the case, so the case's truth applies.
 """
 
 from dataclasses import dataclass, replace
@@ -26,26 +26,26 @@ _PATHS = ("paged", "mla", "local", "spec_decode", "micro_batch")
 """Paths whose truth has the budget of a single call that sees all keys."""
 
 _CONTEXT, _LONGEST = 8, 64
-"""Most rows of the first and of the second step that the case does not have."""
+"""Most rows of the first and of the second step that are not rows of the case."""
 
 
 @dataclass(frozen=True)
 class LoopStep:
-    """One step. ``rows``: int64, of each row the one of the case's problem; -1: the case has no such row."""
+    """One step. ``rows``: int64, the case's row for each row of the step, or -1 if the case has no such row."""
 
     problem: Problem
     rows: Tensor
 
     @property
     def in_words(self) -> str:
-        """How a message names it."""
+        """The step in words, for a message."""
         lens = ", ".join(f"{r.query_len} of {r.num_keys}" for r in self.problem.requests[:4])
         more = "" if len(self.problem.requests) <= 4 else f", ... ({len(self.problem.requests)} requests)"
         return f"new tokens {lens}{more}"
 
 
 def check_decode_loop(rows: RightRows, session: Session) -> Broken | Raised | None:
-    """Return what is wrong with a step of the loop, or None if all are right or there is no loop for the case."""
+    """Return what is wrong with a step of the loop. Return None if all are right, or if the case allows no loop."""
     steps = loop_steps(rows.problem)
     if len(steps) < 2 or not all(_is_declared(session.backend, step.problem) for step in steps):
         return None
@@ -70,9 +70,9 @@ def check_decode_loop(rows: RightRows, session: Session) -> Broken | Raised | No
 
 
 def loop_steps(problem: Problem) -> tuple[LoopStep, ...]:
-    """Return three steps that make the case's requests out of shorter ones, or none where the rows would see others.
+    """Return up to three steps that build up the case's requests; empty if rows would see other keys.
 
-    The first ends at the edge of a page, the second begins a page, the third has the case's last rows.
+    The first ends at the edge of a page, the second begins a page, and the third has the case's last rows.
     """
     case, layer = problem.case, problem.layer
     is_plain = layer.attn_type == AttentionType.DECODER and layer.is_causal and not problem.writes_nothing
@@ -85,7 +85,7 @@ def loop_steps(problem: Problem) -> tuple[LoopStep, ...]:
 
 
 def _cuts(request: Request, block_size: int) -> tuple[int, int, int, int]:
-    """Where the steps of a request begin, as positions, and where the last one ends."""
+    """Return the positions at which a request's three steps start, and at which the last one ends."""
     first, end = request.first_position, request.num_keys
     last = end - max(1, request.rows // 2)
     page = max((last - 1) // block_size * block_size, last - _LONGEST, 0)
@@ -93,7 +93,7 @@ def _cuts(request: Request, block_size: int) -> tuple[int, int, int, int]:
 
 
 def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> LoopStep:
-    """The step in which the requests ``i`` of ``spans`` ``(i, start, end)`` bring these positions."""
+    """Return step ``number``, in which request ``i`` of each span ``(i, start, end)`` adds these positions."""
     case, size = problem.case, problem.cache.block_size
     path = case.batch.path if case.batch.path.name == "local" else implied_path(problem.layer)
     specs = tuple(RequestSpec(query_len=end - start, seq_len=end) for _, start, end in spans)
@@ -116,7 +116,7 @@ def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> L
         positions = torch.arange(start, end)
         of_case = positions - whole.first_position + whole.first_row
         rows.append(torch.where(positions >= whole.first_position, of_case, -1))
-        # Behind its pages a request's row of the table names pages of others, as the last column does.
+        # The columns after a request's pages name pages of other requests, as the table's last column does.
         table = problem.block_table[index].clone()
         table[pages:] = table[-1]
         tables.append(table)
@@ -135,7 +135,7 @@ def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> L
 
 
 def _judged(rows: RightRows, step: LoopStep) -> RightRows:
-    """What is right for the rows of a step, those that the case does not have left out; bits are not compared."""
+    """Return the right rows of a step, without rows that the case does not have. Bits are not compared."""
     truth, index = rows.truth, step.rows.clamp(min=0).to(rows.truth.out.device)
     own = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
     is_known = (step.rows >= 0).to(index.device)[:, None]

@@ -1,6 +1,6 @@
-"""Batches that a model runner may have given to an impl and a builder before a case's own.
+"""Batches that a model runner may have passed to an impl and a builder before a case's own.
 
-Each is made of the case's requests, for the same layer and cache. Their answers are not judged.
+Each is derived from the case's requests, for the same layer and cache. Their outputs are not judged.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,30 @@ _FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")
 _CUT_BATCHES = ("cascade", "split_kv", "dcp", "micro_batch")
 
 _MANY_KEYS = 600
-"""Keys of one request that few rows attend: kernels split the keys of such a step among their blocks."""
+"""Keys of one request with few rows. Kernels split the keys of such a step among their thread blocks."""
 
 _PROMPT, _CONTEXT = 64, 128
-"""Tokens of the longest prompt, and of the longest context where there are many requests."""
+"""Tokens of the longest prompt, and of the longest context if there are many requests."""
 
 Lengths = list[tuple[RequestSpec, int, int]]
-"""Requests, each with another query length and context length."""
+"""(request, query length, context length): requests with replaced lengths."""
 
 
 @dataclass(frozen=True)
 class EarlierBatch:
-    """A batch before a case's own. ``kind``: how it differs."""
+    """A batch before a case's own. ``kind``: how it differs, in words."""
 
     kind: str
     case: Case
 
     @property
     def in_words(self) -> str:
-        """How a message names it."""
+        """The batch in words, for a message."""
         return f"{self.kind} ({batch_of(self.case.batch)})"
 
 
 def alike(case: Case) -> EarlierBatch:
-    """Return a batch of the same shape, with other pages and lengths one shorter."""
+    """Return a batch of the same shape, with other pages and contexts one token shorter."""
     lengths = [(r, r.query_len, r.context_len - 1) for r in case.batch]
     return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
 
@@ -56,14 +56,14 @@ def fewer(case: Case) -> EarlierBatch | None:
 
 
 def decodes(case: Case) -> EarlierBatch | None:
-    """Return a batch of one new token a request, or None where the case is one, or its path has other rows."""
+    """Return a batch with one new token per request, or None if the case is one or its path fixes the rows."""
     if case.batch.max_query_len == 1 or _has_fixed_rows(case):
         return None
     return _of_lengths(case, "a batch of decodes", [(r, 1, r.context_len) for r in case.batch])
 
 
 def longer(case: Case) -> EarlierBatch | None:
-    """Return a batch of requests with more context, up to twice as much and a page; of an encoder's, with more rows."""
+    """Return a batch with longer contexts, up to twice as long plus a page; for encoder layers, with more rows."""
     if case.layer.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
         lengths = [(r, r.query_len + min(r.query_len, _PROMPT), 0) for r in case.batch]
     else:
@@ -73,14 +73,14 @@ def longer(case: Case) -> EarlierBatch | None:
 
 
 def more(case: Case) -> EarlierBatch | None:
-    """Return a batch of twice as many requests and one."""
+    """Return a batch of twice as many requests plus one."""
     requests = [*case.batch, *reversed(list(case.batch)), *list(case.batch)[:1]]
     lengths = [(r, r.query_len, min(r.context_len - 1, _CONTEXT)) for r in requests]
     return _of_lengths(case, "a batch of more requests", lengths)
 
 
 def prompts(case: Case) -> EarlierBatch | None:
-    """Return a batch of prompts, or None where the case is one, or its path has other rows."""
+    """Return a batch of prompts, or None if the case is one or its path fixes the rows."""
     if all(r.context_len <= 0 for r in case.batch) or _has_fixed_rows(case):
         return None
     fresh = [RequestSpec(query_len=max(1, min(r.total_len, _PROMPT)), encoder_len=r.encoder_len) for r in case.batch]
@@ -89,7 +89,10 @@ def prompts(case: Case) -> EarlierBatch | None:
 
 
 def many_keys(case: Case) -> EarlierBatch | None:
-    """Return a batch of one request with many keys and few rows, or None where a layer keeps none."""
+    """Return a batch of one request with many keys and few rows.
+
+    Return None if the layer has no cache, or if every request has more than ``_PROMPT`` rows.
+    """
     request = min(case.batch, key=lambda r: r.query_len)
     if not case.layer.has_cache or request.query_len > _PROMPT:
         return None
@@ -103,7 +106,7 @@ SMALLER: tuple[Callable[[Case], EarlierBatch | None], ...] = (alike, half, fewer
 
 
 def earlier_batches(case: Case) -> tuple[EarlierBatch, EarlierBatch]:
-    """Return two batches to come before, a larger and a smaller one; the case's hash chooses which, and the order."""
+    """Return two earlier batches, one larger and one smaller. The case's hash selects them and their order."""
     number = int(case.hash, 16)
     large = [batch for make in LARGER if (batch := make(case)) is not None]
     small = [batch for make in SMALLER if (batch := make(case)) is not None]
@@ -124,7 +127,7 @@ def _has_fixed_rows(case: Case) -> bool:
 
 
 def _rows(case: Case, query_len: int, request: RequestSpec) -> int:
-    """Return ``query_len``, or the request's own where the path fixes it."""
+    """Return ``query_len``, or the request's own if the path fixes it."""
     return request.query_len if _has_fixed_rows(case) else query_len
 
 
@@ -136,9 +139,10 @@ def _of_lengths(
     padding: PaddingSpec = PaddingSpec(),  # noqa: B008 (frozen)
     encoder_factor: float = 1,
 ) -> EarlierBatch:
-    """Return a batch of such requests, without shared prefixes; a context there was does not vanish.
+    """Return a batch of these requests without shared prefixes.
 
-    A path that is a way of cutting the batch gives way to an ordinary step, as in a model runner.
+    A request with a context keeps at least one token of it. Paths that only cut a batch in parts are replaced by an
+    ordinary step, as in a model runner.
     """
     requests = []
     for request, query_len, context_len in lengths:

@@ -1,8 +1,8 @@
-"""What came before must not matter: earlier batches, and other layers and micro-batches of the step.
+"""Earlier batches, and other layers and micro-batches of a step, which must not change a case's outputs.
 
-A model runner keeps an impl and a builder, and gives them batch after batch; every layer of a group gets the metadata
-that its builder made. So a case's batch comes once more after others, in a step of several layers. What is wrong then
-is made again with less before it, which says what makes the difference.
+A model runner uses one impl and one builder for batch after batch, and every layer of a group receives the metadata of
+its builder. So the case's batch runs again after other batches, in a step of several layers. If the result is wrong, it
+runs again with fewer of these, to find what makes the difference.
 """
 
 import hashlib
@@ -37,18 +37,18 @@ from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
 
 _LARGE_POOL = 2**22
-"""Bytes of a cache up to which a case is asked beside other layers, each of which takes as much again."""
+"""Largest cache in bytes for which other layers run beside the case's. Each of them allocates as much again."""
 
 _SINGLE_CALLS = ("paged", "mla", "local", "encoder_only", "cross", "spec_decode")
-"""Paths that ask by one call, beside which another micro-batch may be in flight."""
+"""Paths with one call per step, so that another micro-batch can be in flight."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What an impl and builder do before a case's batch, and in its step.
+    """What an impl and builder run before a case's batch, and in its step.
 
-    ``layers``: the others of its step; beside a micro-batch all come before the case's layer. ``flight``: a micro-batch
-    that is built before the case's has run.
+    ``layers``: the other layers of its step; with a micro-batch, all run before the case's layer. ``flight``: a
+    micro-batch that is built before the case's has run.
     """
 
     before: tuple[EarlierBatch, ...] = ()
@@ -57,7 +57,7 @@ class History:
 
     @property
     def in_words(self) -> str:
-        """What a message says of it."""
+        """The history in words, for a message."""
         beside = [beside.layer.role for beside in self.layers]
         beside += [f"{self.flight.in_words} in flight as a micro-batch"] if self.flight else []
         parts = [f"after {' and '.join(batch.in_words for batch in self.before)}"] if self.before else []
@@ -65,7 +65,7 @@ class History:
         return ", ".join(parts) or "made again"
 
     def parts(self) -> Iterator["History"]:
-        """Less of it, the least first: nothing at all, then one thing alone."""
+        """Yield parts of the history, smallest first: none, then each element alone."""
         yield History()
         yield from (History(before=(batch,)) for batch in self.before)
         yield from (History(layers=(beside,)) for beside in self.layers)
@@ -75,14 +75,14 @@ class History:
 
 @dataclass(frozen=True)
 class Repetition:
-    """The case's rows once more, in other steps. ``what`` says it in words; ``wrong`` returns what is wrong with it."""
+    """The case's rows in further steps. ``what``: the steps in words. ``wrong``: runs them; returns what is wrong."""
 
     what: str
     wrong: Callable[[], Broken | Raised | None]
 
 
 def repetitions(rows: RightRows, session: Session) -> Iterator[Repetition]:
-    """The case's step after and beside others, and in most cases a decode loop. Raises StageError."""
+    """Yield the case's step with a history, and in most cases a decode loop. Raise StageError."""
     history = history_of(rows, session)
     yield Repetition(history.in_words, partial(check_step, rows, session, history))
     steps = loop_steps(rows.problem)
@@ -91,10 +91,10 @@ def repetitions(rows: RightRows, session: Session) -> Iterator[Repetition]:
 
 
 def history_of(rows: RightRows, session: Session) -> History:
-    """Return what the case names, or else what its hash chooses; of either, what the backend declares.
+    """Return the history that the case names, or else one chosen by its hash, limited to what the backend declares.
 
-    The hash chooses a batch before and layers in the step. A third of the cases has two batches before and no layers;
-    so has every case with a large cache.
+    The hash chooses an earlier batch, and layers of the step. A third of the cases, and every case with a large cache,
+    gets two earlier batches and no layers.
     """
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     named = case.after or case.layers
@@ -116,7 +116,7 @@ def history_of(rows: RightRows, session: Session) -> History:
 
 
 def _chosen(case: Case, among: int) -> int:
-    """Return a number below ``among`` that the case's hash and ``among`` determine."""
+    """Return a number below ``among`` that depends only on the case's hash and ``among``."""
     return int(hashlib.sha256(f"{case.hash} {among}".encode()).hexdigest(), 16) % among
 
 
@@ -126,7 +126,7 @@ def _is_declared(session: Session, batch: EarlierBatch) -> bool:
 
 
 def check_step(rows: RightRows, session: Session, history: History) -> Broken | Raised | None:
-    """Return what is wrong with the case's step after and beside ``history``, and which part of that it takes."""
+    """Return what is wrong with the case's step under ``history``, naming the first part that suffices for it."""
     wrong = _played(rows, session, history)
     if wrong is None:
         return None
@@ -163,7 +163,7 @@ def _meaning(least: History, changes: list[str]) -> str:
 def _played(
     rows: RightRows, session: Session, history: History, changes: list[str] | None = None
 ) -> Broken | Raised | None:
-    """Return what is wrong with the step, made by a new impl and builder. A layer beside it may be refused."""
+    """Return what is wrong with the step on a new impl and builder. The backend may refuse some of its layers."""
     try:
         return _played_once(rows, session, history, changes)
     except StageError as failure:
@@ -212,7 +212,7 @@ def _played_once(
 def _with_flight(
     own: Session, turns: list[tuple[Session, RightRows | None]], other: Problem, role: str
 ) -> Iterator[tuple[Session, RightRows | None]]:
-    """Each layer's turn for the case's micro-batch, then for the other one, which a second builder serves."""
+    """Yield each layer's turn for the case's micro-batch, then for the other one, which a second builder serves."""
     second = own.in_flight(other, role)
     for layer, judge in turns:
         yield layer, judge

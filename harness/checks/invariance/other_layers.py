@@ -1,7 +1,7 @@
-"""Layers that run in a step beside a case's own, and what is right for them.
+"""Layers that run in a step together with a case's own, and their right outputs.
 
-The mirror image of a layer has the same answers with the other sign: queries, keys and values change theirs, so no
-score changes. It is judged without a truth of its own, and shares no number with the case's layer.
+The mirror image of a layer negates queries, keys and values, so that scores stay the same and outputs are negated. It
+needs no truth of its own, and shares no value with the case's layer.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from attncheck.reference.spec import AttentionType, LayerSpec
 _TWIN = "a second layer of the same kind"
 
 _WINDOW = 3
-"""Keys in the window of a layer beside one that has none."""
+"""Sliding window, in keys, of a layer that runs with a layer without one."""
 
 
 @dataclass(frozen=True)
 class LayerBeside:
-    """A layer beside the case's own, or after it. ``rows``: what is right for it; None: it is not judged."""
+    """A layer that runs before or after the case's own. ``rows``: its right rows, or None if it is not judged."""
 
     layer: OtherLayer
     rows: RightRows | None
@@ -35,25 +35,25 @@ class LayerBeside:
 
 
 def mirrored(problem: Problem) -> Problem:
-    """Return the problem of a layer over the same batch, in which every number has the other sign."""
+    """Return the problem of a layer over the same batch with all values negated."""
     return replace(problem, query=-problem.query, keys=-problem.keys, values=-problem.values)
 
 
 def mirrored_rows(rows: RightRows) -> RightRows:
-    """Return what is right for the mirror image of a problem; its bits are compared with no others."""
+    """Return the right rows for the mirror image of a problem. Its bits are not compared."""
     conventions = replace(rows.conventions, batch_invariant=False)
     return replace(rows, truth=replace(rows.truth, out=-rows.truth.out), conventions=conventions)
 
 
 def mirror_layer(rows: RightRows) -> LayerBeside:
-    """Return a second layer of the same kind, with a cache of its own."""
+    """Return a second layer of the same kind with its own cache."""
     return LayerBeside(OtherLayer(mirrored(rows.problem), _TWIN), mirrored_rows(rows), comes_after=True)
 
 
 def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBeside | None:
-    """Return a layer that reads the cache of the case's, and is handed keys of its own all the same.
+    """Return a layer that shares the cache of the case's layer, and that is passed keys of its own nevertheless.
 
-    Its answers are those of the case's layer. Return None where the backend does not declare it.
+    Its right outputs are those of the case's layer. Return None if the backend does not declare it.
     """
     problem, case = rows.problem, rows.problem.case
     if not case.layer.has_cache or shares_cache(case) or case.layer.attn_type != AttentionType.DECODER:
@@ -65,9 +65,10 @@ def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBesi
 
 
 def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> LayerBeside | None:
-    """Return a layer that differs in window, soft cap and scale, as far as the backend declares it.
+    """Return a layer with another window, soft cap and scale, as far as the backend declares them, else None.
 
-    One of a window stands beside layers without one, as in vLLM a group has windows of at most one size.
+    If the case's layer has a window, the other has none and vice versa, because a vLLM group has at most one window
+    size.
     """
     layer = problem.layer
     other = replace(layer, scale=(layer.softmax_scale or 1.0) / 2)
@@ -84,7 +85,7 @@ def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> La
 def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) -> LayerBeside | None:
     """Return a layer of another head size, with pages of its own, or None if the backend declares none.
 
-    Layers whose caches differ in shape are groups of their own: each has a builder, a block table and slots.
+    Layers whose caches differ in shape form separate groups, each with its own builder, block table and slots.
     """
     layer, case = problem.layer, problem.case
     if layer.mla is not None or not layer.has_cache:
@@ -97,9 +98,9 @@ def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) ->
 
 
 def layers_asked(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
-    """Return the layers that the case names and the backend declares, each judged by the rows it has right alone.
+    """Return the layers that the case names and the backend declares.
 
-    Raises StageError for what one raises alone.
+    Each is judged on the rows that it has right alone. Raise StageError if one raises alone.
     """
     problem, made = rows.problem, []
     for spec in problem.case.layers:
@@ -114,7 +115,7 @@ def layers_asked(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
         right = RightRows.of(beside.problem, truth, seen, rows.conventions)
         shares = spec.kv_sharing and not problem.writes_nothing
         if shares:
-            # It reads the keys of the case's layer, and is handed those with the other sign.
+            # It reads the keys of the case's layer, and is passed the negated ones.
             asked, right = replace(beside.problem, query=-beside.problem.query), mirrored_rows(right)
             beside = replace(beside, problem=asked, role=f"{beside.role} that shares its cache", shares_cache=True)
         made.append(LayerBeside(beside, right, comes_after=shares))
@@ -122,7 +123,7 @@ def layers_asked(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
 
 
 def _layer(problem: Problem, layer: LayerSpec) -> OtherLayer:
-    """The mirror image of ``problem`` under another spec; for a cache of another shape, a problem drawn anew."""
+    """Return the mirror image of ``problem`` with another spec, or a new problem if the head sizes differ."""
     given = differences(layer, problem.layer).items()
     named = ", ".join(f"no {name}" if value in (None, False) else f"{name} {value}" for name, value in given)
     role, case = f"a layer with {named}" if named else _TWIN, replace(problem.case, layer=layer)

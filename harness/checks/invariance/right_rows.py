@@ -1,4 +1,4 @@
-"""Judges further steps by the rows that the first step had right: what is wrong at once, other checks say."""
+"""Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from attncheck.harness.truth.truth import Truth
 
 @dataclass(frozen=True)
 class RightRows:
-    """The rows of a problem that the first step answered right. ``is_right``, ``lse_is_right``: bool ``[T, H]``."""
+    """The rows of a problem that were right in the first step. ``is_right``, ``lse_is_right``: bool ``[T, H]``."""
 
     problem: Problem
     truth: Truth
@@ -31,15 +31,15 @@ class RightRows:
 
     @classmethod
     def of(cls, problem: Problem, truth: Truth, first: Observation, conventions: Conventions) -> "RightRows":
-        """Return the rows of the first step that lie within the budgets."""
+        """Return the rows of the first step that are within the budgets."""
         output, lse = _shares(problem, truth, first, conventions, torch.arange(len(truth.out)))
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
     def wrong_in(self, seen: Observation | Raised, how: Arrangement | None = None) -> Broken | Raised | None:
-        """Return what is wrong with a further step, or None if these rows are right in it, too.
+        """Return what is wrong with a later step, or None if these rows are right in it too.
 
-        ``how``: how its batch is made of the problem's requests; None: as the problem's own.
+        ``how``: how the step's batch is arranged from the problem's requests; None for the problem's own batch.
         """
         if isinstance(seen, Raised):
             return seen
@@ -64,7 +64,7 @@ class RightRows:
         return was is not None and now is not None and not same_bytes(was, now)
 
     def _differing(self, seen: Observation, rows: Tensor) -> Broken | None:
-        """What is wrong where a backend claims that a row's bits depend on nothing beside it."""
+        """Return the rows that differ in any bit, as a failure of a backend that declares ``batch_invariant``."""
         was, now = self.first.output[rows.to(seen.output.device)], seen.output[: len(rows)]
         wrong = rows[differing_rows(was, now).nonzero().flatten().cpu()]
         if not len(wrong):
@@ -80,9 +80,9 @@ class RightRows:
 def _shares(
     problem: Problem, truth: Truth, seen: Observation, conventions: Conventions, rows: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The errors of output and LSE in budgets, ``[t, H]``; infinite in rows that were not written.
+    """Return the errors of output and LSE in budgets, ``[t, H]``; infinite in rows that were not written.
 
-    ``rows``: the problem's row that stands at each row of ``seen``.
+    ``rows``: the problem's row for each row of ``seen``.
     """
     index = rows.to(truth.out.device)
     budget = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])

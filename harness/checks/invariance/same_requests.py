@@ -1,4 +1,4 @@
-"""How a batch is made of its requests must not matter: their order, their pages, who is beside them, spare room."""
+"""Rearranged batches, which must not change outputs: order, pages and neighbours of requests, and unused room."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,16 +21,16 @@ _ROOM = "room that the batch does not use matters: the width of the block table,
 _COLUMNS, _PADDING = 5, PaddingSpec(requests=2, tokens=3)
 
 _UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree", "fast_prefill")
-"""Paths whose requests have nothing in common: any of them make a batch."""
+"""Paths whose requests are independent, so that any subset of them makes a batch."""
 
 _UNPADDED = ("encoder_only", "cross", "micro_batch")
 
 
 def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arrangement]]:
-    """Yield the requests of the batch put in other ways."""
+    """Yield variations of the batch's arrangement."""
     problem = rows.problem
     plain = Arrangement(tuple(range(len(problem.requests))))
-    for change in _alone(problem):  # within the bounds of the builder, and on an impl that has seen the batch
+    for change in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
         yield Variation(plain, (change,), partial(_judge, rows, session), afresh=partial(_judge_afresh, rows, session))
     changes = tuple(_recomposed(problem, _padding_for(session)))
     if changes:
@@ -53,7 +53,7 @@ def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken
 
 
 def _alone(problem: Problem) -> Iterator[Change[Arrangement]]:
-    """Yield the changes that are made one by one: other pages for all, and one request without the others."""
+    """Yield changes to apply one at a time: other pages for all requests, and one request without the others."""
     if problem.has_pool:
         yield Change("the requests in other pages of a pool", _PAGES, partial(replace, elsewhere=True))
     count, one = len(problem.requests), int(problem.case.hash, 16) % len(problem.requests)
@@ -62,7 +62,7 @@ def _alone(problem: Problem) -> Iterator[Change[Arrangement]]:
 
 
 def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Change[Arrangement]]:
-    """Yield the changes of one step: other requests beside each, in another order; a wider block table; padding."""
+    """Yield the changes of one step: other neighbours and another order, a wider block table, and padding."""
     path = problem.case.batch.path.name
     count, number = len(problem.requests), int(problem.case.hash, 16)
     backwards, one = tuple(reversed(range(count))), number // 3 % count
@@ -83,7 +83,7 @@ def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Chang
 
 
 def _padding_for(session: Session) -> PaddingSpec | None:
-    """Return padding that the batch is without, and that the backend takes with such a batch; None: there is none."""
+    """Return padding that the batch lacks and the backend accepts with such a batch, or None if there is none."""
     case = session.problem.case
     if case.batch.path.name in _UNPADDED or case.batch.padding.requests or case.batch.padding.tokens:
         return None

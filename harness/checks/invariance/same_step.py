@@ -1,7 +1,8 @@
-"""How a step is handed over must not matter: the strides of its operands, and maxima that are only upper bounds.
+"""Ways of passing one step that must not matter: strides of operands, and maxima that are only upper bounds.
 
-One maximum at a time: with ``max_query_len`` above 1 a batch of decodes leaves a backend's path for decodes. No engine
-transposes heads, so a backend may raise for them: it then gets the strides of rows. A wrong answer is a failure.
+Only one maximum is raised at a time, because ``max_query_len`` above 1 takes a batch of decodes off a backend's decode
+path. No engine transposes heads, so a backend may raise for that, and then gets strides that keep the heads of a row
+together. A wrong output is a failure in any case.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,18 +26,18 @@ _FORMS: tuple[tuple[StrideForm, ...], ...] = (
     ("transposed", "transposed", "padded", "offset"),
     ("padded", "padded", "transposed", "transposed"),
 )
-"""Of query, key, value and output: of any two that follow each other, one has each of them transposed."""
+"""Forms of query, key, value and output. Each two consecutive rows transpose every operand once."""
 
 _ROW_FORMS: tuple[tuple[StrideForm, ...], ...] = (
     ("padded", "contiguous", "offset"),
     ("contiguous", "offset", "padded"),
     ("offset", "padded", "contiguous"),
 )
-"""Of query, key and value: the heads of a row lie one behind the other."""
+"""Forms of query, key and value in which the heads of a row are contiguous."""
 
 
 def same_step(rows: RightRows, session: Session) -> Iterator[Variation[Fill]]:
-    """Yield the step handed over with some strides and a larger ``max_seq_len``, others and ``max_query_len``."""
+    """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
     number = int(rows.problem.case.hash, 16)
 
     def judge(fill: Fill) -> Broken | Raised | None:
@@ -66,7 +67,7 @@ def _stride_changes(rows: RightRows, known: Sequence[tuple[StrideForm, ...]], nu
         if form == "contiguous" and name in heads and 1 in heads[name].shape[:2]:
             form = "odd"
         elif form == "transposed" and name == "output" and problem.layer.mla is not None:
-            form = "padded"  # an impl of a latent layer gets ``[T, H * V]``
+            form = "padded"  # the output of a latent layer is ``[T, H * V]``
         if form != getattr(plain, name):
             meaning = f"a stride of {name} is taken for granted"
             yield Change(

@@ -1,6 +1,6 @@
-"""The check ``timing``: how long a backend takes for one step, with defences against times that are not true.
+"""The check ``timing``: how long a backend takes for one step, with defences against manipulated times.
 
-Begin with ``check``, which makes a finding of one case. It drives ``measurement``, which times batches by
-``timed_step``: one call on ``fresh_contents``, under a ``clock``, its answer judged by ``judgement``. The method and
-the threat model are explained in ``docs/timing.md``.
+Start with ``check``, which returns the finding of one case. It runs ``measurement``, which times batches with
+``timed_step``: one call on ``fresh_contents``, timed by a ``clock``, with its output judged by ``judgement``.
+``docs/timing.md`` explains the method and the threat model.
 """

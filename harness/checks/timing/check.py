@@ -1,10 +1,10 @@
-"""``timing``: how long one step takes, measured on contents that are new at every call, each answer judged.
+"""``timing``: how long one step takes, measured on inputs that are new in every call, with every output judged.
 
-The times of ``forward``, which writes the new rows to the cache as the contract has it, of ``build`` on the host, and
-of the decodes and the prefills of a mixed batch alone. A time that no honest kernel has breaks the check: a wrong
-answer in any call, work that goes on when the clock has stopped, a clock that was replaced, a shape that alone is fast.
-Cannot see: what the same kernel takes in another process; a backend that attacks the interpreter of its own process
-(``docs/timing.md`` has the threat model). Needs runs of the backend.
+Timed are ``forward`` with its cache write, ``build`` on the host, and the decodes and the prefills of a mixed batch
+alone. The check fails on times that no honest kernel has: a wrong output in any call, work that continues after the
+clock stopped, a replaced clock, or one shape that is much faster than its neighbours. Cannot see: how long the same
+kernel takes in another process, or a backend that attacks the interpreter of its process (threat model:
+``docs/timing.md``). Needs further runs of the backend.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,18 +33,18 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.reports.run_file.timings import Ceilings, DeviceState, StepPart, Timing
 
 LOW_CLOCK = 0.8
-"""The share of the highest SM clock below which a time is noted to be of a slow device."""
+"""Share of the highest SM clock. Below it, a note states that the device was slow."""
 
 _PLAYED = ("split_kv", "dcp", "micro_batch")
 
 
 def take_samples(_part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
-    """As many as the median of a part needs."""
+    """Take as many samples as the median of a part needs."""
     return sample(take, settings)
 
 
 class TimingCheck:
-    """Times backends on one device; what the device can do is measured once a dtype."""
+    """Times backends on one device. The device's ceilings are measured once per dtype."""
 
     def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
         self._device, self._settings, self._sampler = device, settings, sampler
@@ -52,12 +52,12 @@ class TimingCheck:
 
     @cached_property
     def _conditions(self) -> TimingConditions:
-        """Made when it is needed: what it flushes a cache with takes memory of the device."""
+        """Created on first use, because the cache flush allocates device memory."""
         conditions = TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
         return replace(conditions, overhead=measure_overhead(self._device, conditions.flusher))
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
-        """The finding for one case. Raises StageError for what the backend raised."""
+        """Return the finding for one case. Raise StageError if the backend raised."""
         reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._device)
         if reasons:
             return NotExamined(reasons, "attncheck")
@@ -106,12 +106,12 @@ class TimingCheck:
 def check_timing(
     backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, settings: TimingSettings
 ) -> Finding:
-    """Time one case. Raises StageError for what the backend raised."""
+    """Time one case. Raise StageError if the backend raised."""
     return TimingCheck(device, settings).examine(backend, problem, truth)
 
 
 def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:
-    """Why such a case is not timed for a backend of these features; empty: it is."""
+    """Return why this case is not timed for a backend with these features. Empty if it is timed."""
     path = case.batch.path.name
     if path in _PLAYED or is_merged(case.batch, features):
         return (f"path {path}: the harness plays it by several calls, and times only what one forward does",)
@@ -128,7 +128,7 @@ def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[
 
 
 def _device_notes(state: DeviceState | None) -> Iterator[str]:
-    """What speaks against times that were taken in this state."""
+    """Yield notes on properties of the device's state that make the times doubtful."""
     if state is None:
         return
     if state.throttle_reasons:
@@ -139,7 +139,7 @@ def _device_notes(state: DeviceState | None) -> Iterator[str]:
 
 
 def _figures(timing: Timing) -> dict[str, float | int]:
-    """Medians in microseconds, and how much of the roofline ``forward`` reaches."""
+    """Return medians in microseconds, and the share of the roofline that ``forward`` reaches."""
     figures: dict[str, float | int] = {f"{each.part}_us": each.median_ns / 1e3 for each in timing.latencies}
     forward = timing.latency("forward")
     if forward is not None and (share := timing.roofline_share(forward)) is not None:

@@ -1,7 +1,7 @@
-"""Clocks that go on with their own references when a backend, imported later, replaces what they were taken from.
+"""Clocks that keep their own references to Python and torch, so a backend imported later cannot replace them.
 
-:class:`HostClock` for what is done when a call returns: everything on a CPU, and the host's part of a step.
-:class:`EventClock` for the work of a device.
+:class:`HostClock` times what is done when a call returns: everything on a CPU, and the host's part of a step.
+:class:`EventClock` times the work of a device.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from attncheck.reports.run_file.timings import ClockName
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns"]
 
 LONGEST_HOLD_NS = 10_000_000
-"""For how long a device is held back at most, while a call is issued."""
+"""Longest time for which a device is held back while the host issues a call, in nanoseconds."""
 
 GUARDS = 5
-"""Samples at first for which the device is not held back; the median of them decides whether it is later."""
+"""Number of first samples for which the device is not held back. Their median decides whether it is held later."""
 
 MARGIN_NS = 20_000
-"""By how much a hold is longer than was needed before, and a device may be idle later than it used to be."""
+"""Nanoseconds added to the length of a hold, and to the threshold above which a sample is late."""
 
 
 def do_nothing() -> None:
@@ -31,7 +31,7 @@ def do_nothing() -> None:
 
 
 class Clock(Protocol):
-    """Times one call. ``name``: what records call it."""
+    """Times one call. ``name``: the clock's name in records."""
 
     name: ClockName
 
@@ -42,24 +42,23 @@ class Clock(Protocol):
         before: Callable[[], object] = do_nothing,
         after: Callable[[], object] = do_nothing,
     ) -> int:
-        """Nanoseconds that ``call`` takes, with all it has begun.
+        """Return the nanoseconds that ``call`` takes, including all work that it starts.
 
-        ``before`` and ``after`` are not counted. What they issue to the current stream is done right before and right
-        behind what ``call`` issues to it: new contents for the inputs and poison for the output before, a copy of the
-        output behind.
+        ``before`` and ``after`` are not counted. Work that they issue to the current stream runs directly before and
+        after the work of ``call``: first new inputs and poison for the output, then a copy of the output.
         """
         ...
 
     def wait(self) -> None:
-        """Until everything that was issued is done."""
+        """Wait until all issued work is done."""
         ...
 
 
 class HostClock:
-    """The host's monotonic clock around a call, which is over once ``wait`` (of a device) returns.
+    """The host's monotonic clock around a call, which ends when ``wait`` (for a device) returns.
 
-    Cannot see: work left to a thread of the process. The CPU time of other threads does not tell it from OpenMP's
-    threads, which spin for a while after their work; who judges the contents behind the call does.
+    Cannot see: work left to another thread of the process. The CPU time of other threads does not show it, because
+    OpenMP's threads spin for a while after their work. Judging the output after the call does.
     """
 
     name: ClockName = "host"
@@ -93,7 +92,7 @@ class HostClock:
 
 
 class EventClock:
-    """Events on the current stream, around what a call issues to it; one clock for each thing timed.
+    """Events on the current stream, around the work that a call issues to it. Use one clock for each thing timed.
 
     ::
 
@@ -101,25 +100,25 @@ class EventClock:
         stream          ####   ######   !       ####   !     #####   !
         others                                    ########################### ~            late: until here
 
-    - The device is held back until the host has issued everything, so that gaps between launches do not count. Where
-      the host does not get ahead (it waits for the device inside the call, or takes longer than the longest hold),
-      they do: ``num_behind`` of ``num_taken`` samples.
-    - Work that goes on elsewhere when the stream has settled is counted to its end: ``num_late`` samples. The time from
-      ``settled`` to ``last``, which is recorded once the whole device is idle, is then longer than after a call that
-      issues nothing.
-    - Work elsewhere that does not wait for the current stream would be done while this is held. So the first
-      :data:`GUARDS` samples, which belong to the warm-up, are taken on an idle device instead; where their median is
-      late, all further ones are, gaps between launches included: ``is_overlapped``. A host that is late itself, twice
-      of five times, changes nothing.
-    - A call that leaves another stream current does not move the end: it is recorded where the start was.
+    - The device is held back until the host has issued everything, so that gaps between launches do not count. They
+      count if the host does not get ahead, because it waits for the device inside the call or takes longer than the
+      longest hold. This affects ``num_behind`` of ``num_taken`` samples.
+    - Work on other streams that continues after this stream has settled counts until its end: ``num_late`` samples.
+      The event ``last`` is recorded when the whole device is idle. A sample is late if the time from ``settled`` to
+      ``last`` exceeds that of a call without work.
+    - Work on other streams that does not wait for the current stream could finish while this stream is held. So the
+      first :data:`GUARDS` samples, part of the warm-up, are taken without a hold. If their median is late, all later
+      samples are taken without a hold too, and gaps between launches count: ``is_overlapped``. Two late samples of
+      five, caused by a slow host, change nothing.
+    - A call that leaves another stream current does not move the end, which is recorded on the stream of the start.
 
-    An empty call takes a few microseconds by these events; who takes samples subtracts them (``measure_overhead``).
+    An empty call takes a few microseconds by these events. Callers subtract them (``measure_overhead``).
 
-    Cannot see: work elsewhere that is over within :data:`MARGIN_NS` of the end, or that begins early from the sixth
-    sample on. Both show in contents, in the order of the stream: inputs made by ``before`` are not there yet when they
-    are read, an output is poisoned after it was written, or is not complete when ``after`` copies it.
+    Cannot see: work on other streams that ends within :data:`MARGIN_NS` of the end, or that starts early from the sixth
+    sample on. Both show in the output because of the stream's order: such work reads inputs before ``before`` has
+    written them, or writes an output that is poisoned afterwards or is incomplete when ``after`` copies it.
 
-    Events have float32 milliseconds between them; every sample has a start of its own, so that no digit is lost.
+    Times between events are float32 milliseconds. Each sample has its own start event, so that no digits are lost.
     """
 
     name: ClockName = "events"
@@ -189,14 +188,13 @@ class EventClock:
         return round(self._api.elapsed_ms(start, end) * 1e6)
 
     def _set_hold(self, issued_ns: int, *, is_behind: bool) -> None:
-        """How long to hold the device next time, if at all."""
         if is_behind and self._hold_ns == LONGEST_HOLD_NS:
             self._is_holding = False
         wanted = issued_ns + issued_ns // 2 + MARGIN_NS
         self._hold_ns = min(LONGEST_HOLD_NS, max(wanted, 2 * self._hold_ns) if is_behind else wanted)
 
     def _idle(self) -> int:
-        """How long after a stream has settled the next event is recorded, where nothing goes on elsewhere."""
+        """Return the nanoseconds from a settled stream to the next event if no other work runs on the device."""
         if self._idle_ns is None:
             found = []
             for _ in range(5):
@@ -212,5 +210,5 @@ class EventClock:
 
 
 def clock_for(device: torch.device | str) -> Clock:
-    """The clock for work on ``device``: events on CUDA, the host's elsewhere."""
+    """Return a clock for work on ``device``: events on CUDA, the host's clock elsewhere."""
     return EventClock(device) if torch.device(device).type == "cuda" else HostClock()

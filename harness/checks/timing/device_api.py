@@ -1,7 +1,7 @@
-"""What clocks call of Python and torch: references taken on import, which is before any backend is imported.
+"""References to functions of Python and torch that clocks use, taken on import, before any backend is imported.
 
 A backend may later replace ``time.perf_counter_ns``, ``torch.cuda.synchronize`` or a method of ``torch.cuda.Event``.
-The clocks go on with these references, and :func:`replaced_clocks` names what was replaced.
+Clocks keep using these references, and :func:`replaced_clocks` returns what was replaced.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 host_ns = time.perf_counter_ns
 """The host's monotonic clock, in nanoseconds."""
 
-# ``set_stream`` is not watched: vLLM replaces it, to know the current stream sooner.
+# ``set_stream`` is not watched, because vLLM replaces it to look up the current stream faster.
 _WATCHED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("time", time, ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")),
     ("torch.cuda", torch.cuda, ("synchronize", "current_stream", "Event")),
@@ -33,18 +33,18 @@ _amax: Any = torch.amax
 
 
 def replaced_clocks() -> tuple[str, ...]:
-    """Return the names of clocks, events and synchronisation that are not what they were on import."""
+    """Return the names of clocks, events and synchronisation functions that were replaced since import."""
     return tuple(label for label, owner, name, value in _TAKEN if getattr(owner, name, None) is not value)
 
 
 @dataclass(frozen=True)
 class DeviceApi:
-    """One device with streams, as a clock needs it. Streams and events are opaque; a simulated device has its own.
+    """The functions of a device with streams that a clock needs. Streams and events are opaque, so it can be simulated.
 
-    current: the stream that is current. make_current: makes it so again. record: a new event at the end of what has
-    been issued to a stream. is_done: whether the device has got to an event. elapsed_ms: between two events that it
-    has got to, as float32 milliseconds. synchronize: the host waits for all streams. hold: the current stream does
-    nothing for at least so many nanoseconds, while more is issued to it; 0 is a kernel that does nothing.
+    current: returns the current stream. make_current: makes a stream current. record: returns a new event after all
+    work issued to a stream so far. is_done: whether the device has reached an event. elapsed_ms: float32 milliseconds
+    between two reached events. synchronize: waits for all streams. hold: keeps the current stream idle for at least
+    this many nanoseconds while more work is issued to it; 0 launches a kernel that does nothing.
     """
 
     current: Callable[[], Any]
@@ -58,7 +58,7 @@ class DeviceApi:
 
 
 def cuda_api(device: torch.device | str) -> DeviceApi:
-    """Return the API of a CUDA device, over the references taken on import."""
+    """Return the API of a CUDA device, using the references taken on import."""
     _, _, number = str(torch.device(device)).partition(":")
     index = int(number) if number else torch.cuda.current_device()
     cycles = cycles_per_ns(index)
@@ -84,10 +84,9 @@ def cuda_api(device: torch.device | str) -> DeviceApi:
 
 
 def cycles_per_ns(device: torch.device | int) -> float:
-    """Return how fast the counter at most is that ``torch.cuda._sleep`` looks at, so that no hold is too short.
+    """Return an upper bound on the rate of the counter that ``torch.cuda._sleep`` reads, so that no hold is too short.
 
-    It counts cycles of the GPU, whose clock may rise by a quarter above the rate it names. On gfx11 it is a clock of
-    100 MHz.
+    The counter counts GPU cycles, whose clock may exceed its nominal rate by a quarter. On gfx11 it runs at 100 MHz.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     if getattr(properties, "gcnArchName", "").startswith("gfx11"):
@@ -96,12 +95,11 @@ def cycles_per_ns(device: torch.device | int) -> float:
 
 
 class CacheFlush:
-    """Fills the whole L2 cache of a CUDA device when called, on the current stream. Elsewhere it does nothing.
+    """Flushes the L2 cache of a CUDA device on the current stream when called. Does nothing on other devices.
 
-    Every sample then reads its inputs from memory. The buffer is read, not written: lines that were written would be
-    written back to memory while the sample runs. ``num_bytes``: of the buffer, twice the cache; 0 where the device has
-    none that is flushed. A CPU's caches are left alone: a sample follows on the copying of its inputs, which fills them
-    again.
+    Each sample then reads its inputs from memory. The buffer is read, not written, because written lines would be
+    written back to memory during the sample. ``num_bytes``: size of the buffer, twice that of the cache; 0 if none is
+    flushed. CPU caches are not flushed, since copying the inputs of a sample would fill them again.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -112,6 +110,6 @@ class CacheFlush:
         self._largest = torch.zeros((), dtype=torch.int32, device=device)
 
     def __call__(self) -> None:
-        """Flush."""
+        """Flush the cache."""
         if self.num_bytes:
             _amax(self._buffer, dim=0, out=self._largest)

@@ -1,6 +1,6 @@
-"""What a device shows beside the clock: its frequency, temperature and throttling, and which kernels a call runs.
+"""The state of a device (frequency, temperature, throttling), and which kernels a call runs.
 
-The state comes from nvidia-smi, which comes with the driver and needs no library of Python; kernels from torch's
+The state comes from nvidia-smi, which is part of the driver and needs no Python library. The kernels come from torch's
 profiler.
 """
 
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from attncheck.reports.run_file.timings import DeviceState, Kernel
 
 CommandRunner = Callable[[Sequence[str]], str | None]
-"""What a command prints; None where it is missing, fails or does not answer."""
+"""Returns what a command prints, or None if it is missing, fails or does not respond."""
 
 REASONS = {
     0x2: "applications_clocks_setting",
@@ -27,17 +27,17 @@ REASONS = {
     0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-"""By the bit of the driver's mask (NVML's ``nvmlClocksEventReason...``), as nvidia-smi names them.
+"""Names from nvidia-smi by bit of the driver's mask (NVML's ``nvmlClocksEventReason...``).
 
-An idle GPU (bit 0) is held back by nothing.
+Bit 0, an idle GPU, is not a throttling reason.
 """
 
 MASKS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The mask's name, and what drivers before 535 call it."""
+"""The mask's name, and its name in drivers before 535."""
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """Runs a command, for five seconds at most."""
+    """Run a command for at most five seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (fixed words)
     except (OSError, subprocess.SubprocessError):
@@ -46,9 +46,9 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def device_state(device: torch.device | str, ask: CommandRunner = run_command) -> DeviceState | None:
-    """The state of a CUDA device now; None for others, and where nvidia-smi is missing or knows no such GPU.
+    """Return the present state of a CUDA device; None for others, or if nvidia-smi is missing or does not list the GPU.
 
-    A figure that the driver does not tell is None.
+    Figures that the driver does not report are None.
     """
     gpu = _identifier(device)
     return None if gpu is None else state_of(gpu, ask)
@@ -57,9 +57,9 @@ def device_state(device: torch.device | str, ask: CommandRunner = run_command) -
 def state_under_load(
     device: torch.device | str, work: Callable[[], object], ask: CommandRunner = run_command
 ) -> DeviceState | None:
-    """Return the same while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
+    """Return the state while ``work`` runs repeatedly, because an idle device lowers its clock and is not throttled.
 
-    Raises what ``work`` raises.
+    Exceptions of ``work`` propagate.
     """
     gpu = _identifier(device)
     if gpu is None:
@@ -72,7 +72,7 @@ def state_under_load(
 
 
 def state_of(gpu: str, ask: CommandRunner) -> DeviceState | None:
-    """The state of the GPU that nvidia-smi knows by this identifier."""
+    """Return the state of the GPU with this nvidia-smi identifier."""
     for mask in MASKS:
         fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", mask)
         printed = ask(("nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"))
@@ -89,13 +89,12 @@ def state_of(gpu: str, ask: CommandRunner) -> DeviceState | None:
 
 
 def kernels_of(call: Callable[[], object], device: torch.device | str) -> tuple[Kernel, ...]:
-    """Return what ``call`` runs once, by torch's profiler: longest first, launches of one name taken together.
+    """Return what one run of ``call`` launches, by torch's profiler: longest first, launches with one name merged.
 
-    Profiling slows the host, not the kernels: it is done apart from the samples.
+    Profiling slows the host but not the kernels, so it runs separately from the samples.
 
-    On CUDA: its kernels, copies and fills, with the time each takes on the device. Elsewhere, where no kernel has a
-    name, ATen's operators, with the time each takes without the operators it calls; what runs outside of torch is not
-    seen.
+    On CUDA: kernels, copies and fills, with their time on the device. Elsewhere kernels have no names, so: ATen's
+    operators, with their time excluding the operators they call. Work outside torch is not seen.
     """
     is_cuda = torch.device(device).type == "cuda"
     kind = "CUDA" if is_cuda else "CPU"
@@ -121,7 +120,7 @@ def kernels_of(call: Callable[[], object], device: torch.device | str) -> tuple[
 
 
 def _identifier(device: torch.device | str) -> str | None:
-    """How nvidia-smi knows a device, which need not be by torch's index."""
+    """Return nvidia-smi's identifier of a device, or None. torch's index may differ from nvidia-smi's."""
     if torch.device(device).type != "cuda":
         return None
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -129,7 +128,7 @@ def _identifier(device: torch.device | str) -> str | None:
 
 
 def _number(word: str) -> int | None:
-    """``1980``, or ``0x0000000000000004``; None for ``[N/A]`` and whatever else."""
+    """Return the number in ``1980`` or ``0x0000000000000004``; None for ``[N/A]`` and all other text."""
     try:
         return int(word, 0)
     except ValueError:

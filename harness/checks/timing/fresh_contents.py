@@ -1,14 +1,17 @@
-"""New contents for every timed call, each as costly as the last, with a right answer that is known.
+"""New inputs for every timed call, each as costly as the last and with a known right output.
 
-From a problem and its truth any number of others follow exactly. A signed permutation of the channels of queries and
-keys together leaves every score as it is; one of the channels of values moves the channels of the output alike. Keys
-that every row of their request sees, with no modifier that counts positions, may stand in any order. A latent cache
-allows less, since fixed weights stand between it and the heads: the rotated parts are permuted with their part of the
-query, and the sign of a request's latent rows is turned with the rest of its query and its output. Norms and largest
-elements stay, and so do budgets; codes of FP8 stay codes. Several problems of other seeds, in other pages, take turns,
-so that not even the scores of the last call serve the next. All is drawn from the system's entropy.
+From a problem and its truth, others are derived exactly:
 
-Nothing is repeated, and no right answer is computed before the call.
+- One signed permutation of the channels of queries and keys leaves every score unchanged. One of the channels of values
+  permutes the output's channels in the same way.
+- Keys that every row of their request sees may be in any order, if no modifier depends on positions.
+- A latent cache allows less, because fixed weights lie between it and the heads. The rotated channels are permuted
+  together with those of the query. The sign of a request's latent rows is flipped with the rest of its query and with
+  its output.
+
+Norms and largest elements do not change, so budgets do not either, and FP8 codes stay codes. Several problems with
+other seeds and pages alternate, so that not even the scores of the last call are useful for the next. All randomness
+comes from the system's entropy. Nothing repeats, and no right output is computed before the call.
 """
 
 import os
@@ -25,10 +28,10 @@ from attncheck.harness.truth.tolerance import Budget
 from attncheck.harness.truth.truth import Truth, truth_of
 
 MOST_BASES = 3
-"""Problems that take turns."""
+"""Most problems that alternate."""
 
 _PATIENCE_S = 0.05
-"""How long more of them are made for than there have to be: a truth of long prompts takes a while."""
+"""Seconds after which no problems beyond the required ones are created. The truth of long prompts takes a while."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class SignedOrder:
     sign: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """``rows [n, H, size]`` with their channels in this order; 0 stays 0, never -0."""
+        """Return ``rows [n, H, size]`` with permuted and signed channels. 0 stays 0, never -0."""
         grouped = rows.unflatten(1, (len(self.index), -1))
         moved: Tensor = grouped.gather(3, self.index[:, None].expand(grouped.shape))
         return (moved * self.sign[:, None].to(rows.dtype) + 0.0).flatten(1, 2)
 
     def behind(self, width: int) -> "SignedOrder":
-        """The same behind ``width`` channels that stay as they are."""
+        """Return this permutation shifted by ``width`` leading channels that stay unchanged."""
         stay = torch.arange(width, device=self.index.device).expand(len(self.index), width)
         return SignedOrder(
             torch.cat([stay, self.index + width], dim=1), torch.cat([torch.ones_like(stay), self.sign], dim=1)
@@ -54,9 +57,9 @@ class SignedOrder:
 
 @dataclass(frozen=True)
 class ContentsTransform:
-    """What is done to a problem. ``key``, ``value``, ``output``: None where the channels stay.
+    """How a problem is transformed. ``key``, ``value``, ``output``: None if the channels stay unchanged.
 
-    key_order: int64 ``[N]``. request_sign: ``[R]``, +1 or -1, of latent rows, None for other layers.
+    key_order: int64 ``[N]``. request_sign: ``[R]``, +1 or -1 for latent rows; None for other layers.
     """
 
     query: SignedOrder
@@ -69,7 +72,7 @@ class ContentsTransform:
 
 @dataclass(frozen=True)
 class BaseProblem:
-    """A problem, its tensors on the device, and its truth."""
+    """A problem with its tensors on the device, and its truth."""
 
     problem: Problem
     truth: Truth
@@ -86,7 +89,7 @@ class BaseProblem:
 
     @cached_property
     def movable(self) -> tuple[range, ...]:
-        """Keys of one request each that every row of it sees, wherever among them they stand."""
+        """Ranges of keys of one request each that every row of the request sees, and so may be permuted."""
         problem, layer = self.problem, self.problem.layer
         if layer.position_modifiers:
             return ()
@@ -100,13 +103,13 @@ class BaseProblem:
 
 @dataclass(frozen=True)
 class Contents:
-    """One question of many: ``base``, transformed."""
+    """One transformed problem: ``base`` with ``transform``."""
 
     base: BaseProblem
     transform: ContentsTransform
 
     def problem(self) -> Problem:
-        """The question, its tensors on the device."""
+        """Return the transformed problem with its tensors on the device."""
         base, transform = self.base.problem, self.transform
         query, keys, values = (
             transform.query.of(base.query),
@@ -123,7 +126,7 @@ class Contents:
         return replace(base, query=query, keys=keys, values=transform.value.of(values))
 
     def right(self, rows: Tensor) -> tuple[Tensor, Budget]:
-        """The right output of ``rows`` (int64), float64 ``[n, H, Dv]``, and the budget around it."""
+        """Return the right output of ``rows`` (int64), float64 ``[n, H, Dv]``, and the budget around it."""
         truth, transform = self.base.truth, self.transform
         out = truth.out[rows]
         if transform.output is not None:
@@ -134,17 +137,17 @@ class Contents:
         return out, Budget(budget.norm[rows], budget.peak[rows], budget.lse[rows])
 
     def lse(self, rows: Tensor) -> Tensor:
-        """The right log-sum-exp of ``rows``, float64 ``[n, H]``."""
+        """Return the right log-sum-exp of ``rows``, float64 ``[n, H]``."""
         return self.base.truth.lse[rows]
 
 
 class FreshContents:
-    """Contents without end; where there are several problems, no two that follow one another are of the same."""
+    """An endless supply of inputs; consecutive inputs come from different problems if there are several."""
 
     def __init__(self, problem: Problem, truth: Truth | None, device: torch.device, *, at_least: int = 2) -> None:
-        """``truth``: the problem's, if it is known. ``at_least``: so many problems, however long their truth takes.
+        """``truth``: that of the problem, if known. ``at_least``: create this many problems however long it takes.
 
-        Raises QuestionError where the truth is not known, and cannot be had.
+        Raise QuestionError if the truth is not given and cannot be computed.
         """
         self._device = device
         self._random = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
@@ -157,19 +160,19 @@ class FreshContents:
                 break
             try:
                 self.bases.append(self._other_base())
-            except QuestionError:  # with these numbers honest kernels overflow
+            except QuestionError:  # honest kernels would overflow on these numbers
                 break
         self._last = -1
 
     def next(self) -> Contents:
-        """Contents that no call has seen."""
+        """Return inputs that no call has seen."""
         choice = self._below(len(self.bases) - (self._last >= 0 and len(self.bases) > 1))
         self._last = choice + (len(self.bases) > 1 and 0 <= self._last <= choice)
         base = self.bases[self._last]
         return Contents(base, self._random_transform(base))
 
     def random_indices(self, count: int, limit: int) -> Tensor:
-        """Return ``limit`` of ``count`` indices (int64), ascending, drawn at random; all where there are no more."""
+        """Return ``limit`` random indices below ``count`` (int64), ascending; all if ``count`` is not larger."""
         if count <= limit:
             return torch.arange(count, device=self._device)
         chosen = torch.randperm(count, generator=self._random)[:limit]
@@ -195,7 +198,7 @@ class FreshContents:
         return ContentsTransform(query, None, values, None, order, signs.to(self._device))
 
     def _signed_order(self, rows: Tensor) -> SignedOrder:
-        """Of the channels of ``rows [n, G, size]``."""
+        """Return a random signed permutation of the channels of ``rows [n, G, size]``."""
         groups, size = rows.shape[1:]
         index = torch.stack([torch.randperm(size, generator=self._random) for _ in range(groups)])
         return SignedOrder(index.to(self._device), self._signs(groups, size).to(self._device))

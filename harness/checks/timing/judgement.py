@@ -1,7 +1,7 @@
-"""Whether an answer given under the clock is one: of the right form, right for these contents, and final.
+"""Judge an output produced under the clock: valid in form, right for these inputs, and final.
 
-A finding names the trick that it looks like. Kernels, generated ones above all, have been seen to leave work to a
-stream or a thread, to hand out tensors that are evaluated when they are looked at, and to give answers they had.
+A finding names the trick that it indicates. Some kernels, above all generated ones, leave work to a stream or a thread,
+return tensors that are evaluated on access, or return stored outputs.
 """
 
 import math
@@ -26,26 +26,26 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.tolerance import share_of_budget
 
 JUDGED_ELEMENTS = 1 << 18
-"""Of an output that has more, so many in random rows are judged after a call; of the first and the last call all."""
+"""Most output elements that are judged after a call, in random rows. The first and last outputs are judged in full."""
 
 _REMEMBERED = 64
-"""Calls whose answers are looked for in a wrong one."""
+"""Number of earlier calls whose right outputs are compared with a wrong output."""
 
 _LATE_S = 0.2
-"""How long a wrong output is watched, in case it changes yet."""
+"""Seconds for which a wrong output is observed for later changes."""
 
 CHECKED_ROWS = 64
-"""New rows that are read back from the cache after a call; which, cannot be foreseen."""
+"""Number of new rows that are read back from the cache after a call. They are chosen at random."""
 
 _NEAR = 0.1
-"""A relative error up to which a wrong row is an inexact one, and a stored row the one that was handed over.
+"""Relative error up to which a wrong row counts as inexact, and a stored row as the one that was passed.
 
 Codes in a cache are coarser than rows.
 """
 
 
 class UntrustworthyTimeError(InternalError):
-    """Ends a measurement: ``finding`` says what was wrong with it."""
+    """Ends a measurement. ``finding`` states what is wrong with it."""
 
     def __init__(self, finding: Broken) -> None:
         self.finding = finding
@@ -54,9 +54,9 @@ class UntrustworthyTimeError(InternalError):
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """What a call answered at the moment the clock stopped: copies, and the memory they were taken of.
+    """The output of a call at the moment the clock stopped: copies, and the memory they were copied from.
 
-    ``output [n, H, Dv]`` and ``lse [n, H]`` of the real rows. ``fault``: in which way the answer breaks the contract.
+    ``output [n, H, Dv]`` and ``lse [n, H]``: of the real rows. ``fault``: how the output violates the contract.
     """
 
     output: Tensor
@@ -66,7 +66,7 @@ class TimedAnswer:
     meaning: str | None = None
 
     def has_changed(self) -> bool:
-        """Whether the memory no longer holds what was copied."""
+        """Return whether the memory differs from the copy."""
         return not torch.equal(_bits(self.live), _bits(self.output))
 
 
@@ -79,9 +79,9 @@ def copy_answer(
     *,
     must_be_buffer: bool,
 ) -> TimedAnswer:
-    """Copy the answer in ``returned``, or in the buffers. ``spans``: the memory that was lent for reading.
+    """Copy the output in ``returned``, or in the buffers. ``spans``: address ranges of memory given for reading.
 
-    The copies are made first, so that they come right behind the call in the order of the stream.
+    The copies are issued first, so that they directly follow the call in the stream's order.
     """
     fault = meaning = None
     rows = out.rows
@@ -107,7 +107,7 @@ def copy_answer(
 
 
 class AnswerJudge:
-    """Judges the answers of one batch, one after another. ``name``: what the batch is called where it is wrong."""
+    """Judges the outputs of one batch in sequence. ``name``: name of the batch in messages."""
 
     def __init__(self, name: str, contents: FreshContents, conventions: Conventions) -> None:
         self.name, self._source, self._conventions = name, contents, conventions
@@ -119,7 +119,7 @@ class AnswerJudge:
         """The largest error so far, in budgets."""
 
     def judge(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> None:
-        """Raise UntrustworthyTimeError for a wrong answer; ``rows``: the problem's row at each row of it (int64)."""
+        """Raise UntrustworthyTimeError if an output is wrong. ``rows``: int64, the problem's row of each output row."""
         self.num_judged += 1
         if answer.fault is not None:
             raise UntrustworthyTimeError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
@@ -137,7 +137,7 @@ class AnswerJudge:
         self._earlier.append(asked)
 
     def require_unchanged(self) -> None:
-        """Raise UntrustworthyTimeError where the latest answer has changed since."""
+        """Raise UntrustworthyTimeError if the latest output has changed since its call."""
         if self._latest is not None and self._latest[2].has_changed():
             raise UntrustworthyTimeError(
                 Broken(
@@ -148,7 +148,7 @@ class AnswerJudge:
             )
 
     def finish(self) -> None:
-        """The last answer, judged in full; raises UntrustworthyTimeError."""
+        """Judge the last output in full. Raise UntrustworthyTimeError if it is wrong."""
         if self._latest is not None:
             asked, rows, answer = self._latest
             if len(rows) and float(_shares(asked, rows, answer.output).max()) > 1:
@@ -198,9 +198,8 @@ class AnswerJudge:
 def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshContents) -> None:
     """Raise UntrustworthyTimeError if new rows of ``problem`` are not in the cache. Do nothing without a codec.
 
-    To leave the write out saves time, and the output does not show it. Cannot see: single wrong elements, which
-    ``cache_write`` looks for; a codec, which is the backend's own, that writes what is missing where it is asked to
-    read, or makes it up.
+    Omitting the write saves time, and the output does not show it. Cannot see: single wrong elements, which
+    ``cache_write`` detects; or a codec of the backend that writes or invents missing rows when it reads.
     """
     if pool.codec is None:
         return
@@ -226,13 +225,13 @@ def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshCon
 
 
 def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:
-    """The error of each row and head in budgets, float64 ``[n, H]``."""
+    """Return the error of each row and head in budgets, float64 ``[n, H]``."""
     right, budget = asked.right(rows)
     return share_of_budget(output_error(output, right, output_codes(asked.base.problem.layer)), budget)
 
 
 def _are_near(asked: Contents, rows: Tensor, output: Tensor) -> bool:
-    """Whether most of the wrong rows are inexact ones. Not all: an inexact score may make another key win its row."""
+    """Return whether most wrong rows are merely inexact. An inexact score may make a row prefer another key."""
     right, budget = asked.right(rows)
     error = output_error(output, right, output_codes(asked.base.problem.layer))
     relative = error.norm(dim=-1) / right.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against."""
+"""Time one backend on one problem: the batch, its parts, and neighbours to compare it with."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,18 +32,18 @@ from attncheck.reference.spec import AttentionCGSupport, BatchSpec
 from attncheck.reports.run_file.timings import ClockName, ClockOverhead, Kernel, Latency, StepPart
 
 WARM_UPS = 2
-"""Calls before any is timed: a first one may compile."""
+"""Untimed first calls, since a first call may compile."""
 
 EMPTY_CALLS = 15
-"""Calls of nothing whose median is what the clock of a device adds to a sample."""
+"""Number of empty calls. Their median is what a device's clock adds to a sample."""
 
 Sampler = Callable[[StepPart, Callable[[], int], TimingSettings], Samples]
-"""Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
+"""Takes samples of a part by calling a function that returns nanoseconds: warm-ups first, the samples last."""
 
 
 @dataclass(frozen=True)
 class TimingConditions:
-    """Where and how is timed."""
+    """The device, settings, sampler, cache flush and clock overhead of a measurement."""
 
     device: torch.device
     settings: TimingSettings
@@ -58,14 +58,14 @@ class TimingConditions:
 
     @property
     def flusher(self) -> Callable[[], object]:
-        """What comes before each sample."""
+        """The function called before each sample."""
         return self.flush if self.is_cold else do_nothing
 
 
 class TimingMeasurement:
     """One backend on one problem.
 
-    Raises StageError for what the backend raised, UntrustworthyTimeError where it cheats.
+    Raises StageError if the backend raised, and UntrustworthyTimeError if it manipulates its times.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class TimingMeasurement:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the times should know."""
+        """Notes that a reader of the times needs."""
         return (*self._own.notes, *self._notes)
 
     @property
     def chosen_kernels(self) -> tuple[str, ...]:
-        """The kernels that a library chose so far; empty: not known."""
+        """Names of the kernels that a library chose so far. Empty if not known."""
         return self._session.chosen_kernels
 
     @property
     def worst(self) -> float:
-        """The largest error of the batch's answers, in budgets."""
+        """The largest error of the batch's outputs, in budgets."""
         return self._own.worst
 
     def latencies(self) -> tuple[Latency, ...]:
-        """Of the batch, of its metadata, and of its parts."""
+        """Return the latencies of the batch, of ``build``, and of the batch's parts."""
         samples = self._sampled("forward", self._own)
         builds = self._own.build_ns[-len(samples.samples_ns) :]  # one before each sample
         found = [
@@ -115,11 +115,11 @@ class TimingMeasurement:
         return tuple(found)
 
     def call_once_more(self) -> None:
-        """As for a sample of the batch, which is none."""
+        """Run one call of the batch as for a sample, without recording its time."""
         self._own.take()
 
     def compare_neighbours(self) -> None:
-        """Raise UntrustworthyTimeError unless batches of nearly the same shape take about as long."""
+        """Raise UntrustworthyTimeError if all batches of nearly the same shape take much longer."""
         seen: list[Neighbour] = []
         for distance in DISTANCES:
             asked = neighbour_of(self._problem, distance)
@@ -145,15 +145,15 @@ class TimingMeasurement:
         self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
 
     def finish(self) -> None:
-        """The last answer, once more."""
+        """Judge the last output in full."""
         self._own.finish()
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """What runs in one ``forward``."""
+        """Return the kernels that one ``forward`` runs."""
         return kernels_of(self._own.unjudged_call(), self._conditions.device)
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
-        """Contents of ``problem``; None where the backend does not claim to serve it, or its truth cannot be had."""
+        """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
         asked = problem.case
         if declared_reasons(lambda: self._backend.unsupported_reasons(asked.layer, asked.cache, asked.batch)):
             return None
@@ -163,7 +163,7 @@ class TimingMeasurement:
             return None
 
     def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
-        """A step, warmed up; in the memory of another where there is one."""
+        """Return a step after its warm-up. It reuses the memory of ``like`` if given."""
         conditions, clock = self._conditions, clock_for(self._conditions.device)
         step = TimedStep(
             name,
@@ -187,14 +187,13 @@ class TimingMeasurement:
         return self._conditions.device.type == "cuda" and allows_graph(self._backend, problem)
 
     def _capture_sizes(self) -> tuple[int, ...]:
-        """Tokens of the batches that are replayed from graphs, ascending."""
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
         batches = [problem.case.batch for problem in replayed]
         return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
 
 
 def measure_overhead(device: torch.device, flush: Callable[[], object] = do_nothing) -> ClockOverhead | None:
-    """Return what the clock of ``device`` adds to a sample; None of the host's, beside whose samples it is measured."""
+    """Return what the clock of ``device`` adds to a sample; None for the host, where each sample measures it."""
     if device.type != "cuda":
         return None
     api = cuda_api(device)
@@ -215,11 +214,11 @@ def overhead_of(
     replay: Callable[[], object] | None,
     flush: Callable[[], object] = do_nothing,
 ) -> ClockOverhead:
-    """Return what a clock adds to a sample. ``launch``: of a kernel that does nothing; ``replay``: of its graph."""
+    """Return what a clock adds to a sample. ``launch``: launches an empty kernel. ``replay``: replays its graph."""
 
     def taken_ns(call: Callable[[], object]) -> int:
         clock = new_clock()
-        times = [clock.time(call, before=flush) for _ in range(2 * GUARDS + EMPTY_CALLS)]  # holds are learnt first
+        times = [clock.time(call, before=flush) for _ in range(2 * GUARDS + EMPTY_CALLS)]  # first calls adjust the hold
         return round(median(times[-EMPTY_CALLS:]))
 
     replay_ns = None if replay is None else max(0, taken_ns(replay) - taken_ns(launch))
@@ -229,7 +228,7 @@ def overhead_of(
 def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:
     """Return whether the level that the backend declares allows a graph of such a batch.
 
-    Raises StageError where it declares no level.
+    Raise StageError if it declares no valid level.
     """
     if unexamined_reasons(problem.case):
         return False
@@ -237,7 +236,7 @@ def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:
 
 
 def level_of(batch: BatchSpec) -> AttentionCGSupport:
-    """Return the lowest level whose graphs hold such a batch."""
+    """Return the lowest CUDA-graph level that covers such a batch."""
     query_lens = {request.query_len for request in batch.requests}
     if query_lens == {1}:
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -246,7 +245,7 @@ def level_of(batch: BatchSpec) -> AttentionCGSupport:
 
 @contextmanager
 def _named(batch: str) -> Iterator[None]:
-    """What the backend raises within is told with the batch it was raised at."""
+    """Add the name of the batch to the stage of what the backend raises in this context."""
     try:
         yield
     except StageError as failure:
@@ -262,7 +261,7 @@ def _tokens(count: int) -> str:
 
 
 def _latency(part: StepPart, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
-    """``case``: what was computed, if that is counted."""
+    """``case``: the case whose work is counted, or None to count none."""
     work = None if case is None else work_of(case)
     return Latency(
         part=part,

@@ -1,8 +1,8 @@
-"""Batches that are timed beside the case's own, and how their times compare.
+"""Batches that are timed in addition to the case's own, and the comparison of their times.
 
-Two sorts: the decodes and the prefills of a mixed batch alone, and neighbours of nearly the same shape, by which a
-batch is found out that is fast only because its shape is known. Cannot see: a batch that is served well within
-:data:`TOO_FAST`, nor one whose neighbours are known as well.
+These are the decodes and the prefills of a mixed batch alone, and neighbours of nearly the same shape. Neighbours
+reveal a batch that is fast only because the backend special-cases its shape. Cannot see: a special case that is less
+than :data:`TOO_FAST` times as fast, or that covers the neighbours as well.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from attncheck.reference.spec import PaddingSpec, RequestSpec
 from attncheck.reports.run_file.timings import StepPart
 
 DISTANCES = (1, 8)
-"""How many tokens a neighbour is shorter. At 1 nothing is aligned any more, which costs honest kernels something."""
+"""Numbers of tokens by which neighbours are shorter. One token breaks all alignment, which slows honest kernels too."""
 
 TOO_FAST = 2.0
-"""How many times as long all neighbours must take for a batch to be a special case."""
+"""Ratio that all neighbours' times must exceed for the batch to count as special-cased."""
 
 NOTABLE = 1.25
-"""From how many times on a note says so."""
+"""Ratio above which a note is added."""
 
 FEW_SAMPLES, MORE_SAMPLES = 3, 10
-"""Samples of each side: to see that there is no difference, and to be sure that there is one."""
+"""Samples of each side: few to see that there is no difference, more to confirm one."""
 
 Take = Callable[[], int]
 
 
 def parts_of(problem: Problem) -> dict[StepPart, Problem]:
-    """The decodes and the prefills of a mixed batch, each without padding; empty for any other batch."""
+    """Return the decodes and the prefills of a mixed batch, each without padding. Empty for any other batch."""
     requests = problem.case.batch.requests
     decodes = tuple(request for request in requests if request.query_len == 1)
     prefills = tuple(request for request in requests if request.query_len > 1)
@@ -48,9 +48,10 @@ def parts_of(problem: Problem) -> dict[StepPart, Problem]:
 
 
 def neighbour_of(problem: Problem, distance: int) -> Problem | None:
-    """The batch with every context so many tokens shorter; with every query, where there is no such context.
+    """Return the batch with every context ``distance`` tokens shorter, or every query if no request has a context.
 
-    None: no request is long enough. Query lengths of batches with a context are the same.
+    Return None if no request is long enough, or if the path allows no other query lengths. Query lengths of batches
+    with a context stay the same.
     """
     batch = problem.case.batch
     shorter = tuple(_shorter(request, distance) for request in batch.requests)
@@ -76,7 +77,7 @@ def _shorter(request: RequestSpec, distance: int) -> RequestSpec:
 
 
 def _asked(problem: Problem, name: str, requests: tuple[RequestSpec, ...], padding: PaddingSpec) -> Problem | None:
-    """Such a batch over the problem's cache; None: it is no question."""
+    """Return such a batch over the problem's cache, or None if no problem can be built from it."""
     case = problem.case
     try:
         batch = replace(case.batch, requests=requests, padding=padding)
@@ -89,7 +90,7 @@ def _asked(problem: Problem, name: str, requests: tuple[RequestSpec, ...], paddi
 
 @dataclass(frozen=True)
 class Neighbour:
-    """How much longer a neighbour took than the batch itself: a ratio of medians, and the least that it may be."""
+    """The time of a neighbour relative to the batch: the ratio of medians, and a lower bound of the ratio."""
 
     distance: int
     ratio: float
@@ -97,7 +98,7 @@ class Neighbour:
 
     @property
     def is_notable(self) -> bool:
-        """Whether a reader should know."""
+        """Whether a note reports the neighbour."""
         return self.least > NOTABLE
 
     @property
@@ -107,10 +108,7 @@ class Neighbour:
 
 
 def compare(distance: int, own: Take, neighbour: Take) -> Neighbour:
-    """Compare samples of both, taken in turns; more of them only where the first are conspicuous.
-
-    Both have been warmed up.
-    """
+    """Compare alternating samples of both, which must be warmed up. Take more samples only if the first ones differ."""
     owns, others = _in_turns(own, neighbour, FEW_SAMPLES)
     if median(others) <= NOTABLE * median(owns):
         return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)

@@ -1,20 +1,21 @@
-"""Both sides of a roofline: the least that a step has to move and to compute, and what the device can do at most.
+"""Both sides of a roofline: the least memory traffic and arithmetic of a step, and what the device achieves at most.
 
-The least is counted from the case, everything once, however often a kernel does it:
+The least work is computed from the case. Everything counts once, however often a kernel does it:
 
-- bytes: query rows read and output rows written; new K/V rows read and written to the cache; of the context, the K/V
-  rows that any row of the request sees (no window, chunk or causal mask leaves out), read once a KV head and not once a
-  query head, and once for all requests that share them. Lengths, block tables, scales, LSE and what parts of a step
-  hand to one another (the path ``split_kv``, a cascade) are left out: they are small, or a kernel's own choice.
-- flops: of the two products, two for every query head, channel and pair of a row and a key it sees. The softmax is left
-  out. Padding asks for nothing.
-- latent attention: cache rows are read once for all heads, and the up-projections once. Of each request the cheaper
-  form is counted: absorbed (queries and outputs are projected, all heads attend to rows of ``L + E``), as kernels do
-  for decodes, or naive (keys and values are projected), as they do for prompts.
+- bytes: query rows read and output rows written; new K/V rows read, and written to the cache; and K/V rows of the
+  context that at least one row of the request sees under windows, chunks and the causal mask. Context rows count once
+  per KV head, not per query head, and once for all requests that share them. Lengths, block tables, scales, LSE and
+  intermediate results (path ``split_kv``, a cascade) do not count: they are small, or a kernel's own choice.
+- flops: of the two products, two per query head, channel and pair of a row and a key it sees. The softmax and padding
+  do not count.
+- latent attention: cache rows are read once for all heads, and the up-projections once. For each request the cheaper
+  form counts: absorbed, where queries and outputs are projected and all heads attend to rows of ``L + E``, as kernels
+  do for decodes; or naive, where keys and values are projected, as they do for prompts.
 
-What the device can do, copies and products of matrices, is measured in the process that times the backend, on random
-numbers (zeros can be faster), and the best of a few counts: on a shared machine that is nearest to what it can do. Each
-follows on the flush that samples follow on. The sizes are big on a GPU, and small enough on a CPU to take under 0.3 s.
+The device's ceilings, for copies and matrix products, are measured in the process that times the backend. They use
+random numbers, because zeros can be faster. The best of a few repeats counts, since on a shared machine it is nearest
+to the limit. Each repeat follows a cache flush, as samples do. Sizes are large on a GPU; on a CPU they are small enough
+to take under 0.3 s.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,10 +35,10 @@ from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpe
 from attncheck.reports.run_file.timings import Ceilings
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes of an element, by the names of layers and caches."""
+"""Bytes per element, by dtype names of layers and caches."""
 
 FUNCTIONS = ("merge", "causal_conv1d")
-"""Paths that ask no attention."""
+"""Paths that compute no attention."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class Work:
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """What the ``rows`` of one request see of its keys, the first ``cached`` of which stand in the cache.
+    """The keys that the ``rows`` of one request see; the first ``cached`` of its keys are in the cache.
 
-    ``pairs`` of a row and a key it sees; ``first .. end - 1``: the keys any row sees, without a gap.
+    ``pairs``: number of pairs of a row and a key it sees. ``first .. end - 1``: the contiguous range of keys that rows
+    see.
     """
 
     rows: int
@@ -64,7 +66,7 @@ class VisibleKeys:
 
 
 def work_of(case: Case) -> Work:
-    """The least work of one step of ``case``, its new rows written too. Raises SpecError for what is no attention."""
+    """Return the least work of a step of ``case``, including the cache write. Raise SpecError if it is no attention."""
     if case.batch.path.name in FUNCTIONS:
         raise SpecError(
             "only the work of attention is counted",
@@ -89,7 +91,7 @@ def work_of(case: Case) -> Work:
 
 
 def visible_keys_of(case: Case, request: RequestSpec) -> VisibleKeys:
-    """What one of the requests sees."""
+    """Return the keys that the rows of one request see."""
     layer, options = case.layer, case.batch.path.options
     is_cross, skips = layer.attn_type == AttentionType.ENCODER_DECODER, isinstance(options, FastPrefillOptions)
     num_keys = (request.encoder_len or 0) if is_cross else request.total_len
@@ -112,7 +114,7 @@ def visible_keys_of(case: Case, request: RequestSpec) -> VisibleKeys:
 
 
 def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high: Tensor) -> int:
-    """How many new keys within the spans are hidden from a row because they are on another branch of the tree."""
+    """Return how many pairs within the spans are hidden because the key is on another branch of the tree."""
     root, hidden, above = int(position[0]), 0, list[set[int]]()
     for node, parent in enumerate(parents):
         above.append({node} | (above[parent] if parent >= 0 else set()))
@@ -122,14 +124,14 @@ def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high:
 
 
 def _head_sizes(layer: LayerSpec) -> tuple[int, int]:
-    """Of query and output, as a step hands them over."""
+    """Return the head sizes of query and output, as passed to ``forward``."""
     if layer.mla is None:
         return layer.head_size, layer.value_head_size
     return layer.mla.qk_nope_head_dim + layer.mla.qk_rope_head_dim, layer.mla.v_head_dim
 
 
 def _weights(layer: LayerSpec) -> Iterator[int]:
-    """Elements of the up-projections of keys and of values."""
+    """Yield the number of elements in the up-projections of keys and of values."""
     if layer.mla is not None:
         yield layer.num_heads * layer.mla.qk_nope_head_dim * layer.mla.kv_lora_rank
         yield layer.num_heads * layer.mla.v_head_dim * layer.mla.kv_lora_rank
@@ -142,19 +144,19 @@ def _flops(layer: LayerSpec, sight: VisibleKeys) -> int:
 
 
 def _absorbed(mla: MLASpec, sight: VisibleKeys) -> int:
-    """Products of one head with numbers that are added up."""
+    """Return the multiply-add operations of one head in the absorbed form."""
     projected = sight.rows * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return projected + sight.pairs * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
 
 
 def _naive(mla: MLASpec, sight: VisibleKeys) -> int:
-    """The same, where every key that is seen gets its heads."""
+    """Return those in the naive form, which projects each visible key to the heads."""
     projected = (sight.end - sight.first) * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return projected + sight.pairs * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
 
 
 def _context_rows(seen: list[tuple[RequestSpec, VisibleKeys]]) -> int:
-    """Rows of the cache, not written in this step, that some row sees; those of a shared prefix once."""
+    """Return the number of cache rows from earlier steps that some row sees, counting those of a shared prefix once."""
     total, shared = 0, list[tuple[int, int]]()
     for request, sight in seen:
         end, prefix = min(sight.end, sight.cached), request.shared_prefix
@@ -169,7 +171,7 @@ def _context_rows(seen: list[tuple[RequestSpec, VisibleKeys]]) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """copied: bytes that are copied. side: rows of the square matrices, at most. limit_ns: for each of the two."""
+    """copied: bytes to copy. side: most rows of the square matrices. limit_ns: time limit for each of the two."""
 
     copied: int
     side: int
@@ -186,10 +188,9 @@ FIRST_SIDE = 128
 def measure_ceilings(
     device: torch.device | str, dtype: str, clock: Clock, flush: Callable[[], object] = do_nothing
 ) -> Ceilings:
-    """Measure the ceilings of ``device``; ``dtype`` is a layer's, ``clock`` one that is used for nothing else.
+    """Measure the ceilings of ``device``. ``dtype``: a layer's. ``clock``: one that is used for nothing else.
 
-    ``flush`` comes before each call, as it comes before each sample.
-    Copied bytes count twice: they are read and written.
+    ``flush`` is called before each repeat, as before each sample. Copied bytes count twice, as read and as written.
     """
     device, element = torch.device(device), DTYPES[dtype]
     sizes, free = (GPU, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else (CPU, CPU.copied * 64)
@@ -198,7 +199,7 @@ def measure_ceilings(
     source = torch.randn(copied, generator=generator, device=device, dtype=element)
     target = torch.empty_like(source)
     copy_ns = _best(lambda: target.copy_(source), clock, sizes, flush)
-    copy_bytes, source, target = 2 * source.nbytes, torch.empty(0), torch.empty(0)  # the memory is free first
+    copy_bytes, source, target = 2 * source.nbytes, torch.empty(0), torch.empty(0)  # frees the memory for the products
 
     side, rate = FIRST_SIDE, 0.0
     end = host_ns() + sizes.limit_ns
@@ -206,7 +207,7 @@ def measure_ceilings(
         a, b = (torch.randn(side, side, generator=generator, device=device, dtype=element) for _ in range(2))
         best_ns = _best(lambda a=a, b=b: a @ b, clock, sizes, flush)  # type: ignore[misc]
         rate = max(rate, 2 * side**3 / best_ns * 1e9)
-        # The next is eight times as much work.
+        # The next product has eight times as much work.
         if side == sizes.side or 12 * (side * side * element.itemsize) > free or host_ns() + 16 * best_ns > end:
             break
         side *= 2
@@ -214,7 +215,7 @@ def measure_ceilings(
 
 
 def _best(call: Callable[[], object], clock: Clock, sizes: Sizes, flush: Callable[[], object]) -> int:
-    """The shortest of some repeats after the first, within the limit."""
+    """Return the shortest time of a few repeats, without the first if there are others, within the limit."""
     end = host_ns() + sizes.limit_ns
     times = [clock.time(call, before=flush)]
     for _ in range(sizes.repeats):

@@ -1,6 +1,6 @@
-"""How many samples are taken: a warm-up until it settles, then as many as the median needs, or as time allows.
+"""Take samples: a warm-up until times settle, then as many as the median needs or as time allows.
 
-The interval around the median, at the end of this file, says how well it is known.
+:func:`median_interval` estimates how well the median is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from attncheck.harness.checks.timing.clock import host_ns
 from attncheck.harness.checks.timing.settings import TimingSettings
 
 WARM_UP_SHARE = 0.2
-"""Of the time limit, for the warm-up at most."""
+"""Largest share of the time limit for the warm-up."""
 
 CALM = 3
-"""Calls in a row that are hardly faster than the fastest before them: the warm-up is over."""
+"""The warm-up ends after this many calls in a row that are hardly faster than the fastest one before them."""
 
 LEAST = 3
-"""Samples that are taken however little time there is: of one alone, the interval would have no width."""
+"""Samples taken regardless of time. The interval of a single sample would have no width."""
 
 GROWTH = 1.25
-"""How many more samples there are when the interval is looked at again: looking all the time would stop too early."""
+"""Growth of the number of samples between two looks at the interval. Constant looking would stop too early."""
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -30,10 +30,10 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Samples:
-    """``samples_ns`` in the order taken, their median and its 95 % interval, in nanoseconds.
+    """``samples_ns`` in the order taken, their median, and its 95 % interval, in nanoseconds.
 
-    ``is_settled``: the interval came to be as narrow as asked for, and the median of the later half of the samples is
-    as near to that of the earlier.
+    ``is_settled``: the interval is as narrow as required, and the medians of the two halves of the samples differ by no
+    more than that width.
     """
 
     samples_ns: tuple[int, ...]
@@ -44,10 +44,10 @@ class Samples:
 
 
 def sample(take: Callable[[], int], settings: TimingSettings, now: Callable[[], int] = host_ns) -> Samples:
-    """Calls ``take`` for nanoseconds until the median is known well enough; ``now`` is a clock in nanoseconds.
+    """Call ``take``, which returns nanoseconds, until the median is known well enough. ``now`` returns nanoseconds.
 
-    The time limit covers the warm-up and the samples; whatever it is, there is one call to warm up, and :data:`LEAST`
-    samples or as few as are asked for at most. What ``take`` raises is the caller's.
+    The time limit covers the warm-up and the samples. Even if it is short, there is one warm-up call and :data:`LEAST`
+    samples, or ``max_samples`` if that is fewer. Exceptions of ``take`` propagate.
     """
     end = now() + settings.limit_s * 1e9
     _warm_up(take, settings, now, now() + WARM_UP_SHARE * settings.limit_s * 1e9)
@@ -63,7 +63,7 @@ def sample(take: Callable[[], int], settings: TimingSettings, now: Callable[[], 
 
 
 def samples_of(taken: list[int], settings: TimingSettings) -> Samples:
-    """What the nanoseconds ``taken`` come to; at least one."""
+    """Return the statistics of the nanoseconds ``taken``, of which there must be at least one."""
     low, high = median_interval(taken)
     return Samples(tuple(taken), float(median(taken)), low, high, _is_settled(taken, settings))
 
@@ -87,14 +87,14 @@ def _is_settled(taken: list[int], settings: TimingSettings) -> bool:
 
 
 def median_interval(samples: Sequence[int]) -> tuple[float, float]:
-    """Return a bootstrap percentile interval of the median, at 95 %; the same samples give the same interval.
+    """Return a 95 % bootstrap percentile interval of the median. The same samples give the same interval.
 
-    Samples that follow one another resemble one another (clocks rise, neighbours come and go), and drawing them one by
-    one would claim too much. So runs of them are drawn, around the corner at the end: the circular block bootstrap
-    (Politis and Romano 1992). A run is about ``n ** (1/3) - 1`` long, one sample where there are fewer than 16: of so
-    few, runs would claim more still. Simulated, the interval holds the median of independent samples 92 to 95 times in
-    100; of three, whose range it is, 76 times; of 200 samples that correlate by 0.5 with the one before, 89 times. Of
-    one sample both ends are that sample.
+    Consecutive samples are correlated, because clocks rise and other load comes and goes, so drawing them one by one
+    would give too narrow an interval. The function therefore draws runs of samples, and wraps around at the end: the
+    circular block bootstrap (Politis and Romano 1992). A run has about ``n ** (1/3) - 1`` samples, or one if n is below
+    16, where longer runs would give an even narrower interval. In simulations the interval contains the median of
+    independent samples in 92 to 95 of 100 cases. For three samples, whose range it is, this is 76; for 200 samples with
+    a correlation of 0.5 between neighbours, 89. For one sample, both ends equal it.
 
     Raises ``ValueError`` without a sample.
 

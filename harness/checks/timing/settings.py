@@ -1,4 +1,4 @@
-"""How a case is timed, as the command line has it."""
+"""How a case is timed, as set on the command line."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from attncheck.errors import SelectionError
 
 @dataclass(frozen=True)
 class TimingSettings:
-    """For each part of a step in one process.
+    """Settings for the timing of each part of a step in one process.
 
-    ``limit_s``: wall-clock seconds after which no further sample is taken, but for the few that an interval needs; it
-    is short, since processes differ by more than samples of one, and many rounds tell more than many samples.
-    ``relative_width``: sampling ends before, once the interval of the median is no wider than this share of it.
-    ``warm``: the device's last-level cache is left as it is before a sample, and not flushed. ``kernels``: the profiler
-    tells which kernels run.
+    ``limit_s``: wall-clock seconds after which sampling ends, except for the few samples that an interval needs. It is
+    short because processes differ more than samples within one, so many rounds are better than many samples.
+    ``relative_width``: sampling ends earlier if the interval of the median is at most this share of the median.
+    ``min_samples``, ``max_samples``: bounds on their number. ``warm``: do not flush the device's last-level cache
+    before a sample. ``kernels``: record by the profiler which kernels run.
 
     Raises:
-        SelectionError: a value with which nothing could be measured.
+        SelectionError: if a value allows no measurement.
     """
 
     limit_s: float = 0.25

@@ -1,7 +1,7 @@
-"""One batch of one backend, timed again and again: new contents in the same memory, every answer judged.
+"""Time one batch of one backend repeatedly, with new inputs in the same memory, and judge every output.
 
-The order is a model runner's: the cache and the metadata are there, ``build`` is timed by the host, then the rows of
-the layer arrive, and the cache write and ``forward`` are timed, with nothing of the harness in between.
+The order is that of a model runner. Cache and metadata are ready, and ``build`` is timed on the host. Then the layer's
+rows arrive, and the cache write and ``forward`` are timed together, with no code of the harness in between.
 """
 
 from collections import deque
@@ -35,12 +35,12 @@ from attncheck.reports.run_file.timings import ClockName, ClockOverhead
 Flusher = Callable[[], object]
 
 _EMPTY_CALLS = 15
-"""The latest calls of nothing, of whose times the median is what a clock of the host adds to every sample."""
+"""Number of latest empty calls whose median time is subtracted from each sample of a host clock."""
 
 
 @dataclass(frozen=True)
 class LentMemory:
-    """What a backend is lent in every call, and what it writes to."""
+    """The memory that a backend is given in every call: inputs to read, and buffers to write."""
 
     inputs: PersistentInputs
     buffers: OutputBuffers
@@ -48,14 +48,14 @@ class LentMemory:
 
 @dataclass
 class LatestAnswer:
-    """The latest answer of a session, by its judge. It has to stay as it is until the next call, of any batch."""
+    """The judge of a session's latest output, which must not change until the next call of any batch."""
 
     judge: AnswerJudge | None = None
 
     def start_next(self, judge: AnswerJudge | None) -> None:
-        """Check that the latest answer has not changed, and go on to a call that ``judge`` will judge.
+        """Check that the latest output has not changed, and make ``judge`` responsible for the next call.
 
-        Raises UntrustworthyTimeError where it has changed.
+        Raise UntrustworthyTimeError if it has changed.
         """
         if self.judge is not None:
             self.judge.require_unchanged()
@@ -63,7 +63,7 @@ class LatestAnswer:
 
 
 class TimedStep:
-    """A batch of a session's layer and cache. ``build_ns``: of every call so far. Raises StageError at set-up."""
+    """A batch on a session's layer and cache. ``build_ns``: ``build`` times of all calls. May raise StageError."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class TimedStep:
         recorder: Recorder | None = None,
         overhead: ClockOverhead | None = None,
     ) -> None:
-        """``latest``: of all steps of the session. ``memory``: of one of at least the same sizes, to be used as well.
+        """``latest``: shared by all steps of the session. ``memory``: that of a step of at least this size, to reuse.
 
-        ``recorder``: makes the graph whose replays are timed in place of ``forward``; None: none is to be made.
-        ``overhead``: what ``clock`` adds to every sample; None: nothing, or it is the host's.
+        ``recorder``: captures the graph whose replays are timed instead of ``forward``; None for no graph.
+        ``overhead``: what ``clock`` adds to each sample; None if nothing, or if the clock is the host's.
         """
         self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
         self._backend, self._device, self._latest = session.backend, session.device, latest
@@ -104,9 +104,9 @@ class TimedStep:
         return self._judge.worst
 
     def take(self) -> int:
-        """Return the nanoseconds of one ``forward``, on contents that no call has seen.
+        """Return the nanoseconds of one ``forward`` on inputs that no call has seen.
 
-        Raises StageError for what the backend raised, UntrustworthyTimeError where its answer is none.
+        Raise StageError if the backend raised, and UntrustworthyTimeError if its output is not valid.
         """
         self._latest.start_next(self._judge)
         asked = self._contents.next()
@@ -132,16 +132,16 @@ class TimedStep:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the times should know."""
+        """Notes that a reader of the times needs."""
         return (*self._notes, *self._judge.notes, *self._clock_notes())
 
     @property
     def clock_name(self) -> ClockName:
-        """How ``forward`` is timed."""
+        """The name of the clock that times ``forward``, or "graph" if replays of a graph are timed."""
         return self._clock.name if self._replay is None else "graph"
 
     def unjudged_call(self) -> Callable[[], object]:
-        """Return one more ``forward`` on new contents, to be examined by other means than a clock; it is not judged."""
+        """Return a function that runs one more ``forward`` on new inputs, for the profiler. It is not judged."""
         self._latest.start_next(None)
         problem = self._contents.next().problem()
         step, fresh = self._fresh(problem)
@@ -157,7 +157,7 @@ class TimedStep:
         return call
 
     def finish(self) -> None:
-        """The last answer, once more: raises UntrustworthyTimeError."""
+        """Judge the last output in full. Raise UntrustworthyTimeError if it has changed or is wrong."""
         if self._latest.judge is self._judge:
             self._judge.require_unchanged()
         self._judge.finish()
@@ -188,7 +188,7 @@ class TimedStep:
         return step, call
 
     def _fill(self, problem: Problem, step: Step) -> None:
-        """The context to the cache, and new rows that no writer brings."""
+        """Write the context to the cache, and the new rows if no writer stores them."""
         pool = self._session.pool
         if pool is None:
             return
@@ -242,7 +242,7 @@ class TimedStep:
             self._flush()
             buffers.refill(num_rows)
             inputs.load_rows(fresh)
-            if isinstance(self._clock, HostClock):  # what an empty call takes by events is known beforehand
+            if isinstance(self._clock, HostClock):  # the overhead of an event clock is measured beforehand
                 self._empty_ns.append(self._clock.time(kept(do_nothing)))
                 returned.clear()
 
@@ -263,10 +263,9 @@ class TimedStep:
                 "forward",
                 lambda: self._clock.time(kept(forward), before=before, after=after),
             )
-        return answers[0], max(1, taken - self._overhead_ns())  # a time of nothing is less than a clock can tell
+        return answers[0], max(1, taken - self._overhead_ns())  # the difference may be 0 or negative for an empty call
 
     def _overhead_ns(self) -> int:
-        """What a sample has too much."""
         if self._overhead is None:
             return int(median(self._empty_ns)) if self._empty_ns else 0
         return self._overhead.empty_ns + (0 if self._replay is None else self._overhead.replay_ns or 0)
@@ -277,5 +276,5 @@ class TimedStep:
 
 
 def _copied(call: ForwardCall) -> ForwardCall:
-    """Copies of the metadata; without the rows, which are not there yet."""
+    """Return copies of the metadata, without the rows, which are loaded later."""
     return map_tensors(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)

@@ -1,5 +1,5 @@
 """CUDA graphs emulated on a machine without a GPU.
 
-Begin with ``emulated_recorder``, which runs ``forward`` under a ``watch``. The watch keeps account of host memory,
-finds what a graph cannot hold (``capture_rules``), and writes operators on a ``tape``, which replays them.
+Start with ``emulated_recorder``, which runs ``forward`` under a ``watch``. The watch tracks host memory, detects what a
+graph cannot contain (``capture_rules``), and writes operators to a ``tape``, which replays them.
 """

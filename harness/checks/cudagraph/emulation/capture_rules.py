@@ -1,6 +1,6 @@
-"""What no captured graph can hold: rules for one call of an operator, and an account of what broke them.
+"""Rules for what a captured graph cannot contain, applied to one operator call, and a report of violations.
 
-They say what torch does on a GPU; where its tags do not, the operator is known here by name.
+The rules state what torch does on a GPU. Operators for which torch's tags do not show this are listed by name.
 """
 
 from types import CodeType
@@ -17,11 +17,11 @@ from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
 _INDEX_PUTS = frozenset({"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"})
 _MASK_DTYPES = (torch.bool, torch.uint8)
 _READ_VALUES = {"aten.masked_fill": 2, "aten.masked_fill_": 2, "aten.index_fill": 3, "aten.index_fill_": 3}
-"""Operators that read a value given as a tensor, and at which position it stands: on a GPU that is an ``.item()``."""
+"""Operators that read a value given as a tensor, and the value's position. On a GPU this is an ``.item()``."""
 
 
 class OperatorCall(NamedTuple):
-    """One call of an operator. ``given``: its tensors, in order; ``on_host``: those of them that lie on the host."""
+    """One call of an operator. ``given``: its tensor arguments, in order. ``on_host``: those of them on the host."""
 
     operator: Operator
     args: tuple[object, ...]
@@ -31,14 +31,14 @@ class OperatorCall(NamedTuple):
 
     @property
     def is_host_work(self) -> bool:
-        """Nothing but host memory comes in: on a GPU nothing of it would reach the device."""
+        """Whether all tensor arguments are on the host, so that on a GPU no work would reach the device."""
         return len(self.on_host) == len(self.given)
 
 
 class CaptureReport:
-    """What one recording did that a graph cannot hold, and what it read on the host: in order, each once.
+    """Violations and host reads of one recording, in order, without duplicates.
 
-    ``boundary``: code objects of frames outside of the one that runs it are not the backend's.
+    ``boundary``: a code object. Frames outside the one that runs it do not belong to the backend.
     """
 
     def __init__(self, boundary: CodeType) -> None:
@@ -47,18 +47,18 @@ class CaptureReport:
         self.host_reads: dict[str, None] = {}
 
     def add(self, kind: ViolationKind, call: str) -> None:
-        """Add a violation, unless Triton's interpreter did it for a kernel."""
+        """Add a violation, unless it comes from Triton's interpreter, which emulates a kernel."""
         place = find_call_site(self._boundary)
         if not place.interpreted:
             self.violations[Violation(kind, call, str(place))] = None
 
     def add_host_read(self, call: str) -> None:
-        """Add what was read on the host: the call and its line."""
+        """Add a read of host memory, with its line."""
         self.host_reads[f"{call} at {find_call_site(self._boundary)}"] = None
 
 
 def is_held_on_device(operator: Operator) -> bool:
-    """Whether a graph can hold every call of ``operator`` that is given tensors of the device alone."""
+    """Return whether a graph can contain every call of ``operator`` whose tensor arguments are all on the device."""
     return (
         operator.work == "computation"
         and not operator.is_dynamic
@@ -68,7 +68,7 @@ def is_held_on_device(operator: Operator) -> bool:
 
 
 def forbidden(call: OperatorCall, host: HostMemory) -> ViolationKind | None:
-    """Why a graph cannot hold ``call``; None: it can."""
+    """Return why a graph cannot contain ``call``, or None if it can."""
     operator = call.operator
     if call.is_host_work:
         return None
@@ -92,7 +92,7 @@ def _reads_value(call: OperatorCall, host: HostMemory) -> bool:
 
 
 def _has_data_dependent_shape(call: OperatorCall, host: HostMemory) -> bool:
-    """Only masks make an index data-dependent; ``x[mask] = number`` is a fill."""
+    """Return whether the shape depends on data. An index does only if it is a mask; ``x[mask] = number`` is a fill."""
     name = call.operator.name
     if name in _INDEX_PUTS:
         return _has_mask(call, host) and not _is_masked_fill(call, host)
@@ -104,7 +104,7 @@ def _has_data_dependent_shape(call: OperatorCall, host: HostMemory) -> bool:
 
 
 def _copies_from_host(call: OperatorCall, host: HostMemory) -> bool:
-    """A number on the host becomes an argument of the kernel, except where torch first brings it to the device."""
+    """Return whether torch copies a host tensor to the device. Host scalars usually become kernel arguments instead."""
     name = call.operator.name
     if name == "aten.copy_":
         return True
@@ -118,7 +118,7 @@ def _has_mask(call: OperatorCall, host: HostMemory) -> bool:
 
 
 def _is_masked_fill(call: OperatorCall, host: HostMemory) -> bool:
-    """One mask, of the device, and one number, of the host, that is not accumulated."""
+    """Return whether the call sets one mask on the device to one number on the host, without accumulation."""
     value = call.args[2]
     accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
     indices = tuple(tensors_among(call.args[1]))

@@ -1,10 +1,10 @@
-"""The recorder for machines without a GPU: it freezes what ``torch.cuda.CUDAGraph`` freezes, and names what it forbids.
+"""A recorder for machines without a GPU: it freezes what ``torch.cuda.CUDAGraph`` freezes and reports what it forbids.
 
-On the CPU every tensor lies in one memory, so which of them a GPU would hold follows from how they were made; see
-:mod:`attncheck.harness.checks.cudagraph.emulation.host_memory`. Not recorded is work that torch does not see: a C
-extension called directly, a Triton kernel launched outside of a custom operator, other threads. The Python code of a
-custom operator runs at every replay; memory that it gets at by itself, rather than as an argument, is not known to be
-used, and the same holds for FlexAttention's modifiers.
+On the CPU all tensors share one memory, so how a tensor was created determines whether a GPU would hold it; see
+:mod:`attncheck.harness.checks.cudagraph.emulation.host_memory`. Not recorded: work that torch does not see, such as a
+C extension called directly, a Triton kernel launched outside a custom operator, or other threads. The Python code of a
+custom operator runs at every replay. Memory that such an operator, or a FlexAttention modifier, accesses by itself and
+not through an argument is not tracked.
 """
 
 from collections.abc import Callable
@@ -19,38 +19,38 @@ from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, R
 
 
 class EmulatedRecording:
-    """The operators of one ``forward``, and the memory they use."""
+    """The recorded operators of one ``forward``, and the memory they use."""
 
     def __init__(self, tape: Tape, host_reads: tuple[str, ...], *, hands_out_memory: bool) -> None:
         self._tape, self._host_reads, self._hands_out_memory = tape, host_reads, hands_out_memory
 
     def replay(self) -> None:
-        """Every operator once more, with the arguments it had, in the memory it had."""
+        """Repeat each operator with its recorded arguments in its recorded memory."""
         self._tape.replay()
 
     def launch(self) -> None:
-        """As :meth:`replay`: a host waits for itself."""
+        """Do the same as :meth:`replay`, because a CPU has no separate device to wait for."""
         self._tape.replay()
 
     def reads(self, tensor: Tensor) -> bool:
-        """Whether the memory of ``tensor`` existed before the recording, and an operator was given it."""
+        """Return whether the memory of ``tensor`` existed before the recording and is an argument of an operator."""
         return self._tape.uses_outside(tensor)
 
     def host_reads(self) -> tuple[str, ...]:
-        """Calls and lines, in order, each once."""
+        """Return the reads of host memory with their lines, in order, without duplicates."""
         return self._host_reads
 
     def hands_out_memory(self) -> bool:
-        """Outside of custom operators, which are computed again as a whole."""
+        """Return whether addresses were given away outside custom operators, which are recomputed as a whole."""
         return self._hands_out_memory
 
     def released(self) -> tuple[Released, ...]:
-        """Memory from before the recording that nobody but it holds any more, and what a resize moved away."""
+        """Return memory from before the recording that only recordings keep alive, or that a resize has moved."""
         return tuple(self._tape.released())
 
 
 class EmulatedRecorder:
-    """Records on the CPU. One recorder accompanies one backend: what it knows of host memory, it saw being made."""
+    """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation."""
 
     name: RecorderName = "emulated"
 
@@ -58,19 +58,19 @@ class EmulatedRecorder:
         self._watch = Watch()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Keeps account of what lies on the host."""
+        """Return a context that tracks which memory is on the host."""
         return self._watch.active()
 
     def mark_host(self, *tensors: Tensor) -> None:
-        """These tensors, and whatever shares their memory, lie on the host."""
+        """Mark these tensors, and all that share their memory, as being on the host."""
         for tensor in tensors:
             self._watch.host.mark(tensor)
 
     def record(self, prepare: Callable[[], Forward]) -> EmulatedRecording:
-        """A warm-up run, then ``forward`` once more, recorded.
+        """Run once to warm up, then run ``forward`` again and record it.
 
-        :class:`CaptureError` tells everything that was seen in one run. :class:`UnseenError`: ``forward`` runs alone,
-        but not while torch's modes watch it, or it raised only in the run that was recorded.
+        Raise :class:`CaptureError` with all violations of the run. Raise :class:`UnseenError` if ``forward`` runs alone
+        but fails under torch's modes, or if it raises only in the recorded run.
         """
         self._warm_up(prepare)
         with self._watch.active():
@@ -92,13 +92,13 @@ class EmulatedRecorder:
             with self._watch.active():
                 prepare()()
         except Exception as error:
-            # Whose fault it is shows without the modes: what raises there as well is the backend's own.
+            # Run without the modes; if this raises as well, the exception is the backend's own.
             prepare()()
             raise UnseenError(f"it does not run while torch's modes watch it: {_in_words(error)}") from error
 
 
 def _run(forward: Forward) -> None:
-    """The outermost frame of what is recorded."""
+    """Call ``forward``. Its frame marks the boundary between the backend's code and ours."""
     forward()
 
 

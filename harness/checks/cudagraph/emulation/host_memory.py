@@ -1,7 +1,7 @@
-"""Which memory lies on the host, on a machine where every tensor does: an account by storage.
+"""Track which storages would be on the host, on a machine where all tensors are.
 
-On a machine without a GPU the device of a tensor says nothing; what a GPU would hold, and what the host, follows from
-how each tensor was made. Memory the account does not know counts as the device's.
+Without a GPU a tensor's device is no evidence, so how the tensor was created decides. Untracked memory counts as device
+memory.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Memory = Literal["host", "device"]
 
 _FIRST_SWEEP = 1024
-"""Entries after which those of freed memory are dropped for the first time."""
+"""Number of entries at which those of freed memory are first removed."""
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tensors of one memory share, as long as one of them, or a weak reference, lives; 0 for those without.
+    """Return a number that identifies the storage of ``tensor``, or 0 if it has no storage.
 
-    Wrappers that torch.func puts around tensors, and sparse tensors, have no storage of their own.
+    The number is unique while a tensor of the storage, or a weak reference to it, is alive. Wrappers of torch.func and
+    sparse tensors have no storage.
     """
     try:
         address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
@@ -30,14 +31,14 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class HostMemory:
-    """The storages that lie on the host. Weak references are held, so that no address is confused after a free."""
+    """The storages on the host. Weak references to them prevent the reuse of their keys after a free."""
 
     def __init__(self) -> None:
         self._marked: dict[int, StorageWeakRef] = {}
         self._sweep_at = _FIRST_SWEEP
 
     def mark(self, tensor: Tensor) -> None:
-        """The memory of ``tensor`` lies on the host."""
+        """Record that the memory of ``tensor`` is on the host."""
         key = storage_key(tensor)
         if key == 0 or key in self._marked:
             return
@@ -47,33 +48,33 @@ class HostMemory:
             self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._marked))
 
     def unmark(self, tensor: Tensor) -> None:
-        """The memory of ``tensor`` lies on the device after all."""
+        """Record that the memory of ``tensor`` is on the device."""
         self._marked.pop(storage_key(tensor), None)
 
     def place(self, memory: Memory, tensors: Iterable[Tensor | None]) -> None:
-        """The memory of ``tensors``, where they are not None, lies there."""
+        """Record that the memory of those ``tensors`` that are not None is in ``memory``."""
         for tensor in tensors:
             if tensor is not None:
                 (self.mark if memory == "host" else self.unmark)(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the memory of ``tensor`` lies on the host."""
+        """Return whether the memory of ``tensor`` is on the host."""
         return storage_key(tensor) in self._marked
 
     def holds_key(self, key: int) -> bool:
-        """Whether the memory with this :func:`storage_key` lies on the host."""
+        """Return whether the storage with this :func:`storage_key` is on the host."""
         return key in self._marked
 
     def memory_of(self, tensors: Iterable[Tensor]) -> Memory:
-        """Where ``tensors`` lie: on the device as soon as one of them does."""
+        """Return "device" if at least one of ``tensors`` is on the device, else "host"."""
         return "host" if all(map(self.holds, tensors)) else "device"
 
     def held(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """Those whose memory lies on the host."""
+        """Return those tensors whose memory is on the host."""
         return tuple([tensor for tensor in tensors if storage_key(tensor) in self._marked])
 
     def snapshot(self, value: object) -> object:
-        """Arguments of an operator as they are now: memory of the device by aliases, memory of the host copied."""
+        """Return an operator's arguments in their current state: aliases of device memory, copies of host memory."""
         if isinstance(value, Tensor):
             if not self.holds(value):
                 return value.detach()

@@ -1,4 +1,4 @@
-"""Torch modes that pass every call of torch to a watch, with compiled functions run as they were written."""
+"""Torch modes that forward every call to a watch, and a context that disables compilation."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
 
 
 class FunctionMode(TorchFunctionMode):
-    """Passes Python functions of torch to ``call``, but for those that look neither at contents nor at the device."""
+    """Forward torch's Python functions to ``call``, except those that read neither contents nor the device."""
 
     def __init__(self, call: Callable[[TorchFunction, Args, Kwargs], object]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 class OperatorMode(TorchDispatchMode):
-    """Passes operators to ``call``, composite ones in their parts; ``facts_of`` says which are composite."""
+    """Forward operators to ``call``, with composite ones decomposed. ``facts_of`` returns whether one is composite."""
 
     supports_higher_order_operators = True
 
@@ -44,7 +44,7 @@ class OperatorMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import the compiler with the first operator, and pass through it with each."""
+        """Return False. Otherwise torch would import the compiler at the first operator and enter it at each."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -55,7 +55,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def call_past_operator_mode(func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-    """Return the result of ``func``, whose operators the innermost mode does not see if it is an OperatorMode."""
+    """Return the result of ``func`` with its operators hidden from the innermost dispatch mode, if an OperatorMode."""
     mode = _pop_torch_dispatch_stack(None) if _len_torch_dispatch_stack() else None
     if not isinstance(mode, OperatorMode):
         if mode is not None:
@@ -69,9 +69,9 @@ def call_past_operator_mode(func: TorchFunction, args: Args, kwargs: Kwargs) -> 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled functions as they were written: the compiler fails under modes, and remembers it.
+    """Run compiled functions in eager mode, because the compiler fails under modes and caches the failure.
 
-    It takes seconds to import, so it is left alone until something that calls it is imported.
+    The compiler takes seconds to import, so this does nothing until a module that uses it is imported.
     """
     if not sys.modules.keys().isdisjoint(_COMPILERS):
         with torch.compiler.set_stance("force_eager"):

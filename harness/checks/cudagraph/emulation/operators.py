@@ -1,4 +1,4 @@
-"""What the emulation must know of an operator, read from its schema, its tags and its kernels."""
+"""Facts about an operator that the emulation needs, read from its schema, its tags and its kernels."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 AnyOperator = OpOverload | HigherOrderOperator
 
 OperatorWork = Literal["view", "allocation", "constant", "read", "custom", "computation"]
-"""view: moves no data. allocation: memory with undefined contents. constant: what it writes depends on no tensor's
-contents. read: its result is a Python value. custom: not torch's own. computation: everything else."""
+"""view: moves no data. allocation: memory with undefined contents. constant: writes values that depend on no tensor's
+contents. read: returns a Python value. custom: not part of torch. computation: everything else."""
 
 _TORCHS_OWN = frozenset({"aten", "prim", "prims"})
 _ALLOCATIONS = frozenset(
@@ -22,7 +22,7 @@ _ALLOCATIONS = frozenset(
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
 _READS = frozenset({"aten::equal", "aten::allclose", "aten::is_nonzero"})
-"""Beside those that torch tags."""
+"""Reads that torch does not tag."""
 
 _PREFERRED = (
     DispatchKey.CPU,
@@ -31,38 +31,38 @@ _PREFERRED = (
     DispatchKey.AutogradCPU,
     DispatchKey.Autograd,
 )
-"""Whose kernels a call on the CPU meets before a composite one."""
+"""Dispatch keys whose kernels take precedence over a composite one in a call on the CPU."""
 
 
 WITHOUT_TENSORS = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device})
-"""Types of most arguments that are no tensors and hold none."""
+"""Common types of arguments that contain no tensor."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One overload; ``name`` is without the overload's own."""
+    """One operator overload. ``name``: without the overload's suffix."""
 
     name: str
     work: OperatorWork
     written: frozenset[int | str]
-    """Positions and names of the arguments it writes."""
+    """Positions and names of the arguments that it writes."""
     is_dynamic: bool
-    """Tagged by torch: the shape of its result depends on contents."""
+    """Tagged by torch: the shape of the result depends on contents."""
     follows: bool
-    """A ``*_like`` or ``new_*``: its result is shaped after a tensor whose contents do not matter."""
+    """A ``*_like`` or ``new_*``: its result is shaped after a tensor argument whose contents do not matter."""
     is_composite: bool = False
-    """It is defined by other operators. Below autograd (in inference mode, inside an operator) it comes whole: then
-    ``.to`` or ``.contiguous`` would pass for a view even where it copies."""
+    """Defined by other operators. Below autograd (in inference mode, or inside an operator) it arrives undecomposed,
+    and ``.to`` or ``.contiguous`` would then look like a view even if they copy."""
     is_plain_view: bool = False
-    """A view of its only tensor, which it does not change."""
+    """A view of its only tensor argument, which it does not change."""
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether it makes no memory of the host as long as it is given one tensor of the device."""
+        """Whether it creates no host memory if its tensor argument is on the device."""
         return self.work in {"computation", "read"} and not self.follows
 
     def written_tensors(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[Tensor]:
-        """Those of the arguments that it writes."""
+        """Yield the tensor arguments that it writes."""
         for place in self.written:
             if isinstance(place, str):
                 yield from tensors_among(kwargs.get(place))
@@ -71,7 +71,7 @@ class Operator:
 
 
 def describe(func: AnyOperator) -> Operator:
-    """What ``func`` is. Of torch's higher-order operators only FlexAttention is one piece of work for a device."""
+    """Return the facts about ``func``. Raise NotImplementedError for higher-order operators except FlexAttention."""
     if isinstance(func, HigherOrderOperator):
         name = func.name()
         if name != "flex_attention":
@@ -100,25 +100,26 @@ def describe(func: AnyOperator) -> Operator:
 
 
 def passes_unseen(func: OpOverload) -> bool:
-    """Whether dispatch modes see no call of ``func`` on the CPU, nor, as a rule, what it does.
+    """Return whether dispatch modes do not see calls of ``func`` on the CPU, nor usually the operators inside.
 
-    So it is with C++ functions that a library registers without a dispatch key, ``m.def(schema, fn)``: to torch they
-    are composite, and run before any mode is asked. Those of torch itself call operators that modes do see, and so does
-    a composite operator written in Python.
+    This applies to C++ functions that a library registers without a dispatch key, ``m.def(schema, fn)``. torch treats
+    them as composite and runs them before any mode. torch's own composites, and those written in Python, call operators
+    that modes do see.
     """
     key = DispatchKey.CompositeImplicitAutograd
     if func.namespace in _TORCHS_OWN or not func.has_kernel_for_dispatch_key(key):
         return False
-    # torch.library notes what is registered from Python; without a key it notes none.
+    # torch.library records registrations from Python, under an empty key if none was given.
     noted = (f"{func._name.replace('::', '/', 1)}/{name}" for name in (key.name, ""))
     is_python = key in func.py_kernels or not torch.library._impls.isdisjoint(noted)
     return not is_python and not any(map(func.has_kernel_for_dispatch_key, _PREFERRED))
 
 
 def unseen_overload(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> OpOverload | None:
-    """What a Python function stands for, if it is an operator that passes unseen, and is given a tensor.
+    """Return the operator behind a Python function if modes do not see it and it is given a tensor, else None.
 
-    Without one it is the host's business, such as what the CPU can do or a handle's release: no graph repeats it.
+    Without a tensor argument it is host work that no graph repeats, such as a query of the CPU or the release of a
+    handle.
     """
     if not isinstance(func, OpOverload | OpOverloadPacket) or not tensors_among((args, kwargs)):
         return None
@@ -151,7 +152,7 @@ def _takes_tensors(argument: torch.Argument) -> bool:
 
 
 def tensors_among(*values: object) -> tuple[Tensor, ...]:
-    """The tensors of arguments or of a result, in order: operators nest them in lists, tuples and dicts only."""
+    """Return the tensors among arguments or results, in order. They are nested in lists, tuples and dicts only."""
     found: list[Tensor] = []
     _collect(values, found)
     return tuple(found)
@@ -159,7 +160,7 @@ def tensors_among(*values: object) -> tuple[Tensor, ...]:
 
 def _collect(values: Iterable[object], found: list[Tensor]) -> None:
     for value in values:
-        if type(value) in WITHOUT_TENSORS:  # faster than isinstance, which asks the metaclass of Tensor
+        if type(value) in WITHOUT_TENSORS:  # faster than isinstance, which calls Tensor's metaclass
             continue
         if isinstance(value, Tensor):
             found.append(value)

@@ -1,7 +1,7 @@
 """Recorded operators, and their replay in the memory they were recorded with.
 
-What a captured graph freezes is frozen here: addresses, shapes and strides (by aliases made at the call), Python
-numbers, and whatever lay on the host.
+The tape freezes what a captured graph freezes: addresses, shapes and strides (by aliases made at the call), Python
+numbers, and host memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +18,11 @@ from attncheck.harness.checks.cudagraph.emulation.operators import WITHOUT_TENSO
 from attncheck.harness.checks.cudagraph.recorder import Released, count_uses
 
 Fresh = tuple[Tensor | None, ...]
-"""What an operator returned; None where it returned memory it was given."""
+"""Tensors that an operator returned, with None for those that share memory with an argument."""
 
 
 class TapedOperator(NamedTuple):
-    """One operator with its arguments. What it returns is copied to ``outputs``, where they are not None."""
+    """One operator with its arguments. A replay copies its results to those ``outputs`` that are not None."""
 
     func: Callable[..., object]
     args: tuple[object, ...]
@@ -32,14 +32,14 @@ class TapedOperator(NamedTuple):
 
 @dataclass(frozen=True)
 class ExternalMemory:
-    """Memory that existed before the recording. ``alias`` is one of the tape's references to it."""
+    """Memory that existed before the recording. ``alias``: one of the tape's references to it."""
 
     alias: Tensor
     user: str
     place: CallSite
 
     def released(self) -> Released:
-        """As the recording tells of it."""
+        """Return the memory as a ``Released`` value."""
         memory = self.alias.untyped_storage()
         first_used = self.user + (f" at {self.place}" if str(self.place) else "")
         return Released(memory.data_ptr(), memory.data_ptr() + memory.nbytes(), first_used)
@@ -47,7 +47,7 @@ class ExternalMemory:
 
 @dataclass(frozen=True)
 class TapeMark:
-    """A tape's state, to go back to."""
+    """The state of a tape, for :meth:`Tape.go_back_to`."""
 
     num_steps: int
     made: dict[int, Tensor]
@@ -56,9 +56,10 @@ class TapeMark:
 
 
 class Tape:
-    """Steps in their order, and the memory they use.
+    """Operators in order, and the memory they use.
 
-    ``find_place`` says which line of a backend is running. ``tapes``: all that may hold the same memory, this one too.
+    ``find_place``: returns the line of the backend that is running. ``tapes``: all tapes that may hold the same memory,
+    including this one.
     """
 
     def __init__(self, find_place: Callable[[], CallSite], tapes: "WeakSet[Tape]") -> None:
@@ -74,9 +75,9 @@ class Tape:
     def freeze(
         self, user: str, args: tuple[object, ...], kwargs: dict[str, object], host: HostMemory
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Arguments as the operator ``user`` gets them at every replay: tensors as they are now, by their memory.
+        """Return the arguments that operator ``user`` gets at each replay.
 
-        What lies on the host is copied: its contents are frozen as well.
+        They contain aliases of device tensors, and copies of host tensors, which freeze their contents.
         """
 
         def frozen(value: object) -> object:
@@ -93,7 +94,10 @@ class Tape:
     def freeze_on_device(
         self, user: str, args: tuple[object, ...], host: HostMemory
     ) -> tuple[tuple[object, ...], list[int]] | None:
-        """As :meth:`freeze`, and the keys of the tensors; None unless all are of the device and in no list."""
+        """Return the frozen arguments, as :meth:`freeze` does, and the keys of their tensors.
+
+        Return None if there is no tensor, or if a tensor is on the host or inside a container.
+        """
         keys: list[int] = []
         for value in args:
             if type(value) is Tensor:
@@ -115,13 +119,13 @@ class Tape:
         return alias
 
     def add(self, func: AnyOperator, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
-        """Compute ``func`` of frozen arguments again at every replay."""
+        """Append a call of ``func`` on frozen arguments, which each replay repeats."""
         outputs = [None if tensor is None else self.keep(tensor) for tensor in fresh]
         is_new = any(output is not None for output in outputs)
         self._steps.append(TapedOperator(func, args, kwargs, tuple(outputs) if is_new else ()))
 
     def add_new(self, fresh: Fresh, *, is_constant: bool) -> None:
-        """Memory allocated by the recording; a constant is written again at every replay, as it is now."""
+        """Add memory that the recording allocated. Each replay writes a constant again, with its present value."""
         for tensor in fresh:
             if tensor is not None:
                 kept = self.keep(tensor)
@@ -129,30 +133,30 @@ class Tape:
                     self._steps.append(TapedOperator(Tensor.copy_, (kept, kept.clone()), {}, ()))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """An alias of memory that the recording allocated, which lives as long as the tape."""
+        """Return an alias of memory that the recording allocated, and keep it alive as long as the tape."""
         alias = tensor.detach()
         self._made.setdefault(storage_key(alias), alias)
         return alias
 
     def close(self) -> None:
-        """The recording is over: from now on memory stays where it is, also what an operator of it has resized."""
+        """End the recording. A later change of an address counts as a release; earlier resizes do not."""
         self._addresses = {key: _address(outside.alias) for key, outside in self._outside.items()}
 
     def mark(self) -> TapeMark:
-        """The state to go back to."""
+        """Return the present state, for :meth:`go_back_to`."""
         return TapeMark(len(self._steps), dict(self._made), dict(self._outside), dict(self._references))
 
     def has_grown_since(self, mark: TapeMark) -> bool:
-        """Whether anything was taped since."""
+        """Return whether a step was added after ``mark``."""
         return len(self._steps) > mark.num_steps
 
     def go_back_to(self, mark: TapeMark) -> None:
-        """Forget what was taped since."""
+        """Discard everything added after ``mark``."""
         del self._steps[mark.num_steps :]
         self._made, self._outside, self._references = dict(mark.made), dict(mark.outside), dict(mark.references)
 
     def replay(self) -> None:
-        """Every step once more."""
+        """Repeat each step."""
         inference = any(alias.is_inference() for alias in self._made.values())
         with torch.no_grad(), torch.inference_mode(inference):
             for func, args, kwargs, outputs in self._steps:
@@ -163,11 +167,11 @@ class Tape:
                             output.copy_(new)
 
     def uses_outside(self, tensor: Tensor) -> bool:
-        """Whether the memory of ``tensor`` existed before the recording, and the tape uses it."""
+        """Return whether the memory of ``tensor`` existed before the recording and is used by the tape."""
         return storage_key(tensor) in self._outside
 
     def released(self) -> Iterator[Released]:
-        """Memory from before the recording that only tapes still hold, or that was moved by a resize."""
+        """Yield memory from before the recording that only tapes keep alive or that a resize has moved."""
         nobody = count_uses(torch.empty(1)) - 1
         for key, outside in self._outside.items():
             moved = _address(outside.alias) != self._addresses[key]
@@ -176,11 +180,11 @@ class Tape:
 
 
 def fresh_among(result: object, known: Iterable[int]) -> Fresh:
-    """What an operator returned that is given memory of none of the ``known`` storage keys."""
+    """Return an operator's result tensors, with None for those whose storage key is among ``known``."""
     known = set(known)
     return tuple([None if storage_key(tensor) in known else tensor for tensor in tensors_among(result)])
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the whole memory, not of its first element."""
+    """Return the address of the storage, not of the first element."""
     return tensor.untyped_storage().data_ptr()

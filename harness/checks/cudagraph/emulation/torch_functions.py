@@ -1,4 +1,4 @@
-"""What torch's Python functions say of host and device, which no operator can: destinations, constructors, names."""
+"""What torch's Python functions reveal about host and device beyond their operators: destinations and constructors."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,30 +21,30 @@ from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory,
 from attncheck.harness.checks.cudagraph.emulation.operators import tensors_among
 
 TorchFunction = Callable[..., object]
-"""As a TorchFunctionMode gets it."""
+"""A function as passed to a TorchFunctionMode."""
 
 EXPORTS: frozenset[TorchFunction] = frozenset((Tensor.numpy, Tensor.__array__))
-"""What a tensor of a GPU refuses. Inside a custom operator it is how a kernel of the CPU gets at its memory."""
+"""Functions that a GPU tensor refuses. Inside a custom operator, a CPU kernel accesses memory through them."""
 
 READERS: frozenset[TorchFunction] = EXPORTS | {Tensor.tolist, Tensor.__repr__, Tensor.__str__, Tensor.__format__}
-"""Read contents without an operator that says so."""
+"""Functions that read contents without an operator that shows it."""
 
 ADDRESSES: frozenset[TorchFunction] = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__})
-"""What hands memory to code that torch does not see."""
+"""Functions that give memory to code that torch does not see."""
 
 COPIES: frozenset[TorchFunction] = frozenset(
     {Tensor.to, Tensor.type_as, Tensor.cpu, torch.as_tensor, torch.asarray, torch.tensor}
 )
-"""Bring a tensor to another device; on one device some of them return what they were given."""
+"""Functions that copy a tensor to another device. Some return their argument if it is on that device already."""
 
 MAKERS: frozenset[TorchFunction] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-"""Make a tensor of what they are given; tensors within lists are read one by one."""
+"""Functions that create a tensor from their argument. Tensors within lists are read one by one."""
 
 FACTS: frozenset[TorchFunction] = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "is_cuda", "requires_grad")
 ) | {Tensor.__len__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.storage_offset}
-"""Tell what is known without a look at the contents or the device, and call no operator."""
+"""Functions that return metadata, read neither contents nor the device, and call no operator."""
 
 _BUILT_IN = frozenset({BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType})
 """Types of functions that run no Python code."""
@@ -54,10 +54,10 @@ _VIEWS: frozenset[TorchFunction] = frozenset(
     for name in ("detach", "transpose", "permute", "unsqueeze", "squeeze", "select", "narrow", "unbind")
     for owner in (Tensor, torch)
 ) | {Tensor.view, Tensor.expand, Tensor.t}
-"""Return views."""
+"""Functions that return views."""
 
 _NUMBERS = frozenset({int, NoneType, EllipsisType, torch.dtype})
-"""Types of what a view is made of, beside slices; a bool or a list makes an index that copies."""
+"""Types of view arguments other than slices. A bool or a list makes an index that copies instead."""
 
 _MOVES: frozenset[TorchFunction] = frozenset({Tensor.to, Tensor.type_as})
 
@@ -80,12 +80,12 @@ _WORDS: dict[str, str] = {
 
 @cache
 def constructors() -> frozenset[TorchFunction]:
-    """Functions that make a tensor from no tensor, on the host unless ``device`` says otherwise."""
+    """Return functions that create a tensor from no tensor, on the host unless ``device`` is given."""
     return frozenset(_device_constructors())
 
 
 def is_plain(function: TorchFunction, kwargs: dict[str, object]) -> bool:
-    """Whether the operators of a call say all that it does with memory."""
+    """Return whether the operators of a call reveal all that it does with memory."""
     return (
         "device" not in kwargs
         and function not in _functions_of_memory()
@@ -95,12 +95,11 @@ def is_plain(function: TorchFunction, kwargs: dict[str, object]) -> bool:
 
 @cache
 def _functions_of_memory() -> frozenset[TorchFunction]:
-    """Functions that read, copy, make or export tensors, or look at where they lie."""
     return READERS | ADDRESSES | COPIES | MAKERS | constructors() | {Tensor.new_tensor, _DEVICE_OF}
 
 
 def is_view(function: TorchFunction, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether the call returns a view, whose memory is known, and has no number to read from a tensor."""
+    """Return whether the call returns a view without reading a number from a tensor."""
     is_index = function is Tensor.__getitem__
     if kwargs or not (is_index or function in _VIEWS):
         return False
@@ -115,7 +114,7 @@ def _is_number(part: object) -> bool:
 
 
 def stays_on_device(function: TorchFunction, args: tuple[object, ...], host: HostMemory) -> bool:
-    """Whether a plain call makes no memory of the host: a view, or one C++ function of a tensor of the device."""
+    """Return whether a plain call creates no host memory: a view, or one C++ function of a tensor on the device."""
     if type(function) not in _BUILT_IN or not args or type(args[0]) is not Tensor:
         return False
     key = storage_key(args[0])
@@ -123,12 +122,12 @@ def stays_on_device(function: TorchFunction, args: tuple[object, ...], host: Hos
 
 
 def asks_device(function: TorchFunction) -> bool:
-    """Whether this reads ``tensor.device``."""
+    """Return whether the function reads ``tensor.device``."""
     return function == _DEVICE_OF
 
 
 def words(function: TorchFunction | None, operator_name: str) -> str:
-    """The call as its author wrote it, as far as that is known: ``.item()``, ``torch.nonzero()``, ``x[...]``."""
+    """Return the call as its author wrote it, if known: ``.item()``, ``torch.nonzero()``, ``x[...]``."""
     name = str(getattr(function, "__name__", ""))
     if function is None or not name:
         return operator_name
@@ -144,10 +143,11 @@ def words(function: TorchFunction | None, operator_name: str) -> str:
 def destination(
     function: TorchFunction, args: tuple[object, ...], kwargs: dict[str, object], host_device: torch.device
 ) -> Memory | Tensor | None:
-    """Where a call puts its result: named (host, device), beside another tensor, or None where it does not say.
+    """Return where a call puts its result: "host", "device", or a tensor beside which it goes. None if not specified.
 
-    ``host_device`` is the device object that host tensors were seen to have. The literal ``"cpu"`` means the host too:
-    literals are interned, which strings that torch makes of a device (``device.type``) are not.
+    ``host_device``: the device object that host tensors report. The literal ``"cpu"`` also means the host. It is
+    compared by identity, because literals are interned but the strings that torch makes of a device (``device.type``)
+    are not.
     """
     if function is Tensor.cpu:
         return "host"
@@ -169,7 +169,7 @@ def place_of_new(
     host_device: torch.device,
     host: HostMemory,
 ) -> Memory | None:
-    """Where a new tensor lies, as far as the function says."""
+    """Return where the call puts a new tensor, or None if the function does not determine it."""
     named = destination(function, args, kwargs, host_device)
     if isinstance(named, str):
         return named

@@ -1,7 +1,7 @@
-"""Watches what code does with tensors: an account of host memory, and, while a graph is recorded, its tape.
+"""Watch what code does with tensors: track host memory and, while a graph is recorded, write a tape.
 
-Two torch modes pass their calls here. One sees operators; the other sees Python functions, which say what operators
-cannot: a read without an operator, and where a result is meant to lie.
+Two torch modes forward their calls here. One sees operators. The other sees Python functions, which reveal what
+operators do not: reads without an operator, and the intended device of a result.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Watch:
-    """One account, kept while :meth:`active`; :meth:`recording` adds a tape and collects violations."""
+    """Tracks host memory while :meth:`active`. :meth:`recording` also writes a tape and collects violations."""
 
     def __init__(self) -> None:
         self.host = HostMemory()
@@ -78,7 +78,7 @@ class Watch:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Keep the account; within another ``active`` nothing changes."""
+        """Track host memory. Nested calls have no effect."""
         if self._is_active:
             yield
             return
@@ -96,7 +96,7 @@ class Watch:
 
     @contextmanager
     def recording(self, boundary: CodeType) -> Iterator[tuple[Tape, CaptureReport]]:
-        """Keep the account, tape, and report on what is done within the frame that runs ``boundary``."""
+        """Track host memory, write a tape, and report violations of code within the frame that runs ``boundary``."""
         self._report = report = CaptureReport(boundary)
         self.hands_out_memory = False
         self._tape = Tape(lambda: find_call_site(boundary), self._tapes)
@@ -117,7 +117,7 @@ class Watch:
     # Functions.
 
     def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        """One call of a torch function, with what it says about memory."""
+        """Run a call of a torch function and record its effect on memory."""
         is_operators_alone = is_plain(func, kwargs)
         if is_operators_alone and (
             stays_on_device(func, args, self.host)
@@ -182,7 +182,7 @@ class Watch:
     # Operators.
 
     def operator(self, func: AnyOperator, args: Args, kwargs: Kwargs) -> object:
-        """One call of an operator: judged, run, taped, and its result placed in the account."""
+        """Check, run and tape one operator call, and record where its result is."""
         operator = self.facts_of(func)
         is_custom = operator.work == "custom" and isinstance(func, OpOverload)
         if self._depth and not is_custom:
@@ -226,7 +226,7 @@ class Watch:
         return result
 
     def _is_of_no_account(self, operator: Operator, args: Args) -> bool:
-        """Whether a call makes no memory of the host, holds nothing that a graph cannot, and is not taped."""
+        """Return whether a call creates no host memory, cannot violate a rule, and is not taped."""
         return operator.is_plain_view or (
             self._tape is None
             and operator.stays_on_device
@@ -236,7 +236,7 @@ class Watch:
         )
 
     def facts_of(self, func: AnyOperator) -> Operator:
-        """What is known of an operator."""
+        """Return the facts about an operator, which are computed once."""
         return self._operators.get(func) or self._operators.setdefault(func, describe(func))
 
     def _place_of_result(self, call: OperatorCall) -> Memory:
@@ -245,7 +245,7 @@ class Watch:
         return "host" if call.given and call.is_host_work else "device"
 
     def _place_lifted(self, made: Tensor) -> None:
-        """A tensor made from Python data. Within an operator, what numpy made stands for what its kernel wrote."""
+        """Record where a tensor made from Python data is; inside a custom operator it counts as a kernel's output."""
         if self._placed == "device":
             self._note("host copy", words(self._function, "aten.lift_fresh"))
         elif self._function is not None or self._depth == 0:
@@ -254,10 +254,10 @@ class Watch:
     # Custom operators.
 
     def _custom(self, func: OpOverload, call: OperatorCall, memory: Memory, tape: Tape | None) -> object:
-        """A custom operator: taped as what it is made of, since whatever Python decides in between is frozen.
+        """Run a custom operator, and tape the operators inside it, because decisions of its Python code are frozen.
 
-        Where part of it is hidden (a kernel that is handed addresses, C++ code), it is one step, computed as a whole,
-        whatever its schema says that it writes.
+        Its work may be partly hidden, in a kernel that receives addresses or in C++ code. Then tape the operator as one
+        step that is recomputed as a whole, whatever its schema declares as written.
         """
         mark = None if tape is None else tape.mark()
         host_reads = {} if self._report is None else self._report.host_reads
@@ -275,9 +275,9 @@ class Watch:
         return result
 
     def _run_inside(self, func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[object, bool]:
-        """The operator's own implementation, watched: what it reads on the host, no capture would allow either.
+        """Run the operator's own implementation under watch; return its result, and whether part of its work is hidden.
 
-        Its result, and whether part of its work is hidden.
+        A capture would not allow it to read on the host either.
         """
         kernel = torch.library.get_kernel(func, "CPU")
         outer = self._function, self._placed, self._is_opaque
@@ -292,7 +292,7 @@ class Watch:
             self._depth -= 1
 
     def _look_for_hidden_work(self) -> None:
-        """No Python code between a custom operator and this one, or only Triton's: more may be done there unseen."""
+        """Mark the enclosing custom operator as opaque if no Python code but Triton's called this operator."""
         if self._tape is not None and not self._is_opaque:
             place = find_call_site(Watch._run_inside.__code__)
             self._is_opaque = place.line is None or place.interpreted
