@@ -1,4 +1,4 @@
-"""``attncheck compare``: what became of one run in another. Reads, never re-computes; needs no torch."""
+"""``attncheck compare``: differences between two runs. Reads run files, recomputes nothing, and loads no torch."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -81,7 +81,11 @@ def compare(
 
 
 def _pairs(texts: list[str] | tuple[str, ...]) -> dict[str, str]:
-    """What ``--match`` says."""
+    """Return the pairs of backends that ``--match`` gives, as OLD to NEW.
+
+    Raises:
+        QuestionError: a text is not of the form OLD=NEW, or names a backend twice.
+    """
     found: dict[str, str] = {}
     for text in texts:
         one, equals, other = text.partition("=")

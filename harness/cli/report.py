@@ -1,4 +1,4 @@
-"""``attncheck report``: run files in a format for people or their tools. Reads, never re-computes; needs no torch."""
+"""``attncheck report``: renders run files in a format for people or tools. Recomputes nothing, and loads no torch."""
 
 from enum import StrEnum
 from pathlib import Path
