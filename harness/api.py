@@ -183,7 +183,8 @@ def examine(
             candidate's kernels are interpreted.
         cases: patterns on ``suite/id`` or on the id. Default: every case.
         checks: names of checks. Default: all that apply except ``timing``, which runs only if it is named.
-        device: ``cpu``, ``cuda`` or ``cuda:N``. None selects ``cuda`` if there is a GPU, else ``cpu``.
+        device: ``cpu``, ``cuda`` or ``cuda:N``. None selects the default device of the suites, else ``cuda`` if there
+            is a GPU, else ``cpu``.
         seed: seed of the inputs.
         stop_at_first: return after the first record that fails.
         timing: settings of the check ``timing``. Timing runs in one process, this one unless ``timeout`` is given. None
@@ -249,7 +250,6 @@ def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
-    """Return the backend that the candidate refers to, is, or is wrapped in."""
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):

@@ -60,7 +60,6 @@ def audit(
 def _examined(
     family: str, suites: list[str], settings: list[str], cases: list[str], checks: list[str], device: str | None
 ) -> Path:
-    """Examine all backends of the family, and return the path of the run file."""
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder
     from attncheck.harness.cli.run_options import RunOptions

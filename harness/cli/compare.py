@@ -14,7 +14,7 @@ from attncheck.reports.terminal.columns import Style
 _RENDERERS = {name: form.render_comparison for name, form in FORMATS.items() if form.render_comparison is not None}
 _ABOUT = [FORMATS[name].about_comparison for name in _RENDERERS]
 
-if TYPE_CHECKING:  # a type checker knows no enum whose members are computed
+if TYPE_CHECKING:  # type checkers do not support enums with computed members
     ComparisonFormat = str
 else:
     ComparisonFormat = StrEnum("ComparisonFormat", {name: name for name in _RENDERERS})

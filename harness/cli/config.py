@@ -126,7 +126,6 @@ def _from(folder: Path, name: str) -> str:
 
 
 def _wrong(path: Path, error: ValidationError) -> CaseFileError:
-    """Return the first error that pydantic found, as a CaseFileError."""
     first = error.errors(include_url=False, include_context=False)[0]
     key, *_ = first["loc"]
     known = list(Config.model_fields)

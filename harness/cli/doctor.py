@@ -109,7 +109,6 @@ def _installed(name: str) -> str | None:
 
 
 def _missing(backend: str) -> list[str]:
-    """Return the distributions that a built-in backend needs but that are not installed."""
     return [name for name in NEEDS.get(backend, ()) if _installed(name) is None]
 
 
@@ -148,7 +147,6 @@ def _cache(cache: "KernelCache") -> str:
 
 
 def _truths() -> str:
-    """Return the folder of stored truths and its size, or why no truths are stored."""
     from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder, truths_folder
     from attncheck.reports.analysis.phrases import plural
 
@@ -177,7 +175,6 @@ def _why_no_cuda() -> str:
 
 
 def _backend(name: str, devices: list[str]) -> None:
-    """Print on which devices a backend can run, and all reasons why it cannot on others."""
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
     from attncheck.harness.driver.foreign_code import StageError, declared_reasons
@@ -209,7 +206,6 @@ def _backend(name: str, devices: list[str]) -> None:
 
 @contextlib.contextmanager
 def _environment(needs: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables during the context."""
     before = {name: os.environ.get(name) for name in needs}
     os.environ.update(needs)
     try:

@@ -167,7 +167,6 @@ def as_json(matrix: KillMatrix) -> dict[str, Any]:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Return the rows as lines, indented by two spaces."""
     return indent(tabulate(rows, tablefmt="plain", disable_numparse=True), "  ")
 
 

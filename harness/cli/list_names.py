@@ -55,7 +55,6 @@ def list_names(
 
 
 def _print(rows: list[list[str]]) -> None:
-    """Print aligned columns; the last one is wrapped to the width of the terminal."""
     from tabulate import tabulate
 
     from attncheck.harness.cli.output import terminal_width

@@ -88,7 +88,6 @@ def _examined(group: ExaminedGroup, options: RunOptions, files: Path) -> list[Ex
 
 
 def _apart(options: RunOptions) -> str:
-    """Call :func:`_examine` in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_examine_silently, options).result()
 
@@ -112,7 +111,6 @@ def joined(runs: Iterable[Run]) -> Run | None:
 
 
 def _unique(pairs: Iterable[tuple[Hashable, T]]) -> tuple[T, ...]:
-    """Return the last value for each key."""
     return tuple(dict(pairs).values())
 
 

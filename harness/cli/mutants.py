@@ -113,7 +113,6 @@ def choose_mutants(
 
 
 def _examined(chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | None, output: Path | None) -> "KillMatrix":
-    """Examine the mutants, write their run file, and return the matrix."""
     from attncheck.harness.cli.mutant_groups import examine_groups, groups_of, joined
     from attncheck.harness.workers.warming import most_processes
     from attncheck.reports.run_file.store import RunWriter

@@ -11,7 +11,7 @@ from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, termi
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.terminal.columns import Style
 
-if TYPE_CHECKING:  # a type checker knows no enum whose members are computed
+if TYPE_CHECKING:  # type checkers do not support enums with computed members
     RunFormat = str
 else:
     RunFormat = StrEnum("RunFormat", {name: name for name in FORMATS})

@@ -214,7 +214,6 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
 
 
 def _print_durations(records: "Sequence[Record]", count: int | None) -> None:
-    """Print the ``count`` slowest checks of cases, slowest first; None prints all."""
     slowest = sorted(records, key=lambda record: record.duration_s, reverse=True)[:count]
     typer.echo(f"slowest {len(slowest)} of {len(records)} checks of cases")
     for record in slowest:

@@ -108,7 +108,6 @@ def _word(value: object) -> str:
 
 
 def _requests(case: "Case") -> list[str]:
-    """Return the table of requests: lengths, and pages that their keys fill."""
     from attncheck.harness.cli.mask_picture import num_keys
     from attncheck.reports.terminal.columns import table
 

@@ -61,7 +61,6 @@ def warm(
 
 
 def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
-    """Examine the cases of one backend, and print a summary."""
     from attncheck.harness.run.kernel_caches import kernel_caches
     from attncheck.harness.workers.warming import Warmers, most_processes, questions_to_warm
     from attncheck.reports.analysis.phrases import plural

@@ -172,7 +172,6 @@ class _Watch:
         self._short |= {(each.backend, each.case, each.check): each.outcome in FALLEN_SHORT for each in records}
 
     def _prepare_spare(self) -> None:
-        """Start the process for the next round, unless it is running."""
         if self._spare is None or self._spare.has_ended:
             show = show_printed if self._options.show_output else None
             self._spare = WorkerProcess(self._environment, show, self._options.pass_env)
@@ -203,7 +202,6 @@ class _Watch:
         self._run_file = writer.path
 
     def _show(self, text: str) -> None:
-        """Print ``text``; on a terminal, clear the screen first."""
         typer.echo(f"{CLEAR if self._is_terminal else ''}{text}", color=self._color)
 
 

@@ -130,7 +130,6 @@ class Shrinker:
 
 
 def _summary(record: Record) -> str:
-    """Return a line on what went wrong."""
     if isinstance(record, Failed):
         return record.summary
     if isinstance(record, Errored):

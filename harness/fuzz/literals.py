@@ -23,7 +23,7 @@ _FEW = 64
 
 _WIDTH = 118
 _GAP = 6
-"""Maximum fill numbers within a run of other numbers."""
+"""Maximum distance, in elements, between neighbours in a run of numbers that differ from the fill."""
 
 
 class SourceWriter:
@@ -143,7 +143,6 @@ class SourceWriter:
         return _wrapped_call(name, given)
 
     def _namespace(self, value: Any) -> str:
-        """Return a SimpleNamespace with the attributes and properties of an object."""
         if dataclasses.is_dataclass(value):
             held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         else:

@@ -57,7 +57,6 @@ class PairwiseCover:
         return row
 
     def _gain(self, value: _Value, row: Mapping[str, Any]) -> int:
-        """Return how many uncovered pairs ``value`` has with the values of ``row``."""
         rank = self._rank[value[0]]
         return sum(
             ((value, each) if rank < self._rank[each[0]] else (each, value)) in self._left for each in row.items()

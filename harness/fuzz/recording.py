@@ -123,7 +123,6 @@ def record_step(
 def _recorded(
     backend: type[AttentionBackend], recorder: CallRecorder
 ) -> tuple[type[AttentionBackend], dict[str, Callable[..., object]]]:
-    """Return the backend with its calls recorded, and the functions that it wraps."""
     impl_cls: Any = backend.get_impl_cls()
     functions = {name: getattr(impl_cls, name) for name in (KERNEL, WRITER) if hasattr(impl_cls, name)}
     methods: dict[str, Any] = {}

@@ -65,7 +65,6 @@ def written(request: StandAloneRequest) -> StandAloneAnswer:
 
 
 def _shows(path: Path, request: StandAloneRequest) -> bool:
-    """Return whether the file fails as the record states."""
     try:
         ended = subprocess.run(  # noqa: S603 (the file that was written)
             [sys.executable, path], capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False
@@ -122,7 +121,6 @@ def _target(ref: str, backend: type[AttentionBackend], functions: dict[str, Call
 
 
 def _imports_of_attncheck(file: Path) -> list[str]:
-    """Return the modules of attncheck that a file imports, sorted."""
     found = set[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -192,7 +192,6 @@ _CALLS = {CONSTRUCT: _construct, BUILDER: _builder, BUILD: _build, UPDATE: _upda
 
 
 def _buffers(output: torch.Tensor, keywords: dict[str, Any]) -> list[str]:
-    """Return statements that create the output buffers, filled with NaN."""
     lines = [f"output = torch.full({tuple(output.shape)}, nan, dtype={output.dtype})"]
     if (lse := keywords.get("output_lse")) is not None:
         lines.append(f"output_lse = torch.full({tuple(lse.shape)}, nan, dtype={lse.dtype})")
@@ -200,7 +199,6 @@ def _buffers(output: torch.Tensor, keywords: dict[str, Any]) -> list[str]:
 
 
 def _judgement(step: RecordedStep, writer: SourceWriter) -> list[str]:
-    """Return statements that compare the output with the expected values."""
     rows, heads, size = step.expected.shape
     tensors = {"expected": step.expected, "norm": step.norm, "peak": step.peak}
     has_lse = any("output_lse" in call.keywords for call in step.calls)

@@ -163,7 +163,6 @@ class Question:
         return _Opened(prepared, pool)
 
     def _wanted(self, item: Asking) -> set[str]:
-        """Return the checks whose items are selected."""
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
         return {each.check for each in mine}  # type: ignore[attr-defined]
 

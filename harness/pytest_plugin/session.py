@@ -82,7 +82,7 @@ class PytestSession:
             self._expected(question)
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
-        if self._config.pluginmanager.hasplugin("dsession"):  # the workers of pytest-xdist examine
+        if self._config.pluginmanager.hasplugin("dsession"):  # the workers of pytest-xdist examine, not this process
             question.close()
 
     @pytest.hookimpl(wrapper=True)
@@ -192,7 +192,6 @@ class PytestSession:
         return self._expected(question).apply(record)
 
     def _expected(self, question: Question) -> Expectations:
-        """Return the expected failures of one question; loads its backends."""
         if question not in self._expectations:
             prepared = question.prepared
             plan = prepared.plan

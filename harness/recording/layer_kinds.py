@@ -88,7 +88,6 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
 
 
 def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> CacheSpec:
-    """Return the cache of a layer; the default if it has none."""
     if not has_cache:
         return CacheSpec()
     kept = str(layer.kv_cache_dtype)

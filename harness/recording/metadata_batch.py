@@ -104,7 +104,6 @@ def batch_of(snapshot: Snapshot, block_size: int, *, cascade: int, drafts: int, 
 
 
 def _on_host(given: dict[str, Any], *names: str) -> Lengths | None:
-    """Return the first of these fields that is in host memory."""
     for name in names:
         tensor = given.get(name)
         if tensor is not None and tensor.device.type == "cpu":

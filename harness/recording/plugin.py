@@ -80,7 +80,6 @@ class EngineRecording:
             self._write_or_log()
 
     def _end(self) -> None:
-        """Write the file when the process ends."""
         self._stopped.set()
         self._recorder.count_pending()
         self._write_or_log()

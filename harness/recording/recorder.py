@@ -160,7 +160,6 @@ class BatchRecorder:
         self._pending_size += snapshot.size
 
     def _host_table(self, table: Any) -> Lengths | None:
-        """Return the block table in host memory, or None if it is only on the device."""
         if table is None:
             return None
         pages: Lengths | None = table.numpy() if table.device.type == "cpu" else self.host_tables.get(table.data_ptr())

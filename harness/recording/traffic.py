@@ -88,15 +88,13 @@ def batch_key(batch: Batch, widening: int) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class _Tally:
-    """The number of calls, and one of their batches."""
-
     calls: int
     batch: Batch
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A distinct batch of one kind of layer: ``calls`` of ``forward`` came with it, or with one counted as the same."""
+    """A distinct batch of one kind of layer. ``calls``: calls of ``forward`` with it, or with batches like it."""
 
     kind: LayerKind
     batch: Batch
@@ -152,7 +150,6 @@ class Traffic:
             tally.batch = batch
 
     def _widened(self, widening: int) -> dict[tuple[LayerKind, tuple[object, ...]], _Tally]:
-        """Return the tallies with wider buckets."""
         wide = Traffic(self._most)
         for (kind, _), tally in self._tallies.items():
             wide._put((kind, batch_key(tally.batch, widening)), tally.batch, tally.calls)

@@ -91,7 +91,6 @@ def _is_cuda(device: str) -> bool:
 
 
 def _cpu_name() -> str:
-    """Return the CPU model from /proc/cpuinfo, else the name that ``platform`` has."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -211,7 +211,6 @@ def _check_need(need: str, item: Tree) -> None:
 
 
 def _check_date(text: str, item: Tree) -> None:
-    """Raise CaseFileError if ``text`` is not an ISO date."""
     try:
         date.fromisoformat(text)
     except ValueError:
@@ -220,5 +219,4 @@ def _check_date(text: str, item: Tree) -> None:
 
 
 def _place(item: Tree, key: str) -> Place:
-    """Return the place of the value of ``key``, or of the item if it is not a table."""
     return item.entries[key].place if isinstance(item, Table) else item.place

@@ -128,7 +128,11 @@ class Expectations:
                     self._met.add(entry)
 
     def unmet(self, *, stopped_early: bool = False) -> list[str]:
-        """Return a line for each entry that fails the run; ``stopped_early``: judge only entries with a record."""
+        """Return a line for each entry that fails the run.
+
+        ``stopped_early``: whether the run is incomplete; then an unconfirmed entry fails it only if the entry has a
+        record.
+        """
         expired = [
             f"{entry}, but only until {entry.expectation.until}, and today is {self._today}: {plural(count, 'record')} "
             "not excused; repair the fault, or move the date"
@@ -176,7 +180,6 @@ class Expectations:
 
 
 def _no_case(pattern: str, cases: Sequence[HasNames]) -> str:
-    """Return a message that no case matches, with a suggestion."""
     names = [f"{case.suite}/{case.id}" if "/" in pattern else case.id for case in cases]
     meant = _resembling(pattern, names)
     hint = f"did you mean {meant}?" if meant else "`attncheck list cases` shows the ids"
@@ -189,7 +192,6 @@ def _is_pattern(name: str) -> bool:
 
 
 def _resembling(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name most similar to ``name``, ignoring capitals, or None."""
     lower = {each.casefold(): each for each in known}
     found = get_close_matches(name.casefold(), lower, n=1)
     return lower[found[0]] if found else None

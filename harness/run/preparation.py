@@ -39,8 +39,8 @@ from attncheck.reports.run_file.timings import TIMING
 class RunSettings:
     """Settings of a run.
 
-    ``device``: None selects ``cuda`` if there is a GPU, else ``cpu``. ``dump``: the folder for tensors of failing
-    cases.
+    ``device``: None selects the default device of the suites, else ``cuda`` if there is a GPU, else ``cpu``.
+    ``dump``: the folder for tensors of failing cases.
     ``rounds``: the number of processes in which each backend is timed, one after another.
     ``truths``: the folder of stored truths, or None to compute all of them.
     ``shard``: the shard to examine, or None to examine all cases. ``until_failure``: as in :class:`RunPlan`.
@@ -101,8 +101,9 @@ def prepare_run(
     keeps_unavailable: bool = False,
     fits_pages: bool = False,
 ) -> PreparedRun:
-    """Plan the run of ``selection`` over the backends of ``refs`` (empty: the default ones; None: no backend).
+    """Plan the run of ``selection`` over the backends of ``refs``.
 
+    ``refs``: if it is empty, the default backends are used; if it is None, the run has no backend.
     ``pool``: the processes that load the backends. If it is None, they are loaded in this process, and the plan has
     them.
     ``chooser``: chooses the device. If it is None, ``pool`` does, or this process if there is no pool.

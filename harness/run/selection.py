@@ -36,7 +36,7 @@ The other cases take minutes, as do the CUDA-graph levels of interpreted kernels
 """
 
 DEFAULT_ROUNDS = 10
-"""Number of processes in which each backend is timed: enough for comparing two runs to within a few per cent."""
+"""Number of processes in which each backend is timed; a comparison of two runs then detects a few per cent."""
 
 
 _MERGED_PATHS = frozenset({"cascade", "split_kv", "dcp"})
@@ -90,7 +90,9 @@ class Selection:
         return replace(self, cases=tuple(sorted(self.cases, key=lambda case: case.key not in first)))
 
     def of_suites(self, names: Collection[str], keys: Collection[str] | None = None) -> "Selection":
-        """Return this selection restricted to these suites, and to cases with these keys (``suite/id``; None: all).
+        """Return this selection restricted to these suites, and to cases with these keys (``suite/id``).
+
+        If ``keys`` is None, all cases of the suites stay.
 
         Raises:
             SelectionError: no case is left.
