@@ -1,7 +1,7 @@
 """``attncheck.examine``: the examination as one call, for notebooks, kernel tuners and graders of generated kernels.
 
 It prints nothing, and writes a file only through :meth:`Examination.save`. Whatever a candidate does becomes a record.
-An invalid request raises an exception, and so does a lost GPU.
+Invalid arguments raise an exception, and so does a lost GPU.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -197,7 +197,7 @@ def examine(
             ...).
 
     Raises:
-        QuestionError: the request is invalid: an unknown suite, case, check, backend or device, a broken case file, a
+        QuestionError: an argument is invalid: an unknown suite, case, check, backend or device, a broken case file, a
             class that violates the contract, or a backend that cannot run here. Exceptions of the candidate itself
             become records.
         DeviceLostError: the candidate lost the GPU, for instance by an illegal memory access. Every later CUDA call of

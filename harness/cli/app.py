@@ -1,7 +1,8 @@
 """The command line: registers the commands, and turns every result and exception into an exit code.
 
-0: all as expected. 1: a backend failed. 2: the request was invalid. 3: attncheck itself failed or cannot write.
-130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP.
+0: all as expected. 1: a backend failed. 2: the arguments or input files were invalid.
+3: attncheck itself failed or cannot write. 130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP.
+
 Loads neither torch nor pydantic until a command runs.
 """
 

@@ -30,9 +30,9 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 class Config(BaseModel):
     """The keys of the table. Each corresponds to the option of the same name, such as ``suites`` to ``--suite``.
 
-    ``settings``: as ``--set``, a list of ``KEY=VALUE``. ``output``: the folder of run files, of which the newest
-    ``keep`` are kept.
-    ``cache``: False has the effect of ``--no-cache``. ``_path``: the file that they were read from, or None.
+    ``settings``: as ``--set``, a list of ``KEY=VALUE``. ``cache``: False has the effect of ``--no-cache``.
+    ``output``: the folder of run files, of which the newest ``keep`` are kept.
+    ``_path``: the file that the keys were read from, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -94,7 +94,7 @@ def case_examiner(
 
     ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
     ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
-    ``folder``: the folder of kept runs, which have durations of checks from which work is divided.
+    ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
 
     Raises:
         SelectionError: more processes at once than GPUs.

@@ -74,8 +74,7 @@ def kill_matrix(
     """Return the matrix of ``records``.
 
     ``right``: references of correct backends. ``missing``: by reference, why a mutant was not examined. A mutant on
-    which
-    no check ran counts as missing too.
+    which no check ran counts as missing too.
     """
     by_ref: dict[str, list[Record]] = {}
     unasked: dict[str, str] = {}

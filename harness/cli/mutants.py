@@ -117,7 +117,7 @@ def _examined(chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | Non
     from attncheck.harness.workers.warming import most_processes
     from attncheck.reports.run_file.store import RunWriter
 
-    options.select()  # raise errors of the request before any process starts
+    options.select()  # raise errors of the options before any process starts
     runs: list[Run] = []
     missing: dict[str, str] = {}
     done = 0

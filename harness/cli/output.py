@@ -35,8 +35,7 @@ def use_color(choice: ColorChoice = ColorChoice.AUTO) -> bool:
     """Return whether to print colours to stdout.
 
     An explicit choice comes first, then NO_COLOR (https://no-color.org), then FORCE_COLOR (https://force-color.org),
-    then
-    whether stdout is a terminal. Empty variables count as unset.
+    then whether stdout is a terminal. Empty variables count as unset.
     """
     if choice is not ColorChoice.AUTO:
         return choice is ColorChoice.ALWAYS

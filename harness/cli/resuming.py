@@ -21,7 +21,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
     """Return the run of ``path``, which was cut off, as the first part of the run of ``header``.
 
     Raises:
-        RunFileError: the file is no run, is compressed or complete, or is of another request than ``header``.
+        RunFileError: the file is no run, is compressed or complete, or examines something else than ``header``.
     """
     if path.suffix != ".jsonl":
         raise RunFileError(str(path), "cannot be continued: only a file named .jsonl can be written on")

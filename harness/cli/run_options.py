@@ -57,11 +57,10 @@ def read_jobs(text: str | None) -> int | None:
 def read_ray(
     address: str | None, resources: Iterable[str], runtime_env: Path | None, *, is_used: bool
 ) -> RaySettings | None:
-    """Return the settings of ``--executor ray``, or None if it ``is_used`` is False.
+    """Return the settings of ``--executor ray``, or None if ``is_used`` is False.
 
     Raises:
-        SelectionError: a resource is not of the form NAME=AMOUNT, or an option of Ray is given without ``--executor
-            ray``.
+        SelectionError: a resource is not NAME=AMOUNT, or an option of Ray is given without ``--executor ray``.
         CaseFileError: ``runtime_env`` cannot be read, or is not a mapping.
     """
     given = {"--ray-address": address, "--ray-resources": resources, "--ray-runtime-env": runtime_env}
@@ -108,12 +107,11 @@ class RunOptions:
     ``folder``: where a run file is written without ``output``, and the newest ``keep`` are kept; None writes none.
     ``ray``: the cluster that examines the cases, or None for this machine.
     ``until_failure``: as in :class:`~attncheck.harness.run.plan.RunPlan`; it applies only with ``in_process``.
-    ``color``: whether the progress may have colours. ``notes``, ``command``: the origin of the options and the command
-    line, for the run file.
+    ``color``: whether the progress may have colours.
+    ``notes``, ``command``: the origin of the options and the command line, for the run file.
 
     Raises:
-        SelectionError: a check or pattern that examines no backend or provider of the run, or an invalid combination or
-            limit.
+        SelectionError: a check or pattern examines no backend or provider of the run, or options or limits are invalid.
     """
 
     backends: tuple[str, ...] = ()

@@ -3,9 +3,8 @@
 Keys are the dotted names of fields of ``LayerSpec`` and ``CacheSpec``, and some about the batch, which
 :mod:`attncheck.harness.fuzz.drawing` turns into requests. A field of type bool, Enum or Literal needs no entry: all its
 values are drawn. Any other field needs an entry in ``VALUES``, or in ``NOT_DRAWN`` with its reason; a test enforces
-this.
-The first value of a key is its plain value. A value may be a function of the choice so far; keys it depends on precede
-it.
+this. The first value of a key is its plain value. A value may be a function of the choice so far; keys it depends on
+precede it.
 """
 
 from collections.abc import Callable, Iterable, Mapping

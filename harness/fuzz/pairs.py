@@ -1,8 +1,7 @@
 """Pairwise covering: a small set of choices in which every two values of two keys occur together.
 
 Greedy, like AETG (Cohen et al. 1997): each row starts with an uncovered pair. Every other key gets the value that
-covers
-most pairs with the values before it. The same seed gives the same rows.
+covers most pairs with the values before it. The same seed gives the same rows.
 """
 
 from collections.abc import Hashable, Iterator, Mapping

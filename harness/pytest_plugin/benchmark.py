@@ -2,8 +2,7 @@
 
 pytest-benchmark calls one complete sample of the check: new inputs, one ``forward``, comparison of the output. Its
 timer is a :class:`Stopwatch` that advances by the device time that the check measured for the call. So the figures
-equal
-those of ``attncheck run``, without the time for preparing inputs and comparing outputs.
+equal those of ``attncheck run``, without the time for preparing inputs and comparing outputs.
 """
 
 import os
@@ -48,8 +47,7 @@ class Benchmarks:
     """pytest-benchmark's fixture objects for the running item: one per part, grouped by case and part.
 
     ``session``: that of pytest-benchmark. The fixtures are constructed here, since its ``benchmark`` fixture is
-    available
-    only to test functions.
+    available only to test functions.
     """
 
     def __init__(self, session: Any) -> None:

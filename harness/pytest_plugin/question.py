@@ -202,8 +202,7 @@ class _FewProcesses:
     """Wraps ``pool`` for a pytest-xdist worker, so that few backend processes run at once.
 
     Each worker has processes of its own, and the memory of the host must suffice for all. Backends are described one
-    after
-    another. Each process ends afterwards, except that of the first backend.
+    after another. Each process ends afterwards, except that of the first backend.
     """
 
     def __init__(self, pool: WorkerPool) -> None:

@@ -101,7 +101,7 @@ class PytestSession:
         """Return the items of ``tests``, assigned to ``name`` in a module.
 
         Raises:
-            CollectError: the request is invalid.
+            CollectError: an argument of ``backend_tests`` is invalid.
         """
         try:
             question = self._add((tests.backend,), tests.suites, tests.cases, tests.checks)
@@ -217,8 +217,7 @@ def pair_scheduling() -> Any:
     """Return a pytest-xdist scheduler class that runs all checks of one case and backend on the same worker.
 
     The ``xdist_group`` mark requests the same, but works only with ``--dist loadgroup``, and not with all releases of
-    pytest
-    and pytest-xdist (pytest 9.2 ignores the changes of pytest-xdist 3.8 to node ids).
+    pytest and pytest-xdist (pytest 9.2 ignores the changes of pytest-xdist 3.8 to node ids).
     """
     base: Any = import_module("xdist.scheduler").LoadGroupScheduling  # pytest-xdist has no types
 

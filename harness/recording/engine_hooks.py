@@ -1,8 +1,7 @@
 """Wraps the methods of vLLM with which a model runner builds attention metadata, during a recording.
 
 Batches are read in a builder's ``build``, which every version calls with the common metadata of the batch. Dummy
-batches
-for profiling, warm-up and graph capture are ignored, and so are those of a drafter.
+batches for profiling, warm-up and graph capture are ignored, and so are those of a drafter.
 """
 
 import functools

@@ -65,8 +65,8 @@ class _Pending(NamedTuple):
 class BatchRecorder:
     """The state of a recording.
 
-    ``every``: at most one in this many batches is counted, and stands for as many. ``on_first``: called before the
-    first batch.
+    ``every``: at most one in this many batches is counted, and stands for as many.
+    ``on_first``: called before the first batch.
     ``seen``, ``looked_at``: number of batches, and of those kept for counting. ``spent_ns``: CPU time of the recording.
     ``host_tables``: block tables in host memory, by the address of their tensor on the device.
     """

@@ -67,12 +67,13 @@ def choose_backends(
     """Return the backends of a run, and notes on the choice.
 
     They are those of ``refs``. If ``refs`` is empty, they are the default backends of the suites; the built-in ones are
-    added if none of these can run here. If the suites have none either, they are the built-in ones. Built-in backends
-    are
-    included only if ``cases`` have layers of the kind they serve (empty: any kind).
+    added if none of these can run here. If the suites have none either, they are the built-in ones. Unless ``refs``
+    names
+    them, built-in backends are included only if ``cases`` have layers of the kind they serve (empty: any kind).
+
     A backend that cannot run here stays in the run, with its reasons. So does one that cannot be loaded, unless
-    ``refs`` names it.
-    A backend whose own code fails during loading stays too, and its cases get that outcome.
+    ``refs``
+    names it. A backend whose own code fails during loading stays too, and its cases get that outcome.
 
     Raises:
         QuestionError: one of ``refs`` is an unknown name or violates the contract; all of them raise while they are

@@ -163,7 +163,10 @@ def _is_variable(pair: tuple[object, object]) -> bool:
 
 
 def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> LoadedBackend | UnavailableBackend:
-    """Return the backend if this process has the environment it requires, else an UnavailableBackend."""
+    """Return the backend if this process has the environment it requires, else an UnavailableBackend.
+
+    The reason of the latter has the variables to set before the command.
+    """
     if isinstance(backend, UnavailableBackend):
         return backend
     needs = missing_variables(required_environment(backend, device), os.environ)

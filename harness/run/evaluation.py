@@ -1,7 +1,7 @@
 """Evaluates a plan of cases and backends into records, in the current process.
 
-An exception or refusal of a backend becomes a record and never ends the run. A case that cannot be built, or cannot
-detect what it is meant to test, is collected as an error of the request.
+An exception or refusal of a backend becomes a record and never ends the run. The error of a case that cannot be built,
+or cannot detect what it is meant to test, is collected in ``Examiner.blind``.
 """
 
 from collections.abc import Callable, Generator, Iterator

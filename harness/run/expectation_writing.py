@@ -59,8 +59,7 @@ def expectations_text(run: Run) -> str:
     """Return a YAML file of expectations that excuses exactly the failures in ``run``.
 
     The entry of a finding in one case names that case. The entry of a finding in several cases has a pattern on the
-    cases
-    and ``says``, a pattern on their common message, so that it does not apply to cases that passed.
+    cases and ``says``, a pattern on their common message, so that it does not apply to cases that passed.
     """
     found = groups(run.records)
     ways = Counter((group.first.backend, group.first.check, case) for group in found for case in group.cases)

@@ -8,8 +8,8 @@ An entry also fails the run if it matches no case of the run's suites, if no rec
 over. An entry with ``says`` is about a finding, which may occur in any matching case. A case that passes is not
 ``xpassed``, and a run without the finding only has a note.
 
-Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend is a
-note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
+Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend gives
+a note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,8 +50,7 @@ class Expectations:
     """The entries of one run. Apply them to each record in turn, then read :meth:`unmet` and :meth:`unseen`.
 
     ``cases``: all cases of the run's suites. ``selected``: those that pass the filters. ``backends``, ``checks``: the
-    names
-    that the run examines. ``today``: the date that ``until`` of the entries is compared with.
+    names that the run examines. ``today``: the date that ``until`` of the entries is compared with.
     """
 
     def __init__(

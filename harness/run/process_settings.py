@@ -55,7 +55,7 @@ def num_threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current device during the context, as a vLLM worker does.
+    """Make a GPU the current device during the context, as an engine's worker does.
 
     A kernel launched without an explicit device runs on the current one, wherever its tensors are.
     """
