@@ -1,6 +1,7 @@
-"""The examination: builds problems, drives backends, runs checks. Knows every other room; none of them knows it.
+"""The examination: builds problems, drives backends and runs checks. Imports all other rooms; none of them imports it.
 
-From the top: ``cli``, ``pytest_plugin`` and ``api`` take a question, ``run`` prepares and evaluates it, ``workers``
-gives each backend a process, ``checks`` judge by ``truth`` what ``driver`` saw of a ``problem``; ``providers`` examines
-metadata utilities. Begin with ``cli/run_execution.py``, which does a whole run in order.
+``cli``, ``pytest_plugin`` and ``api`` are the entry points. ``run`` prepares and evaluates a run. ``workers`` gives
+each backend its own process. ``checks`` compare what ``driver`` observed of a ``problem`` with ``truth``.
+``providers`` examines metadata utilities. Start reading at ``cli/run_execution.py``, which executes a whole run in
+order.
 """

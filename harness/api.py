@@ -1,7 +1,7 @@
-"""``attncheck.examine``: the examination as one call, for notebooks, kernel tuners and judges of generated kernels.
+"""``attncheck.examine``: the examination as one call, for notebooks, kernel tuners and graders of generated kernels.
 
-Prints nothing, and writes a file only by :meth:`Examination.save`. What a candidate does is a record; a wrong question
-raises, and a lost GPU.
+It prints nothing, and writes a file only through :meth:`Examination.save`. Whatever a candidate does becomes a record.
+Invalid arguments raise an exception, and so does a lost GPU.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +55,7 @@ Candidate = str | type[AttentionBackend] | Callable[..., object]
 
 @dataclass(frozen=True, repr=False)
 class Examination:
-    """What an examination found: ``header`` says what was asked where, ``records`` what was found, ``footer`` when."""
+    """Results of an examination: ``header`` (what was examined, where), ``records``, ``footer`` (end time, errors)."""
 
     header: RunHeader
     records: tuple[Record, ...]
@@ -63,7 +63,7 @@ class Examination:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """Return the examination that a run file holds, of :meth:`save` or of ``attncheck run``.
+        """Load the examination from a run file, written by :meth:`save` or by ``attncheck run``.
 
         Raises:
             RunFileError: the file cannot be read, or the run was cut off.
@@ -75,41 +75,44 @@ class Examination:
 
     @cached_property
     def summary(self) -> RunSummary:
-        """The records counted, by check, by suite, and what was not examined."""
+        """Counts of the records by check and by suite, and what was not examined."""
         return summarise(self.records, checks=self.header.checks)
 
     @property
     def verdict(self) -> RunVerdict:
-        """``passed``, ``failed``, or ``not examined`` where every case was unsupported or unavailable."""
+        """``passed``, ``failed``, or ``not examined`` if every case was unsupported or unavailable."""
         return "failed" if self.footer.errors else self.summary.verdict
 
     @property
     def passed(self) -> bool:
-        """Whether something was examined and nothing fell short."""
+        """Whether at least one case was examined and none failed."""
         return self.verdict == "passed"
 
     @property
     def failures(self) -> tuple[Record, ...]:
-        """The records that fell short: wrong answers and errors."""
+        """The records that make the run fail: wrong results, errors, crashes and timeouts."""
         return self.summary.short
 
     @property
     def worst_share(self) -> float | None:
-        """The largest share of the error budget any row used; above 1.0 an answer is wrong. None: nothing measured."""
+        """The largest share of the error budget that any row used, or None if nothing was measured.
+
+        Above 1.0 the result is wrong.
+        """
         return self.summary.total.worst_share
 
     def check(self) -> None:
-        """Return only if the examination passed.
+        """Raise ExaminationFailedError unless the examination passed.
 
         Raises:
-            ExaminationFailedError: it did not; the message has the counts and the findings.
+            ExaminationFailedError: the examination did not pass; the message has the counts and the findings.
         """
         __tracebackhide__ = True  # pytest shows the line of the caller
         if not self.passed:
             raise ExaminationFailedError(f"{self._counts}\n\n{self._report(quiet=True)}")
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a run file, which ``attncheck report`` and ``attncheck compare`` read.
+        """Write a run file, for ``attncheck report`` and ``attncheck compare``.
 
         Raises:
             RunFileError: the file exists already, or cannot be written.
@@ -121,7 +124,7 @@ class Examination:
                 writer.fail(error)
 
     def render(self, report_format: str) -> str:
-        """Return the report that ``attncheck report --format`` gives: ``markdown``, ``html``, ``junit``, ...
+        """Return the report that ``attncheck report --format`` writes: ``markdown``, ``html``, ``junit``, ...
 
         Raises:
             UnknownNameError: there is no such format.
@@ -133,11 +136,11 @@ class Examination:
         return FORMATS[report_format].render_runs((run,), Style()).text
 
     def __str__(self) -> str:
-        """Return the report a terminal would show."""
+        """Return the report as a terminal shows it."""
         return f"{terminal.opening(self.header)}\n\n{self._report()}"
 
     def __repr__(self) -> str:
-        """Return one line, and below it the findings where the examination did not pass."""
+        """Return one line with the counts, followed by the findings if the examination did not pass."""
         line = f"<Examination {self._counts}>"
         return line if self.passed else f"{line}\n\n{self._report(quiet=True)}"
 
@@ -149,11 +152,11 @@ class Examination:
         return terminal.render(self.header, self.records, errors=self.footer.errors, quiet=quiet)
 
     def _repr_markdown_(self) -> str:
-        """Return what a notebook shows that prefers Markdown."""
+        """Return the Markdown report, for notebooks that prefer Markdown."""
         return self.render("markdown")
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows that prefers HTML: the report of a terminal, with nothing to execute."""
+        """Return the terminal report as static HTML, for notebooks that prefer HTML."""
         return f"<pre>{escape(str(self))}</pre>"
 
 
@@ -174,26 +177,31 @@ def examine(
 
     Args:
         candidate: a backend's name or reference (``"torch_sdpa"``, ``"./mine.py:Mine"``), an ``AttentionBackend``
-            class, or a function ``fn(query, key_cache, value_cache, metadata, params, out)``, which is wrapped by
-            :func:`attncheck.kernel_backend`.
-        suite: names of built-in suites, or paths of case files; none: smoke, or interpreted where the candidate's
-            kernels are interpreted.
-        cases: patterns on ``suite/id`` or on the id; none: every case.
-        checks: names of checks; none: all that apply, but for ``timing``, which is made by name.
-        device: ``cpu``, ``cuda`` or ``cuda:N``; None: the best there is.
+            class, or a function ``fn(query, key_cache, value_cache, metadata, params, out)``, which
+            :func:`attncheck.kernel_backend` wraps.
+        suite: names of built-in suites, or paths of case files. Default: ``smoke``, or ``interpreted`` if the
+            candidate's kernels are interpreted.
+        cases: patterns on ``suite/id`` or on the id. Default: every case.
+        checks: names of checks. Default: all that apply except ``timing``, which runs only if it is named.
+        device: ``cpu``, ``cuda`` or ``cuda:N``. None selects the default device of the suites, else ``cuda`` if there
+            is a GPU, else ``cpu``.
         seed: seed of the inputs.
-        stop_at_first: return with the first record that falls short.
-        timing: how the check ``timing`` takes its times, once, in this process; None: as the command line does.
-        timeout: seconds for each check of a case; the candidate is examined in a process of its own, and what ends or
-            hangs there is a record. A reference is loaded in a fresh process; a class or a function is examined in a
-            copy of this one (by fork), which has no use of CUDA if this one has used it. None: here, without a limit.
-        kernel_options: for a function, what :func:`attncheck.kernel_backend` takes (``name=``, ``features=``, ...).
+        stop_at_first: return after the first record that fails.
+        timing: settings of the check ``timing``. Timing runs in one process, this one unless ``timeout`` is given. None
+            uses the defaults of the command line.
+        timeout: time limit in seconds for each check of a case. If it is given, the candidate runs in a process of its
+            own, and a crash or hang there becomes a record. A reference is loaded in a fresh process. A class or a
+            function runs in a fork of this process, which cannot use CUDA if this process has used it. None examines in
+            this process without a limit.
+        kernel_options: for a function, keyword arguments of :func:`attncheck.kernel_backend` (``name=``, ``features=``,
+            ...).
 
     Raises:
-        QuestionError: the question is wrong: an unknown suite, case, check, backend or device, a broken case file, a
-            class that breaks the contract, a backend that cannot run here. What a candidate itself raises is a record.
-        DeviceLostError: the candidate lost the GPU, by an illegal access for instance; every CUDA call of this process
-            raises from then on. ``error.record`` is that of the check.
+        QuestionError: an argument is invalid: an unknown suite, case, check, backend or device, a broken case file, a
+            class that violates the contract, or a backend that cannot run here. Exceptions of the candidate itself
+            become records.
+        DeviceLostError: the candidate lost the GPU, for instance by an illegal memory access. Every later CUDA call of
+            this process raises. ``error.record`` is the record of the check.
     """
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     if timing is not None:
@@ -223,7 +231,7 @@ def examine(
 
 
 def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float) -> tuple[str, WorkerPool]:
-    """Return the reference of the candidate, and what starts its processes."""
+    """Return the reference of the candidate, and the pool that starts its processes."""
     settings = WorkerSettings(TimeLimits(read_limit("timeout=", timeout)))
     if isinstance(candidate, str) and not kernel_options:
         return candidate, WorkerPool(settings=settings)
@@ -242,7 +250,6 @@ def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
-    """Return the backend that the candidate names, is or is wrapped in."""
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):
@@ -259,7 +266,7 @@ def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend
 
 
 def _handed_over(backend: type) -> LoadedBackend | UnavailableBackend:
-    """A class from Python; how to repeat its failures must be told in Python, too."""
+    """Load a class given in Python; its reference is a Python expression, so that repro commands are in Python too."""
     try:
         loaded = load_object(backend)
     except BackendUnavailableError as error:

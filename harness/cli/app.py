@@ -1,8 +1,9 @@
-"""The command line: names the commands, and turns whatever happens into one of its exit codes.
+"""The command line: registers the commands, and turns every result and exception into an exit code.
 
-0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed or cannot write;
-interrupted: 130 by SIGINT, 143 by SIGTERM, 129 by SIGHUP.
-Loads neither torch nor pydantic: a command does, when it runs.
+0: all as expected. 1: a backend failed. 2: the arguments or input files were invalid.
+3: attncheck itself failed or cannot write. 130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP.
+
+Loads neither torch nor pydantic until a command runs.
 """
 
 import errno
@@ -43,22 +44,22 @@ from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
 _SIGNALLED = 128
-"""Exit code of a command that a signal ended, less the number of the signal: a shell's rule."""
+"""Added to a signal's number to form the exit code of an interrupted command, as shells do."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a disk or a terminal, where attncheck writes: no fault of its own."""
+"""Errors of the disk or terminal that attncheck writes to, which are not faults of attncheck."""
 
 SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
-"""Set this environment variable to 1 to see where attncheck itself failed."""
+"""Environment variable; set it to 1 for the traceback of a failure of attncheck itself."""
 
 P = ParamSpec("P")
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
+"""The base class of typer's errors for an invalid command line; typer exports no name for it."""
 
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
-    """Run a command and leave with its exit code; nothing it raises gets any further."""
+    """Wrap ``command`` so that it exits with its exit code and no exception escapes."""
 
     @functools.wraps(command)
     def answered(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -68,7 +69,7 @@ def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """The exit code of ``work``: its own, or that of what it raised, told in one line on stderr."""
+    """Return the result of ``work``, or the exit code of the exception it raised, after printing it to stderr."""
     try:
         return work()
     except WriteError as error:
@@ -81,7 +82,7 @@ def exit_code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
     except BrokenPipeError:
-        # The reader left, as `attncheck list | head` does. What could be said was said.
+        # The reader closed the pipe, as in `attncheck list | head`.
         drop_stdout()
         return OK
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
@@ -98,14 +99,14 @@ def exit_code(work: Callable[[], int]) -> int:
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Say which signal ended the command, and return its exit code."""
+    """Print which signal ended the command, and return its exit code."""
     number = signal_of(interrupt)
     say(f"interrupted by {number.name}")
     return _SIGNALLED + number
 
 
 class SchemaSubject(StrEnum):
-    """What a schema describes: a case file, or a line of a run file."""
+    """What the schema is for: a case file, or a line of a run file."""
 
     CASES = "cases"
     RUN = "run"
@@ -202,7 +203,7 @@ app.add_typer(new_app, name="new")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of ``arguments`` (default: the process's own) and return its exit code."""
+    """Run one command with ``arguments`` (default: ``sys.argv``) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if _fill_closed_streams():
         say("error: stdout is closed; send it to a file, or to /dev/null")
@@ -217,18 +218,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Abort as aborted:  # by a signal, before the command began or after it
         cause = aborted.__cause__
         return _interrupted(cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt())
-    except SystemExit as left:  # how completion ends
+    except SystemExit as left:  # raised at the end of shell completion
         code = left.code
     return code if isinstance(code, int) else OK
 
 
 def _fill_closed_streams() -> bool:
-    """Open /dev/null in place of closed standard streams, so that no pipe gets their numbers.
+    """Open /dev/null for closed standard streams, and return whether stdout was closed.
 
-    Return whether stdout was closed.
+    Otherwise a later pipe would get one of their file descriptors.
     """
     is_closed = sys.stdout is None
-    for name in ("stdin", "stdout", "stderr"):  # by their numbers, the lowest that are free
+    for name in ("stdin", "stdout", "stderr"):  # in this order: each takes the lowest free number
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", encoding="utf-8"))
@@ -236,7 +237,7 @@ def _fill_closed_streams() -> bool:
 
 
 def _print_any_text() -> None:
-    """Let stdout and stderr print a character that their encoding lacks as an escape, as in the locale C."""
+    """Make stdout and stderr escape characters that their encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

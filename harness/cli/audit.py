@@ -1,4 +1,4 @@
-"""``attncheck audit``: what the backends of a library declare, beside what was measured, of a run over all of them."""
+"""``attncheck audit``: declared and measured features of all backends of a library."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +12,7 @@ from attncheck.harness.cli.output import refuse_input, say, write_output
 
 
 class AuditFormat(StrEnum):
-    """How an audit is written."""
+    """Output format of an audit."""
 
     markdown = "markdown"
     json = "json"
@@ -60,7 +60,6 @@ def audit(
 def _examined(
     family: str, suites: list[str], settings: list[str], cases: list[str], checks: list[str], device: str | None
 ) -> Path:
-    """Examine all backends of the family, and return the run file."""
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder
     from attncheck.harness.cli.run_options import RunOptions

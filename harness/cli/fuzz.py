@@ -1,4 +1,4 @@
-"""``attncheck fuzz``: draw cases that no suite has, and write down what fails, as small as it gets. Loads no torch."""
+"""``attncheck fuzz``: draws cases that no suite has, shrinks failing ones and writes them to files. Loads no torch."""
 
 import sys
 import time
@@ -105,10 +105,10 @@ def fuzz(
 
 
 def read_time(option: str, text: str) -> float:
-    """The seconds that ``text`` gives, such as ``90s``, ``5m``, ``1h`` or ``90``.
+    """Return the seconds that ``text`` gives, such as ``90s``, ``5m``, ``1h`` or ``90``.
 
     Raises:
-        SelectionError: it is no such time.
+        SelectionError: the text is not a positive, finite time.
     """
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     try:
@@ -121,10 +121,10 @@ def read_time(option: str, text: str) -> float:
 
 
 def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The checks to make; None: all that apply.
+    """Return the checks to run, or None for all that apply.
 
     Raises:
-        SelectionError: one of them is not made of drawn cases.
+        SelectionError: one of them does not run on drawn cases.
     """
     from attncheck.reference.spec import DEFAULT_CHECKS
 

@@ -1,4 +1,4 @@
-"""Signals that end a run: each raises KeyboardInterrupt, so that what was found is still shown. Loads no torch."""
+"""Turns signals that end a run into KeyboardInterrupt, so that its findings are still reported. Loads no torch."""
 
 import signal
 import threading
@@ -10,15 +10,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
-    """Return the signal that ended the run; SIGINT where Python raised the exception by itself."""
+    """Return the signal that ended the run; SIGINT if Python raised the exception itself."""
     return next((each for each in interrupt.args if isinstance(each, signal.Signals)), signal.SIGINT)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt where a signal comes that ends the run; a second one ends the process at once.
+    """Raise KeyboardInterrupt at the first signal that ends a run; a second signal kills the process.
 
-    A signal that is ignored, as SIGHUP is under nohup, stays ignored. Does nothing outside of the main thread.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. Has no effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Which check catches which mutant, and whether it says why: computed from records, as text and as JSON."""
+"""The kill matrix: which check catches which mutant and with which diagnosis, as text and as JSON."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +14,15 @@ from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
 from attncheck.reports.run_file.records import FALLEN_SHORT, Failed, Record, Unavailable, Unsupported
 
 Diagnosis = Literal["right", "wrong", "absent", ""]
-"""Whether the likely cause of a mutant was named; empty: it survives, or its entry names none."""
+"""Whether the report named the mutant's cause; empty if the mutant survives or its entry has no cause."""
 
 
 @dataclass(frozen=True)
 class MutantResult:
-    """What became of a mutant. ``checks``: those that catch it. ``told``: the first likely causes that were given.
+    """The result for one mutant.
 
-    ``missing``: why it was not examined; empty: it was.
+    ``checks``: the checks that catch it. ``told``: the first likely causes in its records.
+    ``missing``: why it was not examined; empty if it was.
     """
 
     mutant: Mutant
@@ -33,7 +34,7 @@ class MutantResult:
 
 @dataclass(frozen=True)
 class KillMatrix:
-    """The mutants of a run against its checks. ``false_alarms``: by right backend, the checks that fell short."""
+    """Mutants of a run against its checks. ``false_alarms``: by reference, the checks that a correct backend failed."""
 
     checks: tuple[str, ...]
     results: tuple[MutantResult, ...]
@@ -51,7 +52,7 @@ class KillMatrix:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every mutant was examined and caught, and no right backend fell short."""
+        """Whether every mutant was examined and caught, and every correct backend passed."""
         return not any(self.false_alarms.values()) and all(result.checks for result in self.results)
 
     def alone(self, check: str) -> tuple[str, ...]:
@@ -59,7 +60,7 @@ class KillMatrix:
         return tuple(result.mutant.name for result in self.results if result.checks == (check,))
 
     def diagnosed(self, how: Diagnosis) -> tuple[MutantResult, ...]:
-        """Return the mutants whose likely cause is named so."""
+        """Return the mutants with this diagnosis."""
         return tuple(result for result in self.results if result.diagnosis == how)
 
 
@@ -70,9 +71,10 @@ def kill_matrix(
     checks: Sequence[str],
     missing: Mapping[str, str],
 ) -> KillMatrix:
-    """Return the matrix of ``records``. ``right``: references of right backends; ``missing``: by reference, the reason.
+    """Return the matrix of ``records``.
 
-    A mutant of which no check was made is missing as well.
+    ``right``: references of correct backends. ``missing``: by reference, why a mutant was not examined. A mutant on
+    which no check ran counts as missing too.
     """
     by_ref: dict[str, list[Record]] = {}
     unasked: dict[str, str] = {}
@@ -107,7 +109,10 @@ def _result(mutant: Mutant, records: Sequence[Record], checks: Sequence[str]) ->
 
 
 def _first_words(killing: Sequence[Record]) -> str:
-    """Return the first likely causes of any of these failures, else what the first of them says; empty: wrong rows."""
+    """Return the first likely causes in these records, else the summary of the first one.
+
+    Empty if the first record reports wrong rows without a cause.
+    """
     for record in killing:
         if isinstance(record, Failed) and likely_causes(record.meaning):
             return record.meaning or ""
@@ -118,7 +123,7 @@ def _first_words(killing: Sequence[Record]) -> str:
 
 
 def as_text(matrix: KillMatrix) -> str:
-    """Return the matrix as a terminal shows it: a row a mutant, the score, the survivors, what each check is worth."""
+    """Return the matrix as text: a row per mutant, the score, the survivors, and the value of each check."""
     parts = [_rows(matrix), _score(matrix)]
     if matrix.survivors:
         rows = [[each.mutant.name, each.mutant.kind, each.mutant.fault] for each in matrix.survivors]
@@ -134,7 +139,7 @@ def as_text(matrix: KillMatrix) -> str:
 
 
 def as_json(matrix: KillMatrix) -> dict[str, Any]:
-    """Return the matrix as JSON holds it."""
+    """Return the matrix as a JSON object."""
     return {
         "checks": {
             check: {
@@ -161,7 +166,6 @@ def as_json(matrix: KillMatrix) -> dict[str, Any]:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Return rows as lines, set in by two spaces."""
     return indent(tabulate(rows, tablefmt="plain", disable_numparse=True), "  ")
 
 
@@ -183,7 +187,7 @@ def _score(matrix: KillMatrix) -> str:
 
 
 def _worth(matrix: KillMatrix) -> str:
-    """Return a line for each check: how many mutants it catches, and which only it does."""
+    """Return a line for each check: how many mutants it catches, and which of them no other check catches."""
     lines = []
     for check in matrix.checks:
         catches, alone = sum(check in each.checks for each in matrix.results), matrix.alone(check)

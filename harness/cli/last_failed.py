@@ -1,4 +1,4 @@
-"""``--last-failed``: narrows a run down to what fell short in the newest run that is kept. Loads no torch."""
+"""``--last-failed``: restricts a run to what failed in the newest kept run. Loads no torch."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,17 +12,17 @@ from attncheck.reports.run_file.store import read_run
 
 
 def only_failed(options: RunOptions, path: Path) -> RunOptions:
-    """Return ``options`` for the cases, backends, providers and functions that fell short in the run of ``path``.
+    """Return ``options`` for the cases, backends, providers and functions that failed in the run of ``path``.
 
-    Of backends and suites that ``options`` name, those alone are left. All cases that are left are put to all backends
-    that are left, by all checks that ``options`` ask for.
+    If ``options`` name backends or suites, only those of them remain. All remaining cases run on all remaining
+    backends, with all checks of ``options``.
 
     Raises:
-        SelectionError: nothing fell short, or nothing of what ``options`` name.
+        SelectionError: nothing failed, or nothing that ``options`` name.
         RunFileError: the run cannot be read.
     """
     run = read_run(path)
-    # A candidate that was handed over in Python cannot be asked for by name.
+    # A candidate that was given as a Python object has no name to give on the command line.
     short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
     if not short:
         raise SelectionError(f"--last-failed: nothing fell short in the newest run, {path}; leave the option out")
@@ -46,7 +46,7 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
 
 
 def _is_named(record: Record, suite: str, options: RunOptions) -> bool:
-    """Whether ``options`` name the backend and the suite of ``record``, or none at all; ``suite``: its reference."""
+    """Return whether ``options`` include the backend and the suite of ``record``; ``suite``: its reference."""
     backends, suites = {record.backend, record.backend_ref}, {record.suite, suite, split_variant(suite)[0]}
     return not (
         (options.backends and backends.isdisjoint(options.backends))

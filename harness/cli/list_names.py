@@ -1,4 +1,4 @@
-"""``attncheck list``: the names one can ask for. Loads no torch and no backend."""
+"""``attncheck list``: names of backends, suites, cases and checks. Loads no torch and no backend."""
 
 import textwrap
 from enum import StrEnum
@@ -55,7 +55,6 @@ def list_names(
 
 
 def _print(rows: list[list[str]]) -> None:
-    """Columns lined up; the last one folded where a line would be wider than the terminal."""
     from tabulate import tabulate
 
     from attncheck.harness.cli.output import terminal_width
@@ -92,7 +91,7 @@ def _cases(suites: list[str], patterns: list[str], keywords: str) -> None:
 
 
 def _batch(batch: "BatchSpec") -> str:
-    """The batch as its string, or its size where a string cannot say it."""
+    """Return the batch as a string of the batch grammar, or a summary if the grammar cannot express it."""
     from attncheck.cases.grammar import format_batch
     from attncheck.errors import SpecError
 

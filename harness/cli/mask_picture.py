@@ -1,6 +1,6 @@
-"""Which keys the rows of a request see, as a small picture of characters. Loads no torch.
+"""Draws an attention mask as characters. Loads no torch.
 
-``#``: visible, ``.``: hidden, ``+``: a cell that stands for several rows or keys, some of them visible.
+``#``: visible. ``.``: hidden. ``+``: a cell of several rows or keys, some of them visible.
 """
 
 from collections.abc import Sequence
@@ -11,23 +11,23 @@ from attncheck.reports.analysis.phrases import plural
 _HIDDEN, _SOME, _VISIBLE = ".+#"
 
 MOST_LINES = 16
-"""Lines of a picture; of more rows, a line stands for several."""
+"""Maximum number of lines of a picture; if there are more rows, each line shows several."""
 
 
 def num_keys(layer: LayerSpec, request: RequestSpec) -> int:
-    """Return how many keys a request has: of the encoder in cross attention, else ``seq_len``."""
+    """Return the number of keys of a request: of the encoder in cross attention, else ``seq_len``."""
     is_cross = layer.attn_type == AttentionType.ENCODER_DECODER
     return (request.encoder_len or 0) if is_cross else request.total_len
 
 
 def num_rows(path: PathSpec, request: RequestSpec) -> int:
-    """Return how many rows of a request are asked for: the last ones in a fast prefill, else all new tokens."""
+    """Return the number of rows that a request computes: the last ones in a fast prefill, else all new tokens."""
     options = path.options
     return min(options.rows, request.query_len) if isinstance(options, FastPrefillOptions) else request.query_len
 
 
 def visible_keys(layer: LayerSpec, position: int, keys: int) -> range:
-    """Return the keys, of ``keys``, that the row at ``position`` sees; a tree hides some of them besides.
+    """Return which of ``keys`` keys the row at ``position`` sees, not counting what a tree mask hides.
 
     >>> visible_keys(LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, sliding_window=3), 5, 9)
     range(3, 6)
@@ -48,7 +48,10 @@ def visible_keys(layer: LayerSpec, position: int, keys: int) -> range:
 
 
 def hidden_nodes(path: PathSpec, row: int) -> list[int]:
-    """Return the new rows of a tree that ``row`` must not see: those that are not above it; empty without a tree."""
+    """Return the draft tokens of a tree that ``row`` must not see: all but itself and its ancestors.
+
+    Empty without a tree.
+    """
     if not isinstance(path.options, TreeOptions):
         return []
     parents, node = path.options.parents, row
@@ -59,9 +62,9 @@ def hidden_nodes(path: PathSpec, row: int) -> list[int]:
 
 
 def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int) -> list[str]:
-    """Return the lines of the picture, rows downwards and keys to the right, at most ``width`` characters wide.
+    """Return the lines of the picture, at most ``width`` characters wide; rows run downwards, keys to the right.
 
-    The first line says how many rows and keys there are, and how many of them a character stands for.
+    The first line has the number of rows and keys, and how many of them a character covers.
     """
     keys, rows = num_keys(layer, request), num_rows(path, request)
     tall, wide = -(-rows // MOST_LINES), max(-(-keys // width), 1)
@@ -78,7 +81,7 @@ def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int
 
 
 def _character(cell: range, seen: Sequence[range], hidden: Sequence[Sequence[int]]) -> str:
-    """Return the character for the keys ``cell`` and the rows that see ``seen`` but for ``hidden``."""
+    """Return the character for the keys of ``cell``; ``seen``, ``hidden``: the visible and hidden keys of each row."""
     count = 0
     for own, nodes in zip(seen, hidden, strict=True):
         common = range(max(own.start, cell.start), min(own.stop, cell.stop))

@@ -1,4 +1,4 @@
-"""Examines mutants in groups, each in a process of its own in which they share problems and truths. Loads no torch."""
+"""Examines mutants in groups; each group has its own process and shares problems and truths. Loads no torch."""
 
 import itertools
 import multiprocessing
@@ -18,17 +18,18 @@ from attncheck.reports.run_file.store import Run, read_run
 T = TypeVar("T")
 
 _MOST = 10
-"""Mutants of a group: more share the start of a process, fewer keep all processes at work to the end."""
+"""Maximum mutants in a group. Larger groups share the start of a process, smaller ones balance the load."""
 
 RIGHT_UTILITIES = "attncheck.reference"
-"""The provider that mutants of metadata utilities are without their fault."""
+"""The correct provider, from which mutants of metadata utilities are derived."""
 
 
 @dataclass(frozen=True)
 class ExaminedGroup:
-    """Backends or providers that one process examines. ``are_right``: they are the bases of mutants.
+    """Backends or providers that one process examines.
 
-    ``run``: what was found; None: nothing, for ``reason``.
+    ``are_right``: whether they are the correct bases of mutants. ``run``: the result, or None if there is none because
+    of ``reason``.
     """
 
     refs: tuple[str, ...]
@@ -39,7 +40,7 @@ class ExaminedGroup:
 
 
 def groups_of(mutants: Sequence[Mutant]) -> list[ExaminedGroup]:
-    """Return the groups of ``mutants``, by their bases, and of the bases, each alone."""
+    """Return ``mutants`` grouped by base, and each base as a group of its own."""
     groups: list[ExaminedGroup] = []
     for base, found in itertools.groupby(sorted(mutants, key=lambda mutant: mutant.base), lambda mutant: mutant.base):
         same = list(found)
@@ -53,9 +54,9 @@ def groups_of(mutants: Sequence[Mutant]) -> list[ExaminedGroup]:
 def examine_groups(
     groups: Sequence[ExaminedGroup], options: RunOptions, jobs: int, folder: Path
 ) -> Iterator[ExaminedGroup]:
-    """Yield each of ``groups`` when it is examined as ``options`` says; ``jobs`` processes are at work at once.
+    """Examine ``groups`` as ``options`` specifies, in ``jobs`` processes at once, and yield each when it is finished.
 
-    ``folder``: an empty one for run files.
+    ``folder``: an empty folder for run files.
     """
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -68,10 +69,10 @@ def examine_groups(
 
 
 def _examined(group: ExaminedGroup, options: RunOptions, files: Path) -> list[ExaminedGroup]:
-    """Return the group with what a process of its own found, written to run files in ``files``.
+    """Examine the group in a process of its own, with run files in ``files``, and return the result.
 
-    Where that process ends, its members are examined one by one. One whose own process ends is examined as `attncheck
-    run` does, which makes a record of that.
+    If the process dies, each member is examined alone. If a member alone kills its process, it is examined as
+    `attncheck run` does, which records the crash.
     """
     files.mkdir()
     asked = _options_of(group, options, files / "run.jsonl")
@@ -87,13 +88,12 @@ def _examined(group: ExaminedGroup, options: RunOptions, files: Path) -> list[Ex
 
 
 def _apart(options: RunOptions) -> str:
-    """:func:`_examine` in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(_examine_silently, options).result()
 
 
 def joined(runs: Iterable[Run]) -> Run | None:
-    """Return one run of all that ``runs`` found; None: there are none."""
+    """Return one run with all records of ``runs``, or None if there are no runs."""
     parts = list(runs)
     if not parts:
         return None
@@ -111,7 +111,6 @@ def joined(runs: Iterable[Run]) -> Run | None:
 
 
 def _unique(pairs: Iterable[tuple[Hashable, T]]) -> tuple[T, ...]:
-    """Return one value for each key."""
     return tuple(dict(pairs).values())
 
 
@@ -127,19 +126,19 @@ def _options_of(group: ExaminedGroup, options: RunOptions, output: Path) -> RunO
 
 
 def _examine_silently(options: RunOptions) -> str:
-    """:func:`_examine` in a fresh process, where what mutants print goes nowhere."""
+    """Call :func:`_examine` in a fresh process, and discard what mutants print."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         for stream in (1, 2):
             os.dup2(nowhere.fileno(), stream)
     from attncheck.backends.interpreter import required_environment
     from attncheck.harness.run.backend_choice import choose_device
 
-    os.environ.update(required_environment(choose_device(options.device)))  # before anything imports Triton
+    os.environ.update(required_environment(choose_device(options.device)))  # must be set before Triton is imported
     return _examine(options)
 
 
 def _examine(options: RunOptions) -> str:
-    """Examine as ``options`` says, and return why that cannot be; empty: it was done."""
+    """Run the examination; return why it is impossible, or an empty string if it was done."""
     from attncheck.harness.cli.run_execution import execute_run
 
     try:

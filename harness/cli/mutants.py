@@ -1,4 +1,4 @@
-"""``attncheck mutants``: what suites catch of backends that are wrong on purpose. Loads no torch."""
+"""``attncheck mutants``: which faults the suites catch in deliberately broken backends. Loads no torch."""
 
 import json
 import tempfile
@@ -88,10 +88,10 @@ def mutants(
 def choose_mutants(
     known: Sequence["Mutant"], patterns: Sequence[str], kinds: Sequence[str], shard: "Shard | None"
 ) -> list["Mutant"]:
-    """Return the mutants of these names or patterns, kinds, and part.
+    """Return the mutants that match the names or patterns and the kinds, and are in the shard.
 
     Raises:
-        SelectionError: a pattern or a kind that no mutant has, or none is left.
+        SelectionError: no mutant matches a pattern or a kind, or none is left.
     """
     for pattern in patterns:
         if not any(fnmatchcase(mutant.name, pattern) for mutant in known):
@@ -113,12 +113,11 @@ def choose_mutants(
 
 
 def _examined(chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | None, output: Path | None) -> "KillMatrix":
-    """Examine the mutants, write their run file, and return the matrix."""
     from attncheck.harness.cli.mutant_groups import examine_groups, groups_of, joined
     from attncheck.harness.workers.warming import most_processes
     from attncheck.reports.run_file.store import RunWriter
 
-    options.select()  # what is wrong with the question is told before any process starts
+    options.select()  # raise errors of the options before any process starts
     runs: list[Run] = []
     missing: dict[str, str] = {}
     done = 0
@@ -143,10 +142,10 @@ def _examined(chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | Non
 def _matrix(
     runs: Sequence["Run"], chosen: Sequence["Mutant"], missing: dict[str, str], *, is_part: bool = False
 ) -> "KillMatrix":
-    """Return the matrix of ``runs``; ``is_part``: of the mutants that they examined.
+    """Return the matrix of ``runs``; ``is_part``: only of the mutants that they examined.
 
     Raises:
-        QuestionError: a case of the suites proves nothing.
+        QuestionError: a case of the suites cannot be examined.
     """
     from attncheck.backends.mutants.catalogue import PREFIX
     from attncheck.harness.cli.kill_matrix import kill_matrix

@@ -1,6 +1,6 @@
-"""``attncheck new backend``: a right little backend and its test, written to be edited. Loads no torch and no backend.
+"""``attncheck new backend``: writes a small correct backend and its test, as a start. Loads no torch and no backend.
 
-It fills the name into the files of ``harness/cli/templates``; ``docs/adding-a-backend.md`` shows the same.
+The files are templates of ``harness/cli/templates`` with the name filled in; ``docs/adding-a-backend.md`` shows them.
 """
 
 import keyword
@@ -18,7 +18,7 @@ from attncheck.errors import QuestionError, unwritable
 
 
 class BackendKind(StrEnum):
-    """How the backend is brought."""
+    """Form of the backend."""
 
     FUNCTION = "function"
     CLASSES = "classes"
@@ -58,17 +58,17 @@ def new_backend(
 
 
 def backend_ref(kind: BackendKind, name: str, folder: Path) -> str:
-    """What to type after ``--backend`` for a backend written into ``folder``."""
+    """Return the argument of ``--backend`` for a backend written into ``folder``."""
     place = folder / f"{name}.py"
     typed = place if place.parent.name else f"./{place}"
     return f"{'vllm:' if kind == BackendKind.VLLM else ''}{typed}:{_class_name(name)}"
 
 
 def template_files(kind: BackendKind, name: str) -> dict[str, str]:
-    """The two files by name: the backend of ``kind`` called ``name``, and its test.
+    """Return two files by name: the backend of ``kind`` called ``name``, and its test.
 
     Raises:
-        QuestionError: ``name`` can be no module's, is taken, or hides something.
+        QuestionError: ``name`` is not a valid module name, is taken, or would hide an installed module.
     """
     template, test = (_template(file) for file in (TEMPLATES[kind], "examined.py"))
     if kind == BackendKind.VLLM:
@@ -83,18 +83,18 @@ def _template(file: str) -> str:
 
 
 def _named(template: str, name: str) -> str:
-    """The template is about a backend that is called ``mine``."""
+    """Return the template, which is for a backend called ``mine``, for the backend ``name``."""
     words = {"mine": name, "Mine": _class_name(name), "MINE": name.upper()}
     return re.sub(r"(?<![A-Za-z0-9])(mine|Mine|MINE)(?![A-Za-z0-9])", lambda match: words[match[1]], template)
 
 
 def _class_name(name: str) -> str:
-    """``my_kernel`` is ``MyKernel``."""
+    """Return the class name for a module name: ``MyKernel`` for ``my_kernel``."""
     return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
 def _name_reason(name: str, template: str) -> str:
-    """Why ``name`` will not do; empty: it will."""
+    """Return why ``name`` cannot be used; empty if it can."""
     from attncheck.backends.registry import known_names
 
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
@@ -111,7 +111,7 @@ def _name_reason(name: str, template: str) -> str:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether ``import name`` finds something elsewhere than in this folder, where ``python -m`` looks as well."""
+    """Return whether ``import name`` finds a module outside the current folder, which ``python -m`` searches too."""
     if (spec := find_spec(name)) is None:
         return False
     places = (spec.origin, *(spec.submodule_search_locations or ()))

@@ -1,4 +1,4 @@
-"""Where what a command prints goes (stdout, a file, the summary of a GitHub step), and its colours and width."""
+"""Output of commands: destination (stdout, a file, the summary of a GitHub step), colours and width."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ import typer
 from attncheck.errors import QuestionError, WriteError, unwritable
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The environment variable in which GitHub Actions names the file that a step adds its summary to."""
+"""Environment variable with which GitHub Actions gives the path of a step's summary file."""
 
 
 class ColorChoice(StrEnum):
-    """Whether to print colours; ``auto``: to a terminal, or as NO_COLOR and FORCE_COLOR have it."""
+    """Whether to print colours; ``auto``: if stdout is a terminal, unless NO_COLOR or FORCE_COLOR is set."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -28,14 +28,14 @@ class ColorChoice(StrEnum):
 Color = Annotated[
     ColorChoice, typer.Option("--color", help="Colours: auto prints them to a terminal, or where FORCE_COLOR is set.")
 ]
-"""The option of every command that prints a report."""
+"""The option of all commands that print a report."""
 
 
 def use_color(choice: ColorChoice = ColorChoice.AUTO) -> bool:
     """Return whether to print colours to stdout.
 
-    Without a choice of the user, NO_COLOR (https://no-color.org) comes before FORCE_COLOR (https://force-color.org),
-    and both before what stdout is; an empty variable counts as not set.
+    An explicit choice comes first, then NO_COLOR (https://no-color.org), then FORCE_COLOR (https://force-color.org),
+    then whether stdout is a terminal. Empty variables count as unset.
     """
     if choice is not ColorChoice.AUTO:
         return choice is ColorChoice.ALWAYS
@@ -45,23 +45,23 @@ def use_color(choice: ColorChoice = ColorChoice.AUTO) -> bool:
 
 
 def terminal_width() -> int:
-    """Return how many columns a report may use: COLUMNS, else the terminal's width, else 100; from 40 to 200."""
+    """Return the width of a report in columns, from 40 to 200: COLUMNS, else the terminal's width, else 100."""
     return min(max(shutil.get_terminal_size((100, 24)).columns, 40), 200)
 
 
 def refuse_input(output: Path | None, runs: Iterable[Path]) -> None:
-    """Raises QuestionError where ``output`` is one of the run files that were read."""
+    """Raise QuestionError if ``output`` is one of the run files that were read."""
     if output is not None and output.exists() and any(output.samefile(path) for path in runs):
         raise QuestionError(f"--output {output} is one of the runs that are read; name another file")
 
 
 def write_output(text: str, output: Path | None, *, is_summary: bool = False) -> None:
-    """To the file ``--output`` asks for, written anew; else to stdout.
+    """Write ``text`` to the file ``output`` (overwriting it), or to stdout if it is None.
 
-    ``is_summary``: for GitHub, which without ``--output`` gets it behind what the step's summary holds already.
+    ``is_summary``: whether the text is a GitHub step summary; without ``output`` it is appended to the summary file.
 
     Raises:
-        QuestionError: the file is named wrongly.
+        QuestionError: the path is invalid.
         WriteError: the disk is full or read-only.
     """
     named = os.environ.get(STEP_SUMMARY) if is_summary else None
@@ -70,7 +70,7 @@ def write_output(text: str, output: Path | None, *, is_summary: bool = False) ->
     elif named:
         _write(Path(named), text, mode="a", name=f"${STEP_SUMMARY} {named}")
     else:
-        typer.echo(text, nl=False, color=True)  # what it has of colours was chosen
+        typer.echo(text, nl=False, color=True)  # keep the colours in the text
 
 
 def _write(path: Path, text: str, *, mode: str, name: str) -> None:
@@ -82,13 +82,13 @@ def _write(path: Path, text: str, *, mode: str, name: str) -> None:
 
 
 def drop_stdout() -> None:
-    """Print nothing more: the interpreter flushes stdout at its end, and would fail again."""
+    """Discard all further output to stdout; otherwise the interpreter's final flush would fail again."""
     sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
 
 
 @contextlib.contextmanager
 def printing_to_stdout(run_file: Path | None = None) -> Iterator[None]:
-    """Raise WriteError, which names ``run_file``, where stdout takes no more."""
+    """Raise WriteError if writing to stdout fails; its message names ``run_file``."""
     try:
         yield
     except OSError as error:
@@ -98,12 +98,12 @@ def printing_to_stdout(run_file: Path | None = None) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr; where nothing reads it, the command goes on."""
+    """Print a line to stderr; errors of stderr are ignored."""
     with contextlib.suppress(OSError):
         typer.echo(text, err=True)
 
 
 def show_printed(backend: str, lines: str) -> None:
-    """Print what the process of a backend printed, on stderr: stdout holds the report alone."""
+    """Print the output of a backend's process to stderr, since stdout is for the report."""
     with contextlib.suppress(ValueError):  # stderr is closed
         say("\n".join(f"{backend} | {line}" for line in lines.split("\n")))

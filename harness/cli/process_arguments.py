@@ -1,4 +1,4 @@
-"""The options of ``attncheck run`` that choose and bound the processes of backends. Loads no torch."""
+"""Options of ``attncheck run`` that select and limit the processes of backends. Loads no torch."""
 
 from enum import StrEnum
 from pathlib import Path

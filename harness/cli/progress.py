@@ -1,7 +1,4 @@
-"""What is seen while a run is going: a bar on a terminal, a line now and then elsewhere.
-
-Goes to stderr, so that stdout holds the report alone.
-"""
+"""Progress of a run on stderr: a bar on a terminal, else a line every ten seconds."""
 
 import sys
 import time
@@ -19,30 +16,29 @@ from attncheck.reports.run_file.timings import TIMING
 
 LINE_EVERY_S = 10.0
 TOLD_AT_ONCE = 10
-"""So many records that fell short are told as they come; the report tells the rest."""
+"""Number of failed records that are printed as they arrive; the report lists all of them."""
 
 
 class RunProgress(Protocol):
-    """Is shown every record as it arrives."""
+    """Receives every record as it arrives."""
 
     def see(self, record: Record) -> None:
-        """One more record."""
+        """Take one record."""
 
 
 class NoProgress:
-    """Shows nothing: for a run inside a debugger."""
+    """Shows nothing, for a run inside a debugger."""
 
     def see(self, record: Record) -> None:
-        """One more record."""
+        """Ignore the record."""
 
 
 class Tally:
-    """How many of the run's questions have begun, and how many records fell short.
+    """Counts how many cases of the run have begun, and how many records failed.
 
-    Keeps nothing of a question: its records come one after another.
-
-    A question is a case put to a process of a backend: for its times in every round, for all other checks once. What is
-    not examined in the first round is not asked in the others.
+    A case counts once for each process of a backend that gets it: once per round for ``timing``, and once for all other
+    checks together. A case that is not examined in round 0 counts for all rounds, since later ones skip it.
+    Records of one case must arrive together: only the latest case is remembered.
     """
 
     def __init__(self, cases: int, rounds: int) -> None:
@@ -53,7 +49,7 @@ class Tally:
         self._latest: tuple[str, str, str, int, bool] | None = None
 
     def see(self, record: Record) -> None:
-        """One more record."""
+        """Count one record."""
         is_timed = record.check == TIMING
         question = (record.backend, record.suite, record.case_id, record.round, is_timed)
         if question != self._latest:
@@ -64,7 +60,10 @@ class Tally:
 
     @property
     def left(self) -> str:
-        """``about 2 min left``, at the pace so far; empty in the first 10 seconds and the first 5 % of the cases."""
+        """The estimated time left, as ``about 2 min left``.
+
+        Empty in the first 10 seconds and the first 5 % of the cases.
+        """
         elapsed = time.monotonic() - self._began
         if elapsed < LINE_EVERY_S or not self.cases / 20 <= self.done < self.cases:
             return ""
@@ -76,9 +75,9 @@ class Tally:
 
 
 class ProgressLines:
-    """Plain lines: the first records that fall short, and every ten seconds how far the run is.
+    """Prints the first records that fail, and the progress every ten seconds.
 
-    ``verbose``: a line for each record, whatever its outcome.
+    ``verbose``: print a line for each record, whatever its outcome.
     """
 
     def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
@@ -87,7 +86,7 @@ class ProgressLines:
         self._said = time.monotonic()
 
     def see(self, record: Record) -> None:
-        """One more record."""
+        """Count one record, and print it if it is due."""
         self._tally.see(record)
         is_short = record.outcome in FALLEN_SHORT
         if self._verbose and not is_short:
@@ -102,7 +101,7 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """A progress bar over the cases of every backend, drawn anew with each record at least."""
+    """A progress bar over the cases of all backends, updated with each record."""
 
     def __init__(self, progress: Progress, cases: int, rounds: int) -> None:
         self._progress = progress
@@ -110,7 +109,7 @@ class ProgressBar:
         self._task = progress.add_task("", total=cases)
 
     def see(self, record: Record) -> None:
-        """One more record."""
+        """Count one record, and update the bar."""
         self._tally.see(record)
         short = f"{self._tally.short} fell short" if self._tally.short else ""
         parts = (f"{record.backend}  {record.case}", short, self._tally.left)
@@ -130,10 +129,12 @@ def progress_for(
     is_timed: bool = False,
     color: bool = True,
 ) -> Iterator[RunProgress]:
-    """Yield the progress that suits where stderr goes; ``cases``: how many the run has, counted anew for each backend.
+    """Yield the progress display that suits stderr; ``cases``: the number of cases, summed over all backends.
 
-    ``rounds``: of the check ``timing``, whose cases are counted in every one. ``verbose``: lines, one a record.
-    ``is_timed``: it is made, and nothing is drawn while a time is taken. ``color``: the bar may have colours.
+    ``rounds``: the rounds of the check ``timing``; its cases count in each of them.
+    ``verbose``: print one line per record.
+    ``is_timed``: whether the run takes timings; then the bar is redrawn only between them.
+    ``color``: whether the bar may have colours.
     """
     if silent:
         yield NoProgress()

@@ -1,6 +1,6 @@
-"""Providers of utilities, examined in a copy of this process: a function that ends or hangs there costs its own record.
+"""Examines providers of utilities in a fork of this process, so that a crash or hang costs one record.
 
-Of the rooms below, neither that of providers nor that of workers knows the other.
+This module joins the packages ``providers`` and ``workers``, which do not import each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ from attncheck.reports.run_file.records import UTILITIES, Record
 
 
 class ProviderExaminer:
-    """Examines the providers of ``options`` about the batches of ``cases``; a context manager."""
+    """Examines the providers of ``options`` on the batches of ``cases``, in a forked process; a context manager."""
 
     def __init__(self, options: RunOptions, cases: Sequence[Case], show: Show | None = None) -> None:
         self._options, self._cases, self._show = options, cases, show
@@ -55,14 +55,14 @@ class ProviderExaminer:
 
     @property
     def chooser(self) -> DeviceChooser | None:
-        """What chooses the device of a run without backends."""
+        """The object that chooses the device of a run without backends: this one."""
         return self
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
-        """Return the device of the run, notes on the choice, and the environment there.
+        """Return the device of the run, notes on the choice, and the environment on it.
 
         Raises:
-            QuestionError: the device that the user wants is not there.
+            QuestionError: the device that the user named is not there.
             WorkerError: attncheck itself failed in the process.
         """
         process = self._started()
@@ -71,7 +71,7 @@ class ProviderExaminer:
         return chosen.device, chosen.notes, chosen.environment
 
     def plan(self, cases: Sequence[Case], device: str) -> PlannedProviders:
-        """Return what is asked; ``cases``: those of the run.
+        """Plan and return the functions to examine; ``cases``: those of the run.
 
         Raises:
             QuestionError: a provider cannot be imported, or a function is unknown.
@@ -85,10 +85,10 @@ class ProviderExaminer:
         return self._planned
 
     def run(self, circumstances: Circumstances) -> Iterator[Record]:
-        """Yield a record for each function and provider; after one that ended the process, a fresh one goes on.
+        """Yield a record for each provider and function; start a fresh process after one that ended.
 
         Raises:
-            QuestionError: a provider cannot be imported any more.
+            QuestionError: a provider can no longer be imported.
             WorkerError: attncheck itself failed in the process.
         """
         pairs = [(info, subject) for info in self._planned.infos for subject in self._planned.subjects]
@@ -150,7 +150,7 @@ class ProviderExaminer:
 
 
 class InProcessProviders:
-    """Examines the providers of ``options`` in this process; without the limits of :class:`ProviderExaminer`."""
+    """Examines the providers of ``options`` in this process, without the limits of :class:`ProviderExaminer`."""
 
     chooser: DeviceChooser | None = None
 
@@ -159,24 +159,24 @@ class InProcessProviders:
         self._plan = ProviderPlan()
 
     def plan(self, cases: Sequence[Case], device: str) -> PlannedProviders:
-        """Return what is asked; raises QuestionError as :meth:`ProviderExaminer.plan`."""
+        """Plan and return the functions to examine; raises QuestionError like :meth:`ProviderExaminer.plan`."""
         self._plan = plan_providers(self._options.providers, self._options.functions, cases, device, self._options.seed)
         return describe_plan(self._plan)
 
     def run(self, circumstances: Circumstances) -> Iterator[Record]:
-        """Yield a record for each function and provider."""
+        """Yield a record for each provider and function."""
         return examine_providers(self._plan, circumstances)
 
 
 def providers_of(
     options: RunOptions, cases: Sequence[Case], show: Show | None
 ) -> AbstractContextManager[ProviderExaminer | InProcessProviders]:
-    """Return what examines the providers of ``options``."""
+    """Return a context manager for the examiner of the providers in ``options``."""
     return nullcontext(InProcessProviders(options)) if options.in_process else ProviderExaminer(options, cases, show)
 
 
 def _serve_providers(options: RunOptions, cases: Sequence[Case], pipes: WorkerPipes) -> None:
-    """Import the providers and examine them, as the run asks."""
+    """Import the providers and examine them, on request of the run; the main function of the process."""
     request = next_request(pipes)
     if not isinstance(request, PlanProviders):
         return

@@ -1,4 +1,4 @@
-"""``attncheck recommend``: which backends of run files are right for a combination of needs. Needs no torch."""
+"""``attncheck recommend``: which backends were measured as correct for a combination of needs. Loads no torch."""
 
 import json
 from enum import StrEnum
@@ -12,7 +12,7 @@ from attncheck.harness.cli.output import Color, ColorChoice, terminal_width, use
 
 
 class AnswerFormat(StrEnum):
-    """How the answer is printed."""
+    """Output format of the answer."""
 
     terminal = "terminal"
     json = "json"

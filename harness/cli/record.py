@@ -1,4 +1,4 @@
-"""``attncheck record``: run a command that serves by vLLM, and record its batches. Loads neither torch nor vLLM."""
+"""``attncheck record``: runs a command that serves with vLLM, and records its batches. Loads neither torch nor vLLM."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from attncheck.harness.recording.settings import DEFAULT_CASES, RecordingSetting
 
 _PLUGINS = "VLLM_PLUGINS"
 PLUGIN = "attncheck_record"
-"""The name of the plugin among those of vLLM."""
+"""Name of attncheck's vLLM plugin."""
 
 
 def record(
@@ -34,7 +34,7 @@ def record(
     if not output.absolute().parent.is_dir():
         raise QuestionError(f"--output {output}: no such folder")
     environment = os.environ | settings.environment()
-    if _PLUGINS in environment:  # which names the only ones that vLLM loads
+    if _PLUGINS in environment:  # vLLM loads only the plugins listed there
         environment[_PLUGINS] = ",".join([*filter(None, environment[_PLUGINS].split(",")), PLUGIN])
     code = _run(command, environment)
     if not output.exists():
@@ -48,10 +48,10 @@ def record(
 def _run(command: list[str], environment: dict[str, str]) -> int:
     """Run a command to its end, and return its exit code.
 
-    SIGTERM and SIGHUP are passed on; a Ctrl-C reaches the command from the terminal.
+    SIGTERM and SIGHUP are forwarded. SIGINT is ignored here: Ctrl-C reaches the command from the terminal.
 
     Raises:
-        QuestionError: it cannot be started.
+        QuestionError: the command cannot be started.
     """
     try:
         process = subprocess.Popen(command, env=environment)  # noqa: S603 (it is what the user typed)

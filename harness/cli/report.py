@@ -1,4 +1,4 @@
-"""``attncheck report``: run files in a format for people or their tools. Reads, never re-computes; needs no torch."""
+"""``attncheck report``: renders run files in a format for people or tools. Recomputes nothing, and loads no torch."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +11,7 @@ from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, termi
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.terminal.columns import Style
 
-if TYPE_CHECKING:  # a type checker knows no enum whose members are computed
+if TYPE_CHECKING:  # type checkers do not support enums with computed members
     RunFormat = str
 else:
     RunFormat = StrEnum("RunFormat", {name: name for name in FORMATS})

@@ -1,4 +1,4 @@
-"""``--resume``: the rest of a run that was cut off, into the same run file. Loads no torch."""
+"""``--resume``: completes a run that was cut off, in the same run file. Loads no torch."""
 
 import shlex
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from attncheck.reports.run_file.store import Run, lacks_header, read_run
 from attncheck.reports.run_file.timings import TIMING
 
 Found = tuple[str, str, str, int]
-"""What was examined: reference of the backend, ``suite/id`` of the case, check and round."""
+"""Identity of an examined check: reference of the backend, ``suite/id`` of the case, check, round."""
 
 
 def read_part(path: Path, header: RunHeader) -> Run:
     """Return the run of ``path``, which was cut off, as the first part of the run of ``header``.
 
     Raises:
-        RunFileError: the file is no run, is compressed or complete, or its question is not that of ``header``.
+        RunFileError: the file is no run, is compressed or complete, or examines something else than ``header``.
     """
     if path.suffix != ".jsonl":
         raise RunFileError(str(path), "cannot be continued: only a file named .jsonl can be written on")
@@ -43,7 +43,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
 
 
 def found_in(records: Iterable[Record], rounds: int) -> frozenset[Found]:
-    """Return what ``records`` have examined; what was not examined in round 0 is not asked in later ones."""
+    """Return what ``records`` have examined; checks not examined in round 0 count as done in all rounds."""
     found = set()
     for record in records:
         is_final = record.check == TIMING and record.round == 0 and record.outcome not in EXAMINED
@@ -53,7 +53,7 @@ def found_in(records: Iterable[Record], rounds: int) -> frozenset[Found]:
 
 
 def resume_command(command: Iterable[str], path: Path) -> str:
-    """Return the command that resumes the run of ``command``, whose run file is ``path``."""
+    """Return the command that resumes the run of ``command`` with run file ``path``."""
     words = list(command)
     for name in ("--output", "--resume"):
         if name in words:

@@ -1,4 +1,4 @@
-"""``attncheck run``: put the cases of suites to backends, write a run file, print the table."""
+"""``attncheck run``: examines backends with the cases of suites, writes a run file and prints the table."""
 
 import time
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def run(
     each in a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
     """
     began = time.monotonic()
-    if not in_process:  # where Python cannot interrupt a kernel
+    if not in_process:  # in process, Python cannot interrupt a kernel
         context.with_resource(interruptible())
     refs = (*(backends or ()), *(backend or ()))
     spare = None
@@ -92,7 +92,7 @@ def run(
     if not in_process and not is_ray and (refs or not provider):
         from attncheck.harness.workers.worker_process import WorkerProcess
 
-        # Before anything else is imported: it loads torch meanwhile, which takes longest.
+        # Start it before any import here: loading torch takes longest, and it does so meanwhile.
         show = show_printed if show_output else None
         spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
 
@@ -182,7 +182,7 @@ def _print_opening(header: "RunHeader") -> None:
 
 
 def _print_nothing(header: "RunHeader") -> None:
-    """For --quiet."""
+    """Print nothing, for --quiet."""
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
@@ -214,7 +214,6 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
 
 
 def _print_durations(records: "Sequence[Record]", count: int | None) -> None:
-    """Print the ``count`` slowest checks of cases, the slowest first; None: all."""
     slowest = sorted(records, key=lambda record: record.duration_s, reverse=True)[:count]
     typer.echo(f"slowest {len(slowest)} of {len(records)} checks of cases")
     for record in slowest:
@@ -222,10 +221,10 @@ def _print_durations(records: "Sequence[Record]", count: int | None) -> None:
 
 
 def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
-    """Return 0, 1 or 3; ``by_name``: a backend or provider was named on the command line.
+    """Return exit code 0, 1 or 3; ``by_name``: whether the command line names a backend or provider.
 
     Raises:
-        SelectionError: a case proves nothing, or a backend, or the whole run, had nothing examined.
+        SelectionError: a case could not be examined, or a named backend or the whole run had no case examined.
     """
     from attncheck.harness.run.outcomes import OURSELVES
     from attncheck.reports.run_file.records import FALLEN_SHORT
@@ -239,20 +238,17 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         return 1
     if finished.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    if not finished.header.shard:  # where a shard has nothing to examine, another one may
+    if not finished.header.shard:  # other shards may have cases to examine
         _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0
 
 
 def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
-    """Refuse a run that examined nothing, or, ``by_name``, nothing of one of its backends or providers.
+    """Raise SelectionError if the run, or with ``by_name`` one of its backends or providers, has no case examined.
 
-    Of a family that was asked for as a whole, single backends may have had nothing to answer.
+    Single backends of a family such as ``vllm:*`` may have none.
 
-    A case that was refused as declared (``refusals``) counts as examined only where no other check was asked for.
-
-    Raises:
-        SelectionError: nothing was examined.
+    A case that was refused as declared (``refusals``) counts as examined only if no other check was requested.
     """
     from attncheck.reports.analysis import phrases
     from attncheck.reports.analysis.summary import summarise

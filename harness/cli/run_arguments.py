@@ -1,4 +1,4 @@
-"""The arguments and options of ``attncheck run`` as types of its parameters: names, help, completion."""
+"""Arguments and options of ``attncheck run`` as parameter types, with names, help and completion."""
 
 from pathlib import Path
 from typing import Annotated

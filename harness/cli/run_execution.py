@@ -1,7 +1,7 @@
-"""Execute one run: choose, prepare, examine, and write the run file as records come.
+"""Executes one run: selects, prepares, examines, and writes each record to the run file as it arrives.
 
-Writes its progress to stderr and nothing to stdout. Loads torch only for what it examines itself: a provider, or
-backends ``--in-process``.
+Progress goes to stderr, and nothing to stdout. Loads torch only for what this process examines: a provider, or
+backends with ``--in-process``.
 """
 
 import contextlib
@@ -42,11 +42,13 @@ _DEVICE_LOST = "when this process lost the device (a run without --in-process go
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run found. ``path``: its run file; None: none was written.
+    """Results of a run. ``path``: its run file, or None if none was written.
 
-    ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
-    ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
-    what is raised once the report is shown: a signal, a run file or a stdout that could not be written, or a lost
+    ``blind``: errors of cases that could not be examined.
+    ``unmet``: a line for each expectation that fails the run.
+    ``unseen``: a line for each expectation that was not confirmed but does not fail the run.
+    ``stopped``: why the run ended early; empty if it did not.
+    ``ended_by``: the exception to raise after the report: a signal, an unwritable run file or stdout, or a lost
     cluster.
     """
 
@@ -69,9 +71,9 @@ def execute_run(
 ) -> FinishedRun:
     """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
 
-    ``end`` is called with what is returned, while the processes of the backends end. ``see`` is called with each record
-    as it comes; None: the progress is shown on stderr. ``spare``: a process that was started ahead; it is used for the
-    first backend, and closed.
+    ``end`` is called with the result, before the processes of the backends have ended.
+    ``see`` is called with each record as it arrives. If it is None, progress is shown on stderr.
+    ``spare``: a process started in advance. It is used for the first backend, then closed.
 
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
@@ -123,7 +125,7 @@ def _execute(
     from attncheck.harness.run.timing_rounds import count_questions
 
     chooser = providers.chooser if providers is not None and options.backend_refs is None else None
-    fits_pages = options.ray is None  # nodes that have described a backend take no other suites
+    fits_pages = options.ray is None  # a node accepts no other suites once it has described a backend
     prepared = prepare_run(
         selection,
         options.backend_refs,
@@ -156,9 +158,9 @@ def _execute(
         for record in records:
             expectations.recall(record)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
-        faulthandler.enable()  # a kernel that kills the process says at least where
+        faulthandler.enable()  # print where a kernel killed the process
     if options.in_process:
-        gc.freeze()  # as in a backend's own process: torch brings more objects than a run makes
+        gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
     count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
     tally = Tally(count, plan.rounds)
     path: Path | None = None
@@ -236,9 +238,9 @@ def take_records(
     *,
     maxfail: int | None,
 ) -> str:
-    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early; empty: no.
+    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early, or "".
 
-    ``maxfail``: how many records that fall short end the run; None: none does.
+    ``maxfail``: the number of failed records after which the run stops, or None for no limit.
     """
     from attncheck.harness.run.lost_device import DeviceLostError
 

@@ -1,6 +1,6 @@
-"""Where run files are kept: named by their time in a folder, of which the newest are left.
+"""Kept run files: named by time, in a folder that keeps the newest ones.
 
-The folder is ``results`` where the current folder has one, else a folder of the user's cache for the current folder.
+The folder is ``results`` in the current folder if it exists, else a folder of the user's cache for the current folder.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ from attncheck.reports.run_file.store import Run, RunWriter
 RESULTS = Path("results")
 
 _NEWEST, _READ_S = 4, 0.05
-"""Runs that tell what checks cost, and seconds after which no more of them is read."""
+"""Number of runs read for the costs of checks, and the time limit for reading them in seconds."""
 
 _NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
-"""How attncheck names run files: date, time, process, and a number where that name was taken. No other is deleted."""
+"""Names of run files that attncheck chose: date, time, process, and a number if needed. No other file is deleted."""
 
 
 class RecordWriter(Protocol):
-    """Takes the records of a run. ``path``: its run file; None where none is written."""
+    """Writes the records of a run."""
 
     @property
     def path(self) -> Path | None:
-        """Where the run is written."""
+        """The run file, or None if none is written."""
 
     def add(self, record: Record) -> None:
         """Write one record."""
 
     def fail(self, error: str) -> None:
-        """Note an error besides the records."""
+        """Write an error that belongs to no record."""
 
 
 class NoWriter:
@@ -50,14 +50,14 @@ class NoWriter:
     path = None
 
     def add(self, record: Record) -> None:
-        """Drop the record."""
+        """Discard the record."""
 
     def fail(self, error: str) -> None:
-        """Drop the error."""
+        """Discard the error."""
 
 
 def kept_folder() -> Path:
-    """Return the folder for the runs of the current folder: ``results`` if it exists, else one of the user's cache."""
+    """Return the folder for runs of the current folder: ``results`` if it exists, else one in the user's cache."""
     if RESULTS.is_dir():
         return RESULTS
     here = Path.cwd()
@@ -66,21 +66,21 @@ def kept_folder() -> Path:
 
 
 def kept_runs(folder: Path) -> list[Path]:
-    """Return the run files that attncheck named in ``folder``, the oldest first."""
+    """Return the run files in ``folder`` that have names chosen by attncheck, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_age)
 
 
 def _age(path: Path) -> tuple[str, str, int, int]:
-    """Return what sorts run files by age: date, time, process, and the number of the run within one second."""
+    """Return the sort key of a run file by age: date, time, process, number within the second."""
     date, seconds, process, *number = path.stem.split("-")
     return date, seconds, int(process), int(number[0]) if number else 1
 
 
 def drop_old_runs(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` run files that attncheck named in ``folder``; what cannot be deleted stays.
+    """Delete all but the newest ``keep`` run files of :func:`kept_runs`; errors are ignored.
 
-    In the user's cache the runs of all folders count together, and a folder that is left empty is deleted.
+    In the user's cache, the runs of all folders count together, and folders that become empty are deleted.
     """
     is_cache = folder.is_relative_to(user_cache())
     with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ def drop_old_runs(folder: Path, keep: int) -> None:
 def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str, str], float]:
     """Return the seconds that checks took on this device in the newest runs of ``folder``; see ``schedule.Costs``.
 
-    What cannot be read is left out: nothing but the division of work depends on it.
+    Unreadable runs are skipped: the costs only affect how work is divided.
     """
     costs: dict[tuple[str, str, str], float] = {}
     deadline = time.monotonic() + _READ_S
@@ -116,15 +116,15 @@ def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str
 def open_run(
     output: Path | None, folder: Path | None, header: RunHeader, keep: int, earlier: Run | None = None
 ) -> Iterator[RecordWriter]:
-    """Yield the writer of the run file ``output``, else of a file in ``folder``; None: nothing is written.
+    """Yield the writer of the run file ``output``, or of a new file in ``folder``; if both are None, write nothing.
 
-    ``earlier``: a run that was cut off, whose file is written on. ``output`` may be a folder. Where nothing can be
-    written in ``folder``, the run file is a temporary one, and stderr says so. On leaving, ``folder`` has at most
-    ``keep`` runs.
+    ``earlier``: a run that was cut off; its file is continued. ``output`` may be a folder. If ``folder`` is not
+    writable, the run goes to a temporary file, with a note on stderr. On leaving, ``folder`` keeps at most ``keep``
+    runs.
 
     Raises:
         RunFileError: ``output`` exists.
-        QuestionError, WriteError: it cannot be written.
+        QuestionError, WriteError: the file cannot be written.
     """
     if earlier is not None:
         with RunWriter(Path(earlier.path), header, earlier) as continued:
@@ -140,7 +140,6 @@ def open_run(
 
 
 def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunWriter:
-    """Return an opened writer."""
     if output is not None:
         return RunWriter(_free_path(output) if output.is_dir() else output, header)
     assert folder is not None
@@ -160,14 +159,14 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
 
 
 def _free_path(folder: Path) -> Path:
-    """Name a run file by the time and the process, and by a number where several runs begin in one second."""
+    """Return an unused path named by time and process, with a number if the name is taken."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(path for name in names if not (path := folder / f"{name}.jsonl").exists())
 
 
 def newest_run(folder: Path) -> Path:
-    """Return the newest run file that attncheck named in ``folder``.
+    """Return the newest run file in ``folder`` that has a name chosen by attncheck.
 
     Raises:
         RunFileError: there is none.
@@ -179,7 +178,7 @@ def newest_run(folder: Path) -> Path:
 
 
 def make_dump_folder(dump: Path | None) -> None:
-    """Make the folder before the run, so that the first failure does not end it."""
+    """Create the folder before the run, so that an unwritable path does not end it at the first failure."""
     if dump is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The options of ``attncheck run`` as one value, and the combinations of them that are refused. Loads no torch."""
+"""The options of ``attncheck run`` as one value, and checks for invalid combinations. Loads no torch."""
 
 import math
 from collections.abc import Iterable
@@ -21,17 +21,17 @@ from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
-"""Default suites of a run of providers without backends: their batches become the questions."""
+"""Default suites of a run with providers and no backends; functions are examined on their batches."""
 
 _LEAST_MEMORY = 2**29
-"""Bytes that a process holds about that has loaded torch and the checks."""
+"""Approximate memory of a process that has loaded torch and the checks, in bytes."""
 
 
 def read_size(option: str, text: str | None, default: int | None = None) -> int | None:
-    """Return the bytes that ``text`` gives, such as ``4GiB``, ``4G`` or ``4294967296``; None means ``default``.
+    """Return the bytes that ``text`` gives, such as ``4GiB``, ``4G`` or ``4294967296``; ``default`` if it is None.
 
     Raises:
-        SelectionError: it is no size.
+        SelectionError: the text is not a size.
     """
     if text is None:
         return default
@@ -42,10 +42,10 @@ def read_size(option: str, text: str | None, default: int | None = None) -> int 
 
 
 def read_jobs(text: str | None) -> int | None:
-    """Return the number of processes that ``--jobs`` gives; None for ``auto``, and without the option.
+    """Return the number of processes that ``--jobs`` gives; None for ``auto`` or if it is not given.
 
     Raises:
-        SelectionError: it is neither ``auto`` nor a whole number, 1 or above.
+        SelectionError: the text is neither ``auto`` nor a whole number, 1 or above.
     """
     if text in (None, "auto"):
         return None
@@ -57,11 +57,11 @@ def read_jobs(text: str | None) -> int | None:
 def read_ray(
     address: str | None, resources: Iterable[str], runtime_env: Path | None, *, is_used: bool
 ) -> RaySettings | None:
-    """Return the settings of ``--executor ray``; None: this machine examines (not ``is_used``).
+    """Return the settings of ``--executor ray``, or None if ``is_used`` is False.
 
     Raises:
-        SelectionError: a resource that is no NAME=AMOUNT, or an option of Ray without ``--executor ray``.
-        CaseFileError: ``runtime_env`` cannot be read, or is no mapping.
+        SelectionError: a resource is not NAME=AMOUNT, or an option of Ray is given without ``--executor ray``.
+        CaseFileError: ``runtime_env`` cannot be read, or is not a mapping.
     """
     given = {"--ray-address": address, "--ray-resources": resources, "--ray-runtime-env": runtime_env}
     if not is_used:
@@ -99,18 +99,19 @@ def _runtime_env(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run examines and how; each field means what the command line's option of that name means.
+    """What a run examines and how. Each field has the meaning of the command-line option of that name.
 
-    Empty: the option was not given, and its default counts. ``checks``, ``skip``: names, with patterns resolved.
-    ``keys``: only these ``suite/id``, where there are any; ``first``: these before the others. ``folder``: where a run
-    file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``ray``: the cluster
-    that examines the cases; None: this machine does. ``until_failure``: each check of a backend is made until it falls
-    short, or all are until one does, where this process examines. ``color``: the progress may have colours. ``notes``,
-    ``command``: where options are from, and what was typed, for the run file.
+    An empty field means that the option was not given, and its default applies.
+    ``checks``, ``skip``: names, with patterns resolved.
+    ``keys``: if not empty, only the cases of these ``suite/id``. ``first``: the cases of these ``suite/id`` come first.
+    ``folder``: where a run file is written without ``output``, and the newest ``keep`` are kept; None writes none.
+    ``ray``: the cluster that examines the cases, or None for this machine.
+    ``until_failure``: as in :class:`~attncheck.harness.run.plan.RunPlan`; it applies only with ``in_process``.
+    ``color``: whether the progress may have colours.
+    ``notes``, ``command``: the origin of the options and the command line, for the run file.
 
     Raises:
-        SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
-            cannot be kept.
+        SelectionError: a check or pattern examines no backend or provider of the run, or options or limits are invalid.
     """
 
     backends: tuple[str, ...] = ()
@@ -217,7 +218,7 @@ class RunOptions:
 
     @property
     def worker_settings(self) -> WorkerSettings:
-        """What the processes of backends are started with."""
+        """Settings for starting the processes of backends."""
         backend_s = read_limit("--backend-timeout", self.backend_timeout)
         return WorkerSettings(
             TimeLimits(read_limit("--case-timeout", self.case_timeout), math.inf if backend_s is None else backend_s),
@@ -227,17 +228,17 @@ class RunOptions:
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:
-        """References of the backends; empty: the default ones; None: only providers are examined."""
+        """References of the backends; empty for the default ones, None if only providers are examined."""
         return None if self.providers and not self.backends else self.backends
 
     @property
     def backend_checks(self) -> tuple[str, ...]:
-        """The checks asked for, without that of providers; a run without providers keeps and refuses it."""
+        """The requested checks without that of providers; without providers it stays, and is refused later."""
         return tuple(check for check in self.checks if check != UTILITIES or not self.providers)
 
     @property
     def suite_refs(self) -> tuple[str, ...]:
-        """The suites that are named; for providers alone, else their default ones."""
+        """The suites that are named, or the default ones if only providers are examined."""
         return self.suites or (PROVIDER_SUITES if self.backend_refs is None else ())
 
     def select(self) -> Selection:

@@ -1,4 +1,4 @@
-"""``attncheck show``: what one case asks, in words and pictures, or as YAML. Loads no torch."""
+"""``attncheck show``: describes one case, in words and pictures, or as YAML. Loads no torch."""
 
 from dataclasses import MISSING, fields
 from enum import Enum
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from attncheck.reference.spec import RequestSpec
 
 SHOWN_REQUESTS = 12
-"""Rows of the table of requests."""
+"""Maximum rows of the table of requests."""
 SHOWN_MASKS = 3
-"""Pictures of masks, of requests that differ."""
+"""Maximum pictures of masks."""
 MOST_ROWS = 2**14
-"""Rows of a request whose mask is drawn."""
+"""Maximum rows of a request whose mask is drawn."""
 
 _ALWAYS = ("dtype", "block_size", "layout")
-"""Fields that are shown although they are at their default."""
+"""Fields that are shown even at their defaults."""
 
 
 def show(
@@ -92,7 +92,7 @@ def case_lines(case: "Case", width: int) -> list[str]:
 
 
 def _fields(spec: object) -> str:
-    """Return the fields of a dataclass that are not at their default, as ``name=value``."""
+    """Return the fields of a dataclass that differ from their defaults, as ``name=value``."""
     given = {field.name: (getattr(spec, field.name), field.default) for field in fields(spec)}  # type: ignore[arg-type]
     return ", ".join(
         f"{name}={_word(value)}"
@@ -108,7 +108,6 @@ def _word(value: object) -> str:
 
 
 def _requests(case: "Case") -> list[str]:
-    """Return the table of requests: lengths, and the pages that their keys fill."""
     from attncheck.harness.cli.mask_picture import num_keys
     from attncheck.reports.terminal.columns import table
 
@@ -127,7 +126,7 @@ def _requests(case: "Case") -> list[str]:
 
 
 def _masks(case: "Case", width: int) -> list[str]:
-    """Return a picture of the mask for each of the first requests that differ."""
+    """Return a picture of the mask for up to :data:`SHOWN_MASKS` distinct requests, largest first."""
     from attncheck.harness.cli.mask_picture import draw_mask, num_keys, num_rows
     from attncheck.reports.analysis.phrases import plural
 
@@ -138,7 +137,7 @@ def _masks(case: "Case", width: int) -> list[str]:
     def size(request: "RequestSpec") -> tuple[int, int]:
         return num_rows(path, request), num_keys(case.layer, request)
 
-    # The one with the most rows hides the most.
+    # The request with the most rows shows most of the mask.
     different = {(size(each), each.context_len): each for each in case.batch.requests}
     largest_first = sorted(different.values(), key=size, reverse=True)
     drawn = [each for each in largest_first if num_rows(path, each) <= MOST_ROWS][:SHOWN_MASKS]

@@ -1,4 +1,4 @@
-"""``attncheck shrink``: make a recorded failure small, and write it down. Loads no torch."""
+"""``attncheck shrink``: reduces a recorded failure to a small case, and writes it to files. Loads no torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,10 +62,10 @@ def shrink(
 
 
 def _parts(record: str) -> tuple[Path, str, str]:
-    """Run file, case and check of ``RUN::CASE[::CHECK]``; an empty check: the first that fell short.
+    """Return run file, case and check of ``RUN::CASE[::CHECK]``; an empty check means the first that failed.
 
     Raises:
-        SelectionError: the case is missing.
+        SelectionError: the run file or the case is missing.
     """
     run, _, rest = record.partition("::")
     case, _, check = rest.partition("::")
@@ -75,11 +75,12 @@ def _parts(record: str) -> tuple[Path, str, str]:
 
 
 def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) -> "Failure":
-    """The first failure of ``run`` that is meant, with its case as the suite has it now.
+    """Return the first failure in ``run`` that matches, with its case as loaded from the suite now.
 
     Raises:
-        SelectionError: none is meant, or several backends are; the suite has changed; the backend has no reference.
-        CaseFileError, UnknownNameError: the suite is not there any more.
+        SelectionError: no failure matches, or those of several backends do; the suite has changed; the backend has no
+            reference.
+        CaseFileError, UnknownNameError: the suite no longer exists.
     """
     from attncheck.cases.loader import load_suite
     from attncheck.harness.fuzz.failures import Failure

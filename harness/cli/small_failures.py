@@ -1,4 +1,4 @@
-"""What ``fuzz`` and ``shrink`` share: the backend's process, and how a small failure is written and printed."""
+"""Shared by ``fuzz`` and ``shrink``: the backend's process, and writing and printing of small failures."""
 
 import math
 import os
@@ -36,7 +36,7 @@ def backend_process(
     memory_limit: str | None,
     pass_env: Sequence[str] | None,
 ) -> Iterator[BackendProcess]:
-    """Yield a process of the backend, as the options ask for it; it has ended on leaving."""
+    """Yield a process of the backend with these options; end it on leaving."""
     limits = TimeLimits(read_limit("--case-timeout", case_timeout), math.inf)
     memory = MemoryLimits(read_size("--memory-limit", memory_limit), None)
     settings = WorkerSettings(limits, memory, read_patterns(pass_env or ()))
@@ -45,10 +45,10 @@ def backend_process(
 
 
 def folder_for(output: Path | None, command: str) -> Path:
-    """Make the folder that small failures are written to, ``output`` or a new one among the kept runs.
+    """Create the folder for small failures, ``output`` or a new one among the kept runs, and return it.
 
     Raises:
-        WriteError: it cannot be made.
+        WriteError: the folder cannot be created.
     """
     folder = output or kept_folder() / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
@@ -59,7 +59,7 @@ def folder_for(output: Path | None, command: str) -> Path:
 
 
 def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) -> int:
-    """Write the small case and its stand-alone file, and print how it got small; return the exit code."""
+    """Write the small case and its stand-alone file, print how it was reduced, and return the exit code."""
     first, small, shrunk = failure.first, failure.small, failure.shrunk
     record = small.record
     typer.echo(f"\n{record.outcome}  {process.backend.name}  {record.check}: {small.case.description or first.way[2]}")

@@ -1,6 +1,6 @@
-"""What is wrong with the words of a command line, in one line like every other error.
+"""Turns errors of the option parser into one line, in the style of all other errors.
 
-The option parser names neither the value it was given nor, in pydantic's words, what would be right.
+The parser's own message names neither the given value nor, for pydantic types, what is allowed.
 """
 
 import re
@@ -10,11 +10,11 @@ _INVALID = re.compile(r"Invalid value for '?(?P<name>[^':]+)'?: (?P<reason>.*)",
 
 
 HELP = "Usage: "
-"""Begins the help that a command without words prints in place of an error."""
+"""Prefix of the help text that a command without arguments prints instead of an error."""
 
 
 def usage_error_in_words(error: Any) -> str:
-    """Return the line for an error of the option parser, without ``error:``; help where help is what it says."""
+    """Return the error message for a parser error, without ``error:``; return the help text if the error has that."""
     message = str(error.format_message()).rstrip(".")
     if message.startswith(HELP):
         return message
@@ -27,7 +27,7 @@ def usage_error_in_words(error: Any) -> str:
 
 
 def _reason(error: Any) -> str | None:
-    """What pydantic found wrong with a value; None where another one looked at it."""
+    """Return what pydantic found wrong with a value, or None if pydantic did not raise the error."""
     from pydantic import ValidationError
 
     from attncheck.cases.validation import wanted

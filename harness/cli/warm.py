@@ -1,4 +1,4 @@
-"""``attncheck warm``: compile the kernels that a run will need, in several processes, into the caches on disk."""
+"""``attncheck warm``: compiles the kernels that a run will need, in several processes, into the caches on disk."""
 
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +51,7 @@ def warm(
 
         truths = None if no_cache else truths_folder()
         prepared = prepare_run(selection, backend or (), RunSettings(device=device, truths=truths), pool=pool)
-        pool.keep_only(())  # what they were started for is known, and each holds memory
+        pool.keep_only(())  # the backends are described; free the memory of these processes
         for each in prepared.backends:
             if each.is_loaded and not each.unavailable_reasons:
                 _warm(each, prepared.plan, pool)
@@ -61,7 +61,6 @@ def warm(
 
 
 def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
-    """Examine the cases of one backend, and print what came of it."""
     from attncheck.harness.run.kernel_caches import kernel_caches
     from attncheck.harness.workers.warming import Warmers, most_processes, questions_to_warm
     from attncheck.reports.analysis.phrases import plural

@@ -1,7 +1,7 @@
-"""``attncheck run --watch``: examines again after each save, first what fell short before.
+"""``attncheck run --watch``: examines again after each save, previously failed cases first.
 
 A spare process, which has loaded torch and the checks but no backend, waits for the save. A save during a round ends
-the round. Syntax errors and other reasons why nothing could be examined are shown, and the watch goes on.
+the round. Syntax errors and other reasons why nothing could be examined are shown, and watching continues.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.terminal.watch import render_round
 
 _POLL_S = 0.05
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files."""
 
 _SETTLED_S = 0.02
-"""Seconds without a further change, after which a save is complete."""
+"""Seconds without further changes after which a save counts as complete."""
 
 
 class FilesSavedInterrupt(KeyboardInterrupt):
-    """A watched file was saved while a round was going on: the round ends as by Ctrl-C."""
+    """Raised when a watched file is saved during a round; it ends the round like Ctrl-C."""
 
 
 def watch_run(options: RunOptions, spare: WorkerProcess | None, *, color: bool, keys: Keys | None = None) -> int:
-    """Examine after each save, until ``q`` is pressed; return 1 if the last round fell short, else 0.
+    """Examine after each save until ``q`` is pressed; return 1 if the last round failed, else 0.
 
-    ``spare``: a process that was started ahead. ``keys``: None for those of the terminal.
+    ``spare``: a process started in advance. ``keys``: None for those of the terminal.
 
     Raises:
-        SelectionError: the options do not go with ``--watch``, or name no cases.
+        SelectionError: the options are not allowed with ``--watch``, or select no cases.
     """
     selection = _watchable(options)
     paths = [suite.path for suite in selection.suites]
@@ -66,7 +66,7 @@ def watch_run(options: RunOptions, spare: WorkerProcess | None, *, color: bool, 
 
 
 def _watchable(options: RunOptions) -> Selection:
-    """Return the cases of the first round."""
+    """Return the cases of the first round; raise SelectionError for options that ``--watch`` does not allow."""
     refused = {
         "--in-process": options.in_process,
         "--executor ray": options.ray,
@@ -88,7 +88,7 @@ def _watchable(options: RunOptions) -> Selection:
 
 
 def _settled(files: WatchedFiles) -> float:
-    """Wait until no file changes any more; return when the latest change was, by time.monotonic()."""
+    """Wait until no file changes any more; return the time of the latest change, on the clock time.monotonic()."""
     before = None
     while (state := files.state()) != before:
         before = state
@@ -99,9 +99,9 @@ def _settled(files: WatchedFiles) -> float:
 
 
 class _Watch:
-    """What is kept from round to round: the spare process, the records of the round before, its run file.
+    """State between rounds: the spare process, the records of the previous round, its run file.
 
-    ``is_short``: the last round fell short, or examined nothing.
+    ``is_short``: whether the last round failed or examined nothing.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _Watch:
     def run_round(self, began: float, since: str) -> bool:
         """Examine all cases and show the result; return False if a file was saved meanwhile.
 
-        ``began``: when the files were saved, by time.monotonic(). ``since``: the word for it.
+        ``began``: when the files were saved, by time.monotonic(). ``since``: the event to print, ``start`` or ``save``.
         """
         failing = tuple(dict.fromkeys(case for (_, case, _), is_short in self._short.items() if is_short))
         shown = RoundLines(began, since, failing, self._prepare_spare, is_terminal=self._is_terminal)
@@ -162,7 +162,7 @@ class _Watch:
         return True
 
     def show_waiting(self) -> None:
-        """Say which files are waited for."""
+        """Print which files are watched."""
         names = [str(path) for path in self._files.named] or ["the case files"]
         others = len(self._files.state()) - len(self._files.named)
         more = f" or {plural(others, 'other file')}" if others > 0 else ""
@@ -172,7 +172,6 @@ class _Watch:
         self._short |= {(each.backend, each.case, each.check): each.outcome in FALLEN_SHORT for each in records}
 
     def _prepare_spare(self) -> None:
-        """Start the process for the next round, if it is not there."""
         if self._spare is None or self._spare.has_ended:
             show = show_printed if self._options.show_output else None
             self._spare = WorkerProcess(self._environment, show, self._options.pass_env)
@@ -192,7 +191,7 @@ class _Watch:
         self._show("\n".join([title(header), "", text, "", took, where]))
 
     def _write(self, header: RunHeader, records: tuple[Record, ...], errors: tuple[str, ...]) -> None:
-        """Write the run file of the round, in place of that of the round before."""
+        """Write the run file of the round, and delete that of the previous round."""
         with open_run(None, self._options.folder, header, self._options.keep) as writer:
             for record in records:
                 writer.add(record)
@@ -203,13 +202,12 @@ class _Watch:
         self._run_file = writer.path
 
     def _show(self, text: str) -> None:
-        """Show ``text``: alone on a terminal, elsewhere below what is there."""
         typer.echo(f"{CLEAR if self._is_terminal else ''}{text}", color=self._color)
 
 
 @contextlib.contextmanager
 def _interrupted_by(files: WatchedFiles) -> Iterator[Callable[[], None]]:
-    """Raise FilesSavedInterrupt in the main thread once a file is saved, until the yielded function is called."""
+    """Raise FilesSavedInterrupt in the main thread when a file is saved, until the yielded function is called."""
 
     def stop() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)

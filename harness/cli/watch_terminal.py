@@ -1,4 +1,4 @@
-"""The terminal of ``attncheck run --watch``: lines while a round is going on, and keys while it waits."""
+"""Terminal output and keys of ``attncheck run --watch``."""
 
 import contextlib
 import os
@@ -14,22 +14,22 @@ from attncheck.reports.run_file.records import Record
 from attncheck.reports.terminal.watch import render_record
 
 CLEAR = "\033[H\033[2J\033[3J"
-"""Clears a terminal, with what has left its top."""
+"""Escape sequence that clears a terminal and its scrollback."""
 
 _CLEAR_LINE = "\r\033[K"
 
 _FIRST_LINES = 6
-"""Records of what fell short before that have a line of their own."""
+"""Of this many first records of a round, those of previously failed cases are printed."""
 
 Keys = Callable[[float], str]
-"""Waits up to so many seconds, and returns the key pressed; empty if none was."""
+"""Function that waits up to the given seconds, and returns the key pressed or an empty string."""
 
 
 class RoundLines:
-    """Prints the first verdicts of a round as they come, and on a terminal how many cases were examined.
+    """Prints the first verdicts of a round as they arrive, and on a terminal the number of examined cases.
 
-    ``first``: the cases that fell short before. ``at_verdict`` is called after the first record; ``first_s``: the
-    seconds until then.
+    ``first``: the cases that failed before. ``at_verdict`` is called after the first record, ``first_s`` seconds after
+    the save.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class RoundLines:
         return _CLEAR_LINE if self._is_terminal else ""
 
     def begin(self, header: RunHeader) -> None:
-        """Take note of how many cases there are."""
+        """Set the number of cases from the header."""
         self._total = len(header.cases) * len(header.backends)
 
     def see(self, record: Record) -> None:
-        """Print the record if it is the first one, or one of a case that fell short before."""
+        """Print the record if it is the first one, or among the first ones and of a case that failed before."""
         is_first = not self.records
         self.records.append(record)
         if is_first or (record.case in self._first and len(self.records) <= _FIRST_LINES):
@@ -76,7 +76,7 @@ class RoundLines:
 
 @contextlib.contextmanager
 def terminal_keys() -> Iterator[Keys]:
-    """Yield what waits for a key, which the terminal then gives without a newline; elsewhere it only waits."""
+    """Yield a function that waits for a key, without Enter; if stdin is no terminal, the function only waits."""
     if not sys.stdin.isatty():
         yield _no_key
         return

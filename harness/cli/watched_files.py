@@ -1,4 +1,4 @@
-"""The files that ``attncheck run --watch`` watches, and whether they have changed. Loads no torch, and no backend."""
+"""Finds the files that ``attncheck run --watch`` watches, and detects changes. Loads no torch and no backend."""
 
 import importlib.util
 import os
@@ -11,19 +11,19 @@ from attncheck.backends.registry import BUILTIN, entry_points
 _LIBRARIES = ("triton", "xformers", "flash_attn", "flashinfer")
 _IMPORT = re.compile(rf"^\s*(?:import|from)\s+({'|'.join(_LIBRARIES)})\b", re.MULTILINE)
 _INTERPRETED = "TRITON_INTERPRET"
-"""A file with this word may set the variable, which counts only before triton is imported."""
+"""A file that contains this variable may set it, which has no effect once triton is imported."""
 
 _MOST_FOLDERS = 200
-"""Folders of one package that are watched, those near its top first."""
+"""Maximum watched folders of one package; those nearest its top come first."""
 
 State = dict[Path, tuple[int, int]]
-"""By file: the time of its last change in nanoseconds, and its size in bytes."""
+"""For each file, its modification time in nanoseconds and its size in bytes."""
 
 
 class WatchedFiles:
-    """The Python files beside each backend, or of its package, and other files by name.
+    """The Python files in the folder or package of each backend, and other files by name.
 
-    ``refs``: of the backends. ``others``: case files, and the file of expected failures.
+    ``refs``: references of backends. ``others``: case files, and the expectation file.
     """
 
     def __init__(self, refs: Iterable[str], others: Iterable[Path] = ()) -> None:
@@ -33,27 +33,30 @@ class WatchedFiles:
         self._accepted = self.state()
 
     def state(self) -> State:
-        """Return the state of all files that are there."""
+        """Return the state of all existing files."""
         found: State = {}
         for path in (*self._sources(), *self.named, *self._others):
             try:
                 status = path.stat()
-            except OSError:  # an editor may be about to put a new file in its place
+            except OSError:  # an editor may be replacing the file
                 continue
             found[path] = (status.st_mtime_ns, status.st_size)
         return found
 
     def changed(self) -> tuple[Path, ...]:
-        """Return the files that are new, gone or changed since :meth:`accept`."""
+        """Return the files that were added, removed or changed since :meth:`accept`."""
         now = self.state()
         return tuple(path for path in {**self._accepted, **now} if self._accepted.get(path) != now.get(path))
 
     def accept(self) -> None:
-        """Count from now on as unchanged what is there."""
+        """Take the current state as unchanged."""
         self._accepted = self.state()
 
     def libraries(self) -> tuple[str, ...]:
-        """Return the kernel libraries that the watched sources import."""
+        """Return the kernel libraries that the watched sources import.
+
+        Triton is left out if a source contains TRITON_INTERPRET, which must be set before triton is imported.
+        """
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in self.state() if path.suffix == ".py"]
         found = {name for text in texts for name in _IMPORT.findall(text)}
         if any(_INTERPRETED in text for text in texts):
@@ -71,7 +74,7 @@ class WatchedFiles:
 
 
 def file_of(ref: str) -> Path | None:
-    """Return the file of a backend, which is not imported; None where only an import would tell."""
+    """Return the file of a backend without importing it, or None if that needs an import."""
     name, _, argument = ref.partition(":")
     if name == "vllm" and argument:
         return file_of(argument)
@@ -100,11 +103,11 @@ def _module_file(parts: Sequence[str]) -> Path | None:
 
 
 def _folders_of(file: Path) -> list[Path]:
-    """Return the folder of ``file``; with the folders below, where it belongs to a package."""
+    """Return the folder of ``file``, and if it belongs to a package also the folders below."""
     found = [file.parent]
     if not (file.parent / "__init__.py").is_file():
         return found
-    for each in found:  # which grows meanwhile
+    for each in found:  # the loop appends to found
         if len(found) >= _MOST_FOLDERS:
             break
         try:

@@ -1,1 +1,1 @@
-"""Draws cases that no suite has, puts them to a backend, makes what fails small, and writes it down."""
+"""Draws cases that no suite has, examines a backend with them, and shrinks failing cases and writes them to files."""

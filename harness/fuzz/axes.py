@@ -1,9 +1,10 @@
-"""What a drawn case may say: the values of every key. The one place to extend for a new key.
+"""The values that drawn cases may have for every key. Extend this module for a new key.
 
-Keys are fields of ``LayerSpec`` and ``CacheSpec`` by their dotted names, and a few words on the batch, which
+Keys are the dotted names of fields of ``LayerSpec`` and ``CacheSpec``, and some about the batch, which
 :mod:`attncheck.harness.fuzz.drawing` turns into requests. A field of type bool, Enum or Literal needs no entry: all its
-values are drawn. Any other field needs one in ``VALUES``, or in ``NOT_DRAWN`` with its reason; a test finds it if not.
-The first value of a key is the plain one. A value may be a function of what was chosen: what it depends on comes first.
+values are drawn. Any other field needs an entry in ``VALUES``, or in ``NOT_DRAWN`` with its reason; a test enforces
+this. The first value of a key is its plain value. A value may be a function of the choice so far; keys it depends on
+precede it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,11 +35,11 @@ Axes = Mapping[str, tuple[Any, ...]]
 """The values of each key, the plain one first."""
 
 Choice = Mapping[str, Any]
-"""One value for each key that is not plain."""
+"""The chosen values of keys; keys that are missing have their plain value."""
 
 
 def _per_head(key: str, numbers: tuple[float, ...]) -> Callable[[Choice], tuple[float, ...]]:
-    """Return a value that has one of ``numbers`` for each head; ``key``: the number of heads."""
+    """Return a value with one of ``numbers`` for each head; ``key``: the key with the number of heads."""
 
     def value(choice: Choice) -> tuple[float, ...]:
         return tuple(numbers[head % len(numbers)] for head in range(choice[key]))
@@ -52,7 +53,7 @@ def _path(name: str, options: Any = None) -> PathSpec:
 
 
 GROUP = "layer.group"
-"""Query heads a KV head: with ``layer.num_kv_heads`` it gives ``layer.num_heads``."""
+"""Query heads per KV head; multiplied by ``layer.num_kv_heads`` it gives ``layer.num_heads``."""
 
 VALUES: Axes = MappingProxyType(
     {
@@ -123,7 +124,7 @@ VALUES: Axes = MappingProxyType(
         "inputs": (None, ("needles", "coordinates"), ("needles", "large_scores"), ("needles", "equal_scores", "views")),
     }
 )
-"""The values of the keys whose types do not give them."""
+"""The values of keys whose types do not enumerate them."""
 
 NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     {
@@ -141,7 +142,7 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
         "weight": "how often a batch came: it asks nothing",
     }
 )
-"""Fields of a case that no key above has the name of: what draws them, or why nothing does."""
+"""Fields of a case that are not keys: what determines them, or why nothing does."""
 
 GUIDED: tuple[str, ...] = (
     "layer.head_size",
@@ -150,7 +151,7 @@ GUIDED: tuple[str, ...] = (
     "layer.attn_chunk_size",
     "batch.requests",
 )
-"""Keys that also get the numbers found in the backend's own code, and their neighbours."""
+"""Keys that also get the constants of the backend's code, and their neighbours."""
 
 _MOST = MappingProxyType(
     {
@@ -178,7 +179,7 @@ _MOST_INTERPRETED = MappingProxyType(
 
 
 def all_axes(constants: Iterable[int] = ()) -> dict[str, tuple[Any, ...]]:
-    """The values of every key; ``constants``: numbers of the backend's code, one below and above which are tried."""
+    """Return the values of every key; ``constants``: numbers of the backend's code, tried with -1, 0 and +1."""
     found = {
         f"{name}.{field.name}": _typed_values(get_type_hints(spec)[field.name], field.default)
         for name, spec in (("layer", LayerSpec), ("cache", CacheSpec))
@@ -193,7 +194,7 @@ def all_axes(constants: Iterable[int] = ()) -> dict[str, tuple[Any, ...]]:
 
 
 def few_and_small(axes: Axes) -> dict[str, tuple[Any, ...]]:
-    """The values that interpreted kernels compute within seconds; at least the plain one of each key."""
+    """Return the values that interpreted kernels compute within seconds; the plain value of each key always stays."""
 
     def is_small(key: str, value: Any) -> bool:
         return value != "long" and not (isinstance(value, int) and value > _MOST_INTERPRETED.get(key, value))
@@ -202,15 +203,15 @@ def few_and_small(axes: Axes) -> dict[str, tuple[Any, ...]]:
 
 
 def plain(axes: Axes) -> dict[str, Any]:
-    """The first value of each key."""
+    """Return the plain value of each key."""
     return {key: values[0] for key, values in axes.items()}
 
 
 def _typed_values(hint: Any, default: Any) -> tuple[Any, ...]:
-    """The values that a bool, an Enum, a Literal, or one of these or None may have; the default first.
+    """Return all values of a bool, an Enum, a Literal or a union of these with None, the default first.
 
     Raises:
-        TypeError: the type does not say which; the key belongs into ``VALUES`` or ``NOT_DRAWN``.
+        TypeError: the type does not enumerate its values; the key belongs in ``VALUES`` or ``NOT_DRAWN``.
     """
     if get_origin(hint) is Literal:
         values: tuple[Any, ...] = get_args(hint)

@@ -1,6 +1,6 @@
-"""The numbers that a backend's code branches on: sizes of tiles, splits, pages and heads. Imports nothing of it.
+"""Finds the constants in a backend's code: sizes of tiles, splits, pages and heads. Imports none of that code.
 
-Found in the syntax tree of the file that has the backend, and of the files beside it in its package.
+They are read from the syntax tree of the backend's file and of the other files in its package.
 """
 
 import ast
@@ -11,14 +11,14 @@ from pathlib import Path
 from attncheck.backends import registry
 
 LEAST, MOST = 3, 4096
-"""Smaller numbers are in every code, and larger lengths take long."""
+"""Range of constants: smaller ones occur in all code, and larger lengths take long."""
 
 KEPT = 24
-"""The numbers that are kept: those in comparisons and divisions, in names and defaults, then the most frequent."""
+"""Number of constants that are kept, those of the highest weight."""
 
 
 def constants_of(ref: str) -> tuple[int, ...]:
-    """The whole numbers of the code that the backend's reference names, the most telling first; empty: no source."""
+    """Return the integer constants in the backend's code, highest weight first; empty if there is no source."""
     weights: Counter[int] = Counter()
     for file in sources_of(ref):
         try:
@@ -31,7 +31,7 @@ def constants_of(ref: str) -> tuple[int, ...]:
 
 
 def sources_of(ref: str) -> tuple[Path, ...]:
-    """The Python files of a backend: its own, and where that lies in a folder of its own, those beside and below it."""
+    """Return the Python file of a backend, or all files of its package if it has one of its own."""
     place, _, _ = registry.BUILTIN.get(ref, ref).rpartition(":")
     file = Path(place or ref)
     if file.suffix == ".py":
@@ -48,7 +48,10 @@ def sources_of(ref: str) -> tuple[Path, ...]:
 
 
 def _weights(tree: ast.AST) -> Counter[int]:
-    """How often each number stands in the code; four times where it is compared, divides, or has a name."""
+    """Return the number of occurrences of each number in the code.
+
+    Numbers in comparisons, arithmetic, assignments, defaults and calls count four times.
+    """
     found: Counter[int] = Counter()
     for node in ast.walk(tree):
         telling = isinstance(

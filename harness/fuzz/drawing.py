@@ -1,7 +1,7 @@
-"""From chosen values to a case: lengths around the edges that matter, and what goes together.
+"""Builds a case from chosen values: draws lengths around relevant edges, and resolves invalid combinations.
 
-A combination that means nothing is mended: the key that the error names gets its plain value. So every combination
-leads to a case, and ``kept`` says which of the chosen values it has.
+If a combination is invalid, the key that the error names gets its plain value. ``Drawn.kept`` has the values that
+remain.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +30,18 @@ from attncheck.reference.spec import (
 )
 
 SUITE = "fuzz"
-"""The suite of drawn cases."""
+"""The suite name of drawn cases."""
 
 _PATHS_WITH_ROWS = ("split_kv", "dcp", "cascade", "spec_decode", "tree", "fast_prefill", "local", "micro_batch")
-"""Paths in which every row has a key of its own."""
+"""Paths in which every row needs a key of its own."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Around which lengths those of requests are drawn: ``edges``, which the backend's code branches on.
+    """Limits for the lengths of requests.
 
-    ``most_keys``: of a batch, all requests together, unless one edge of it is larger.
+    ``edges``: constants of the backend's code, around which lengths are drawn. ``most_keys``: maximum keys of a batch,
+    over all requests, unless twice an edge is more.
     """
 
     edges: tuple[int, ...] = ()
@@ -56,12 +57,12 @@ class Drawn:
 
 
 def draw_case(axes: Axes, choice: Mapping[str, Any], lengths: Lengths, seed: int, name: str) -> Drawn | None:
-    """The case of ``choice``, the plain value for every other key; None: it cannot be mended.
+    """Return the case of ``choice``, with the plain value of every other key; None if no valid case was found.
 
-    ``seed``: of the lengths.
+    ``seed``: seed of the lengths.
     """
     chosen = dict(choice)
-    if chosen.get("layer.mla") is not None:  # a latent cache decides what heads and sizes there are
+    if chosen.get("layer.mla") is not None:  # a latent cache determines heads and sizes
         chosen["layer.num_kv_heads"] = 1
         chosen["layer.head_size"] = chosen["layer.mla"].kv_lora_rank + chosen["layer.mla"].qk_rope_head_dim
     for _ in range(len(chosen) + 1):
@@ -78,7 +79,7 @@ def draw_case(axes: Axes, choice: Mapping[str, Any], lengths: Lengths, seed: int
 
 
 def _key_at_fault(error: SpecError, chosen: Mapping[str, Any]) -> str | None:
-    """The chosen key that the error is about: the one it names, else the path, the lengths, or the latest."""
+    """Return the chosen key that the error names, else one of the path or the lengths, else the latest; or None."""
     named = [f"layer.{error.field}", f"cache.{error.field}", ".".join(error.field.split(".")[:2])]
     if "requests" in error.field:
         named += ["batch.shared_prefix", "path", "batch.contexts", "batch.queries"]
@@ -115,7 +116,7 @@ def _assembled(values: dict[str, Any], lengths: Lengths, random: Random, name: s
 def _before(
     values: dict[str, Any], layer: LayerSpec, cache: CacheSpec, path: PathSpec, lengths: Lengths, random: Random
 ) -> Iterator[BatchSpec]:
-    """Two batches before the case's own, asked by its path where that fits them, as in a case file."""
+    """Yield two batches that precede the case's own, on its path if that is valid, as in a case file."""
     for queries in random.sample(("mixed", "one", "uniform", "prompts"), 2):
         requests = _requests(values | {"batch.queries": queries}, layer, cache, path, lengths, random)
         try:
@@ -130,7 +131,10 @@ def _before(
 
 
 def _beside(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> Iterator[LayerSpec]:
-    """Layers of the same step that every backend of this layer declares: of another scale, and without a window."""
+    """Yield other layers of the same step that differ only in scale, or in having no window.
+
+    A backend that declares ``layer`` declares these too.
+    """
     others = [replace(layer, scale=layer.softmax_scale / 2)]
     others += (
         [] if layer.sliding_window is None or batch.block_table.null_pages else [replace(layer, sliding_window=None)]
@@ -157,7 +161,7 @@ def _requests(
     lengths: Lengths,
     random: Random,
 ) -> tuple[RequestSpec, ...]:
-    """The requests of a batch, as the path wants them."""
+    """Return the requests of a batch that suits the path."""
     sizes = [cache.block_size, layer.sliding_window, layer.attn_chunk_size, *lengths.edges]
     units = [size for size in sizes if size and size > 1]
     uniform = random.choice((2, 3, 4, 8))
@@ -187,7 +191,7 @@ def _requests(
 
 
 def _long_enough(request: RequestSpec, layer: LayerSpec) -> RequestSpec:
-    """The request, long enough that a modifier which depends on distances has a key to hide or to move."""
+    """Return the request, lengthened if needed so that a modifier that depends on distances affects some key."""
     needed = max(layer.sliding_window or 1, layer.attn_chunk_size or 1) + 1 if layer.position_modifiers else 0
     lacking = needed - request.total_len
     if lacking <= 0 or request.encoder_len is not None or request.context_len < 0:
@@ -232,7 +236,7 @@ def _context(kind: str, layer: LayerSpec, units: Sequence[int], query_len: int, 
 
 
 def _length(units: Sequence[int], random: Random) -> int:
-    """A length at an edge: one below, at or above a multiple of a unit."""
+    """Return a length at an edge: one below, at, or one above a multiple of a unit."""
     unit = random.choice(units or (16,))
     return max(
         1, unit * random.choice((1, 1, 2, 3)) * (1 if unit > 100 else random.choice((1, 2))) + random.randint(-1, 1)
@@ -240,7 +244,10 @@ def _length(units: Sequence[int], random: Random) -> int:
 
 
 def _sharing(requests: Sequence[RequestSpec], page: int, *, everyone: bool) -> list[RequestSpec]:
-    """The same requests; those with a page of context share the pages that all of them have."""
+    """Return the requests, with a shared prefix for those that have at least one page of context.
+
+    ``everyone``: extend requests with less context by a page, so that all share the prefix.
+    """
     able = [each for each in requests if each.context_len >= page]
     if everyone and len(able) < len(requests):
         requests = [replace(each, seq_len=each.total_len + page) if each not in able else each for each in requests]
@@ -252,7 +259,7 @@ def _sharing(requests: Sequence[RequestSpec], page: int, *, everyone: bool) -> l
 
 
 def _cut(requests: Sequence[RequestSpec], layer: LayerSpec, random: Random) -> PathSpec:
-    """The path ``micro_batch`` with a cut between requests, or within one where the layer is causal."""
+    """Return the path ``micro_batch`` with cuts between requests; a causal layer may also be cut within a request."""
     ends = [sum(each.query_len for each in requests[:count]) for count in range(1, len(requests))]
     tokens = sum(each.query_len for each in requests)
     anywhere = [random.randint(1, tokens - 1)] if layer.is_causal and tokens > 1 else []

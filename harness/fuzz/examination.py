@@ -1,6 +1,6 @@
-"""One backend in a process of its own, which is given cases that no suite has. Loads no torch.
+"""Examines cases that no suite has with one backend in a process of its own. Loads no torch.
 
-A crash or a hang is a record, as in a run: a fresh process takes the cases that follow.
+A crash or a hang becomes a record, as in a run, and a fresh process examines the next cases.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import Record
 
 _ASKED_AT_ONCE = 256
-"""Cases of one question about declarations."""
+"""Number of cases per request for declarations."""
 
 
 @dataclass(frozen=True)
 class ExaminedCase:
-    """What came of one case. ``blind``: why it proves nothing, and was not examined; empty: it was."""
+    """The result of one case. ``blind``: why it could not be examined; empty if it was."""
 
     records: tuple[Record, ...]
     blind: str = ""
@@ -31,7 +31,7 @@ class BackendProcess:
     """Examines drawn cases of the backend ``ref`` in a process of ``pool``, with the inputs of ``seed``.
 
     Raises:
-        QuestionError: the backend cannot be loaded, or cannot run here; there is no such device.
+        QuestionError: the backend cannot be loaded, or cannot run here, or the device is not there.
     """
 
     def __init__(self, ref: str, pool: WorkerPool, *, device: str | None, seed: int) -> None:
@@ -50,14 +50,14 @@ class BackendProcess:
         return self.prepared.plan.device
 
     def examine(self, case: Case, checks: Sequence[str]) -> ExaminedCase:
-        """Make ``checks`` of ``case``, whose key no case before it has had."""
+        """Run ``checks`` on ``case``; its key must differ from those of all earlier cases."""
         blind = self._supervisor.blind
         known = len(blind)
         records = tuple(self._supervisor.examine_case(self.backend, case, tuple(checks), is_drawn=True))
         return ExaminedCase(records, str(blind[-1]) if len(blind) > known else "")
 
     def reasons_against(self, cases: Iterable[Case]) -> list[tuple[str, ...]]:
-        """Why the backend does not answer each of ``cases``, as it declares; empty: it does."""
+        """Return, for each of ``cases``, why the backend's declarations refuse it; empty if they accept it."""
         asked, found = tuple(cases), list[tuple[str, ...]]()
         for first in range(0, len(asked), _ASKED_AT_ONCE):
             process = self._pool.process(self.backend.ref) or self._pool.restart(self.backend.ref)

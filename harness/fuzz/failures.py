@@ -1,4 +1,4 @@
-"""Failures of drawn and of recorded cases: found, told apart, made small."""
+"""Finds failures of drawn and recorded cases, distinguishes them and shrinks them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,28 +15,28 @@ from attncheck.harness.fuzz.shrinking import Shrunk, shrink
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Failed, Record
 
 _INTERPRETED_KEYS = 96
-"""Keys of a batch for kernels that are interpreted."""
+"""Maximum keys of a batch for interpreted kernels."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A case, and the first of its records that fell short."""
+    """A case, and the first of its records that failed."""
 
     case: Case
     record: Record
 
     @property
     def way(self) -> tuple[str, str, str]:
-        """How it failed: what has the same is taken for the same fault."""
+        """How it failed; failures that have this in common count as the same fault."""
         record = self.record
         return record.check, record.outcome, getattr(record, "finding", "")
 
 
 @dataclass(frozen=True)
 class SmallFailure:
-    """A failure made small: ``first`` as it was found, ``small`` with the record of the smallest case.
+    """A failure after shrinking: ``first`` as found, ``small`` with the smallest case and its record.
 
-    ``shrunk``: how it got there; None: the case does not fail again by itself, so that it was left as it is.
+    ``shrunk``: how it was reduced, or None if the case does not fail again by itself and is unchanged.
     """
 
     first: Failure
@@ -53,10 +53,9 @@ def search_failures(
     most: int,
     see: Callable[[DrawnQuestion, ExaminedCase], None],
 ) -> Iterator[Failure]:
-    """Draw cases for ``budget_s`` seconds and yield the first failure of each way, ``most`` of them at most.
+    """Draw cases for ``budget_s`` seconds and yield the first failure of each kind, at most ``most`` of them.
 
-    ``see`` is called with each question and what came of it. What the caller does with a failure takes nothing of the
-    time.
+    ``see`` is called with each case and its result. The time the caller spends on a failure does not count.
 
     Raises:
         MissingExtraError: hypothesis is not installed.
@@ -83,16 +82,16 @@ def search_failures(
 
 
 class Shrinker:
-    """Makes failures small through one process; ``limit_s``: seconds for each."""
+    """Shrinks failures in one process; ``limit_s``: time limit for each, in seconds."""
 
     def __init__(self, process: BackendProcess, limit_s: float) -> None:
         self._process, self._limit_s = process, limit_s
         self._numbers = count(1)
 
     def make_small(self, failure: Failure) -> SmallFailure:
-        """Make the case of ``failure`` as small as it gets while it fails in the same way, by that check alone.
+        """Shrink the case of ``failure`` as long as it fails in the same way, running only that check.
 
-        A wrong answer may look like another cause in a smaller case; so after that only check and outcome count.
+        The finding of a wrong result may change in a smaller case. So a second pass compares only check and outcome.
         """
         check = failure.record.check
         alone = replace(failure.case, suite=SUITE, checks=(check,), description="", notes=())
@@ -108,7 +107,7 @@ class Shrinker:
         return SmallFailure(failure, Failure(small, latest), second)
 
     def _shrunk(self, case: Case, record: Record, failure: Failure, *, is_same_cause: bool) -> tuple[Shrunk, Record]:
-        """Make ``case``, which gave ``record``, small; return the record of the smallest case with it."""
+        """Shrink ``case``, which gave ``record``; return the result and the record of the smallest case."""
         latest = record
 
         def fails(candidate: Case) -> bool:
@@ -121,7 +120,7 @@ class Shrinker:
         return shrink(case, fails, limit_s=limit_s), latest
 
     def _again(self, case: Case, failure: Failure, *, is_same_cause: bool) -> Record | None:
-        """The record of ``case`` if it fails as ``failure`` did, else None."""
+        """Return the record of ``case`` if it fails as ``failure`` did, else None."""
         named = replace(case, id=f"shrink-{next(self._numbers)}")
         for record in self._process.examine(named, (failure.record.check,)).records:
             way = Failure(named, record).way
@@ -131,7 +130,6 @@ class Shrinker:
 
 
 def _summary(record: Record) -> str:
-    """What went wrong, in a line."""
     if isinstance(record, Failed):
         return record.summary
     if isinstance(record, Errored):

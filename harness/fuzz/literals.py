@@ -1,4 +1,4 @@
-"""Values as Python source that needs torch alone: tensors with their strides, and plain stand-ins for our classes."""
+"""Writes values as Python source that needs only torch: tensors with their strides, and stand-ins for our classes."""
 
 import dataclasses
 import inspect
@@ -16,18 +16,18 @@ from attncheck.harness.driver.pool_memory import flat_bytes
 from attncheck.harness.fuzz.recording import NotExpressibleError
 
 MOST_NUMBERS = 50_000
-"""Numbers that are written out in a file."""
+"""Maximum numbers that a file may contain."""
 
 _FEW = 64
-"""Whole numbers that are written where they are used."""
+"""Maximum integers of a tensor that is written inline."""
 
 _WIDTH = 118
 _GAP = 6
-"""Numbers equal to the most frequent one that may stand within a run of others."""
+"""Maximum distance, in elements, between neighbours in a run of numbers that differ from the fill."""
 
 
 class SourceWriter:
-    """Turns values into source: expressions, and the definitions these need, in order."""
+    """Turns values into source: expressions, and the definitions they need, in order."""
 
     def __init__(self) -> None:
         self.definitions: list[str] = []
@@ -37,14 +37,14 @@ class SourceWriter:
         self._numbers = 0
 
     def name(self, value: object, name: str) -> None:
-        """Have ``name`` stand for this very object from now on."""
+        """Write ``name`` for this object (by identity) from now on."""
         self._named[id(value)] = name
 
     def source(self, value: Any) -> str:
-        """The expression of a value.
+        """Return the expression of a value.
 
         Raises:
-            NotExpressibleError: it has no plain form, or too many numbers.
+            NotExpressibleError: the value has no plain form, or too many numbers.
         """
         if id(value) in self._named:
             return self._named[id(value)]
@@ -78,7 +78,7 @@ class SourceWriter:
         raise NotExpressibleError(f"a {type(value).__name__} is among the arguments")
 
     def memory(self, tensor: Tensor) -> str:
-        """The name of the flat memory behind a tensor, which is defined where it is not yet."""
+        """Return the name of the flat tensor for a tensor's storage; define it at the first call."""
         key = tensor.untyped_storage().data_ptr()
         if key not in self._memories or not key:
             flat = flat_bytes(tensor.cpu() if tensor.device.type == "cpu" else tensor).cpu()
@@ -90,10 +90,10 @@ class SourceWriter:
         return self._memories[key][0]
 
     def flat_literal(self, name: str, flat: Tensor) -> str:
-        """Statements that define ``name`` as this flat tensor: one number throughout, and runs of others.
+        """Return statements that define ``name`` as this flat tensor: a fill with the most frequent number, then runs.
 
         Raises:
-            NotExpressibleError: too many numbers.
+            NotExpressibleError: the file would have more than :data:`MOST_NUMBERS` numbers.
         """
         bits = flat.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
         is_fill = bits == bits.mode().values
@@ -127,7 +127,7 @@ class SourceWriter:
         return f"{seen}.as_strided({tuple(tensor.shape)}, {tensor.stride()}, {tensor.storage_offset()})"
 
     def _dataclass(self, value: Any) -> str:
-        """A call of a stand-in, a dataclass of the same name and fields; fields at their default are left out."""
+        """Return a call of a stand-in dataclass with the same name and fields; omit fields with default values."""
         name, own = type(value).__name__, dataclasses.fields(value)
         if name not in self.classes:
             lines = [
@@ -143,7 +143,6 @@ class SourceWriter:
         return _wrapped_call(name, given)
 
     def _namespace(self, value: Any) -> str:
-        """A namespace of the attributes and the properties of an object."""
         if dataclasses.is_dataclass(value):
             held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         else:
@@ -170,7 +169,7 @@ def _listed(flat: Tensor) -> str:
 
 
 def _number(element: Tensor) -> str:
-    """The shortest decimal that the dtype rounds to the same number."""
+    """Return the shortest decimal that rounds to the same number in the tensor's dtype."""
     value = element.item()
     if isinstance(value, int):
         return str(value)

@@ -1,7 +1,7 @@
-"""Pairwise cover: few choices in which any two values of two keys occur together.
+"""Pairwise covering: a small set of choices in which every two values of two keys occur together.
 
-Greedy, as AETG (Cohen et al. 1997): each row begins with a pair that is left, and every other key gets the value that
-covers most pairs with those before it. The same seed gives the same rows.
+Greedy, like AETG (Cohen et al. 1997): each row starts with an uncovered pair. Every other key gets the value that
+covers most pairs with the values before it. The same seed gives the same rows.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -15,7 +15,7 @@ _Value = tuple[str, Hashable]
 
 
 class PairwiseCover:
-    """The pairs of values of ``axes`` that have not occurred together."""
+    """The pairs of values of ``axes`` that have not occurred together yet."""
 
     def __init__(self, axes: Axes, seed: int) -> None:
         self._axes, self._random = axes, Random(seed)
@@ -28,19 +28,19 @@ class PairwiseCover:
         return len(self._left)
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield rows until no pair is left; the caller calls :meth:`cover` with what it kept of each.
+        """Yield rows until no pair is left; after each, the caller calls :meth:`cover` with the values it kept.
 
-        Each pair is tried among other values, then alone. After that it counts as one that does not go together.
+        Each pair is tried among other values, then alone. After that it counts as impossible.
         """
         while self._left:
             pair = next(iter(self._left))
             yield self._filled(dict(pair))
-            if pair in self._left:  # other values stood in its way
+            if pair in self._left:  # not kept, perhaps because of the other values
                 yield dict(pair)
                 self._left.pop(pair, None)
 
     def cover(self, kept: Mapping[str, Any]) -> int:
-        """Count the pairs of the values that were kept as covered; return how many of them were left."""
+        """Mark the pairs of the kept values as covered, and return how many of them were uncovered."""
         before = len(self._left)
         for one, other in combinations(sorted(kept.items(), key=lambda item: self._rank[item[0]]), 2):
             self._left.pop((one, other), None)
@@ -56,7 +56,6 @@ class PairwiseCover:
         return row
 
     def _gain(self, value: _Value, row: Mapping[str, Any]) -> int:
-        """How many pairs with the values of ``row`` are left."""
         rank = self._rank[value[0]]
         return sum(
             ((value, each) if rank < self._rank[each[0]] else (each, value)) in self._left for each in row.items()

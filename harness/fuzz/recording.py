@@ -1,7 +1,7 @@
-"""One step of a backend as the calls that the harness makes, recorded and not made: nothing in them can crash.
+"""Records one step of a backend as the calls that the harness would make, without making them, so none can crash.
 
-A function that ``kernel_backend`` wraps is recorded with its own arguments, any other backend with those of its impl
-and its builder. Runs in a process of its own: the backend is imported and constructed.
+For a function that ``kernel_backend`` wraps, its own arguments are recorded. For any other backend, those of its impl
+and builder are. Needs a process of its own, since the backend is imported and constructed.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CONSTRUCT, BUILDER, BUILD, UPDATE, FORWARD = "construct", "builder", "build", "d
 
 
 class NotExpressibleError(SpecError):
-    """A case that takes more than one step with plain arguments; ``reason`` says what."""
+    """A case that cannot be written as one step with plain arguments; ``reason`` has the cause."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, field="case", value="", allowed="repeat it with attncheck")
@@ -33,7 +33,7 @@ class NotExpressibleError(SpecError):
 
 @dataclass(frozen=True)
 class Call:
-    """One call: ``name`` of what is called, and its arguments."""
+    """One call: ``name`` of the function, and its arguments."""
 
     name: str
     args: tuple[Any, ...]
@@ -42,24 +42,26 @@ class Call:
 
 @dataclass
 class CallRecorder:
-    """The calls so far. ``is_on``: they are recorded and not made."""
+    """The calls so far. ``is_on``: record calls instead of making them."""
 
     calls: list[Call] = field(default_factory=list)
     is_on: bool = False
 
     def note(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Add a call."""
+        """Append a call."""
         self.calls.append(Call(name, args, keywords))
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The calls of one step, and what is right behind them.
+    """The calls of one step, and the expected results.
 
-    ``functions``: those that ``kernel_backend`` wraps, by the names of their calls; empty: the backend is a class.
-    ``expected`` float64 ``[rows, H, Dv]`` and ``expected_lse`` in the order of the step's rows, ``norm``, ``peak`` and
-    ``lse_error`` the errors allowed around them. ``cache_after``: the cache's memory as it must stand afterwards; None:
-    not known, or not written by the backend.
+    ``functions``: the functions that ``kernel_backend`` wraps, by call name; empty if the backend is a class.
+    ``expected``: float64 ``[rows, H, Dv]``, in the row order of the step. ``expected_lse``: log-sum-exp in the same
+    order.
+    ``norm``, ``peak``, ``lse_error``: the errors allowed.
+    ``cache_after``: the expected memory of the cache after the step; None if unknown, or if the backend does not write
+    it.
     """
 
     calls: tuple[Call, ...]
@@ -75,10 +77,10 @@ class RecordedStep:
 def record_step(
     backend: type[AttentionBackend], problem: Problem, truth: Truth, device: torch.device, fill: Fill
 ) -> RecordedStep:
-    """Record the first step of ``problem`` over a cache filled as ``fill`` says.
+    """Record the first step of ``problem`` over a cache filled according to ``fill``.
 
     Raises:
-        NotExpressibleError: the step takes several calls, or its answer is in codes.
+        NotExpressibleError: the step takes several calls, or its output is quantised.
     """
     if truth.codes is not None:
         raise NotExpressibleError("its output is quantised")
@@ -121,7 +123,6 @@ def record_step(
 def _recorded(
     backend: type[AttentionBackend], recorder: CallRecorder
 ) -> tuple[type[AttentionBackend], dict[str, Callable[..., object]]]:
-    """The backend with its calls recorded, and the functions that it wraps."""
     impl_cls: Any = backend.get_impl_cls()
     functions = {name: getattr(impl_cls, name) for name in (KERNEL, WRITER) if hasattr(impl_cls, name)}
     methods: dict[str, Any] = {}
@@ -152,7 +153,7 @@ def _noting(recorder: CallRecorder, name: str) -> Any:
 
 
 class _Noted:
-    """An impl or a builder, of which some methods are noted in place of being called."""
+    """An impl or a builder; while the recorder is on, the methods in ``noted`` are recorded instead of called."""
 
     def __init__(self, made: Any, recorder: CallRecorder, noted: tuple[str, ...]) -> None:
         self.__dict__ |= {"_made": made, "_recorder": recorder, "_noted": noted}

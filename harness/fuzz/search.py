@@ -1,7 +1,7 @@
-"""The order in which cases are drawn: all pairs of values first, then by chance, lengths at the edges of the code.
+"""The order of drawn cases: all pairs of values first, then random ones, with lengths at constants of the code.
 
-Keys get the values that the backend declares; which ones, its declarations are asked. Now and then a value that it does
-not declare is drawn as well: the backend has to refuse the case, or answer right.
+Keys get the values that the backend declares. Occasionally a value is drawn that it does not declare: the backend must
+refuse the case or compute the right result.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,20 +18,20 @@ from attncheck.harness.fuzz.pairs import PairwiseCover
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
 
 AskReasonsAgainst = Callable[[Sequence[Case]], Sequence[tuple[str, ...]]]
-"""Answers cases with why the backend does not serve each of them; empty: it does."""
+"""Function that returns, for each case, why the backend does not support it; empty if it does."""
 
 UNDECLARED_ONE_IN = 10
-"""Of so many drawn cases, one has a value that the backend does not declare."""
+"""One in this many drawn cases has a value that the backend does not declare."""
 
 GRAPHS_ONE_IN = 40
-"""Of so many drawn cases, one is examined for its CUDA-graph level, which takes as long as many other checks."""
+"""One in this many drawn cases is examined for its CUDA-graph level, which takes as long as many other checks."""
 
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class DrawnQuestion:
-    """A drawn case, and the checks to make of it."""
+    """A drawn case, and the checks to run on it."""
 
     case: Case
     checks: tuple[str, ...]
@@ -46,9 +46,9 @@ class DeclaredAxes:
 
 
 def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredAxes:
-    """Find which values of each key the backend declares: in a plain case of it, one key is changed at a time.
+    """Return which values of each key the backend declares, changing one key of a plain case at a time.
 
-    The plain case is the first that it declares of all combinations of dtype, sizes and the latent cache. If it
+    The plain case is the first that the backend declares, over all combinations of dtype, sizes and latent cache. If it
     declares none of them, every value counts as declared.
     """
     axes = all_axes(constants)
@@ -77,7 +77,7 @@ def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredA
 def _declared_choices(
     axes: Axes, choices: Iterator[dict[str, Any]], ask: AskReasonsAgainst
 ) -> Iterator[dict[str, Any]]:
-    """Yield the choices of which the backend declares a plain case."""
+    """Yield the choices whose plain case the backend declares."""
     while some := list(islice(choices, _AT_ONCE)):
         known = [(choice, case) for choice in some if (case := _plain_batch(axes, choice)) is not None]
         answers = ask([case for _, case in known])
@@ -85,7 +85,7 @@ def _declared_choices(
 
 
 def _plain_batch(axes: Axes, choice: Mapping[str, Any]) -> Case | None:
-    """The case of one decode with these values; None where they do not go together."""
+    """Return the case of one decode with these values, or None if they are not valid together."""
     drawn = draw_case(axes, {**choice, "batch.queries": "one"}, Lengths(), 0, "plain")
     return drawn.case if drawn is not None and choice.items() <= {**plain(axes), **drawn.kept}.items() else None
 
@@ -93,7 +93,7 @@ def _plain_batch(axes: Axes, choice: Mapping[str, Any]) -> Case | None:
 def questions(
     axes: DeclaredAxes, ask: AskReasonsAgainst, lengths: Lengths, seed: int, checks: tuple[str, ...] | None
 ) -> Iterator[DrawnQuestion]:
-    """Yield questions without end. ``checks``: None for all that apply."""
+    """An endless supply of drawn cases with checks to run. ``checks``: None for all that apply."""
     numbers, random = count(1), Random(seed)
     for drawn in _cases(axes, lengths, seed, numbers, random):
         (reasons,) = ask([drawn])
@@ -126,7 +126,7 @@ def _cases(axes: DeclaredAxes, lengths: Lengths, seed: int, numbers: Iterator[in
 
 
 def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Random) -> Mapping[str, Any]:
-    """The choice; one in so many with one value that the backend does not declare."""
+    """Return the choice; one time in :data:`UNDECLARED_ONE_IN`, replace one value by one that is not declared."""
     if not axes.undeclared or random.randrange(UNDECLARED_ONE_IN):
         return choice
     key = random.choice(sorted(axes.undeclared))
@@ -134,7 +134,9 @@ def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Rand
 
 
 def _by_hypothesis(axes: Axes, seed: int, number: int) -> list[tuple[Mapping[str, Any], int]]:
-    """Some choices, each with a seed of its lengths. Hypothesis leaves most keys plain, and no file behind.
+    """Return some choices drawn by hypothesis, each with a seed for its lengths.
+
+    Most keys keep their plain value. No database file is written.
 
     Raises:
         MissingExtraError: hypothesis is not installed.

@@ -1,7 +1,7 @@
-"""Makes a failing case small: fewest requests and heads, shortest lengths, and the default wherever one will do.
+"""Shrinks a failing case: fewest requests and heads, shortest lengths, and defaults wherever possible.
 
-A step is kept if the case still fails in the same way: by the same check, with the same outcome and the same finding.
-Steps that mean nothing, or that the backend does not declare, fail otherwise or not at all, and are dropped.
+A step is kept if the case still fails in the same way: same check, same outcome and same finding. Steps that are
+invalid, or that the backend does not declare, do not fail in that way, and are dropped.
 """
 
 import time
@@ -19,16 +19,16 @@ from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, Paddin
 _HEAD_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 _TOGETHER = frozenset({"num_heads", "num_kv_heads", "head_size", "mla"})
-"""Fields that change with others."""
+"""Fields that change together with others."""
 
 _LENGTHS = frozenset({"seq_len", "encoder_len", "count"})
-"""Fields of a request that get smaller, and not their defaults."""
+"""Fields of a request that are reduced, and not set to their defaults."""
 
 _SAME = frozenset({"checks", "tolerance", "description", "notes", "origin"})
-"""Fields of a case that stay."""
+"""Fields of a case that never change."""
 
 Fails = Callable[[Case], bool]
-"""Whether a case fails in the way that is being made small."""
+"""Function that returns whether a case fails in the way of the original failure."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Shrunk:
 
 
 def shrink(case: Case, fails: Fails, *, limit_s: float) -> Shrunk:
-    """Return the smallest case that still ``fails``; ``limit_s``: after so many seconds no step is begun."""
+    """Return the smallest case that still ``fails``; ``limit_s``: seconds after which no step begins."""
     began, tried, known = time.monotonic(), 0, {case.hash}
     is_better = True
     while is_better:
@@ -63,7 +63,10 @@ def shrink(case: Case, fails: Fails, *, limit_s: float) -> Shrunk:
 
 
 def size_in_words(case: Case) -> str:
-    """What of a case is large: ``3 requests, 40 new tokens, 213 keys, 8 heads of 64, 4 keys that are not default``."""
+    """Return the size of a case, such as ``3 requests, 40 new tokens, 213 keys, 8 heads of 64, ...``.
+
+    The last part is the number of fields that are not default.
+    """
     layer, batch = case.layer, case.batch
     keys = sum(each.count * (each.encoder_len or max(each.total_len, 0)) for each in batch.requests)
     given = len(_given(layer)) + len(_given(case.cache)) + len(_given(batch.padding))
@@ -75,7 +78,7 @@ def size_in_words(case: Case) -> str:
 
 
 def _meaningful(case: Case, **changes: Any) -> Iterator[Case]:
-    """The case with these fields of its own, if that means something."""
+    """Yield the case with these changes if it is valid."""
     try:
         changed = replace(case, **changes)
         changed = replace(changed, layers=tuple(_beside(changed.layer, other) for other in changed.layers))
@@ -91,12 +94,12 @@ def _meaningful(case: Case, **changes: Any) -> Iterator[Case]:
 
 
 def _beside(layer: LayerSpec, other: LayerSpec) -> LayerSpec:
-    """A layer of the same step as ``layer``, which keeps of ``other`` what may be different."""
+    """Return ``layer`` with the fields of ``other`` in which layers of one step may differ."""
     return replace(layer, **{name: getattr(other, name) for name in DIFFERENT_KEYS})
 
 
 def _fewer_requests(case: Case) -> Iterator[Case]:
-    """Without a half of the requests, a quarter, and so on down to one; then one of them alone, with more rows."""
+    """Yield the case without half of the requests, a quarter, and so on; then one request alone with more rows."""
     requests = tuple(replace(each, count=1) for each in case.batch)
     part = len(requests) // 2
     while part:
@@ -105,7 +108,7 @@ def _fewer_requests(case: Case) -> Iterator[Case]:
             if left:
                 yield from _with_requests(case, left)
         part //= 2
-    if len(requests) > 1:  # inputs differ from case to case, and more rows have more chances to show a fault
+    if len(requests) > 1:  # inputs change with the case, and more rows are more likely to show a fault
         for request in sorted(requests, key=lambda each: -each.total_len)[:3]:
             for rows in (2, 4):
                 if rows <= request.total_len:
@@ -124,7 +127,7 @@ def _with_requests(case: Case, requests: tuple[RequestSpec, ...]) -> Iterator[Ca
 
 
 def _defaults(case: Case) -> Iterator[Case]:
-    """With everything at its default, then with one thing of it."""
+    """Yield the case with everything at its default, then with one field at its default."""
     layer = replace(case.layer, **_given(case.layer))
     cache = replace(case.cache, **_given(case.cache))
     batch = replace(case.batch, padding=PaddingSpec())
@@ -159,7 +162,7 @@ def _defaults(case: Case) -> Iterator[Case]:
 
 
 def _as_decoder(case: Case) -> Iterator[Case]:
-    """As a layer that reads its own keys, as many of them as an encoder had."""
+    """Yield the case as a decoder layer, with as many keys of its own as the encoder had."""
     if case.layer.attn_type == AttentionType.DECODER:
         return
     layer = replace(case.layer, attn_type=AttentionType.DECODER, causal=None)
@@ -171,7 +174,7 @@ def _as_decoder(case: Case) -> Iterator[Case]:
 
 
 def _given(spec: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their default, each with its default."""
+    """Return the fields of a dataclass that differ from their defaults, each with its default."""
     return {
         each.name: each.default
         for each in fields(spec)
@@ -184,7 +187,7 @@ def _on_implied_path(batch: BatchSpec, layer: LayerSpec) -> BatchSpec:
 
 
 def _numbers(case: Case) -> Iterator[Case]:
-    """With one number smaller: as small as it may be, then half way to it, and so on."""
+    """Yield the case with one number reduced: to its minimum, then half way, and so on."""
     yield from _with_heads(case)
     for shortened in (lambda _: (1, 0), lambda r: (1, r.total_len - 1), lambda r: (r.query_len, 0)):
         requests = tuple(one for each in case.batch.requests for one in _request(each, *shortened(each)))
@@ -260,7 +263,7 @@ def _request(request: RequestSpec, query_len: int, context: int) -> Iterator[Req
 
 
 def _smaller_fields(spec: Any) -> Iterator[Any]:
-    """The dataclass with one of its whole numbers smaller, in it or in one that it holds."""
+    """Yield the dataclass with one integer reduced, its own or one of a nested dataclass."""
     for each in fields(spec):
         value = getattr(spec, each.name)
         if each.name in _TOGETHER:
@@ -279,7 +282,7 @@ def _smaller_fields(spec: Any) -> Iterator[Any]:
 
 
 def _smaller(number: int, least: int) -> Iterator[int]:
-    """``least``, then the numbers half way, three quarters of the way, and so on up to one below ``number``."""
+    """Yield ``least``, then the numbers half way, three quarters of the way, and so on up to ``number`` - 1."""
     step = number - least
     while step > 0:
         yield number - step

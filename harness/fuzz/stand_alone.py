@@ -1,6 +1,7 @@
-"""A failure as one Python file that needs torch and the backend's own file: tensors, call, expected values, assertion.
+"""Writes a failure as one Python file that needs only torch and the backend's file. Loads no torch.
 
-Loads no torch: another process writes the file, and runs it before it is kept.
+The file has the tensors, the call, the expected values and an assertion. Another process writes it, and runs it before
+it is kept.
 """
 
 import os
@@ -17,17 +18,17 @@ from attncheck.harness.fuzz.failures import Failure
 from attncheck.reports.run_file.records import Ended, Errored
 
 WRONG = "wrong: "
-"""How the lines begin in which a stand-alone file says what is wrong."""
+"""Prefix of the lines in which a stand-alone file reports what is wrong."""
 
 _LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class StandAloneRequest:
-    """The failure of ``case`` by ``check``; ``summary``: in a line. ``path``: the file to write.
+    """The failure of ``case`` in ``check``; ``summary``: one line about it. ``path``: the file to write.
 
-    ``raised``: the type of exception it is; empty: none. ``ends``: it ends the process, or takes forever.
-    ``may_refuse``: the backend does not declare the case.
+    ``raised``: the type of the exception, or empty if none was raised. ``ends``: whether it crashes or hangs the
+    process. ``may_refuse``: whether the backend may refuse the case, since it does not declare it.
     """
 
     ref: str
@@ -44,7 +45,7 @@ class StandAloneRequest:
 
 @dataclass(frozen=True)
 class StandAloneAnswer:
-    """Whether the file was ``written``, and shows the failure; else ``reason`` says why not.
+    """Whether the file was ``written`` and shows the failure; if not, ``reason`` has the cause.
 
     ``needs``: what must be installed besides torch and the backend's own file.
     """
@@ -55,7 +56,7 @@ class StandAloneAnswer:
 
 
 def write_stand_alone(process: BackendProcess, failure: Failure, path: Path) -> StandAloneAnswer:
-    """Write ``path``, if one step of the backend shows the failure."""
+    """Write ``path`` if one step of the backend shows the failure."""
     record, case = failure.record, failure.case
     (reasons,) = process.reasons_against([case])
     request = StandAloneRequest(

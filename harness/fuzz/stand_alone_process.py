@@ -1,7 +1,7 @@
-"""Writes one stand-alone file: reads a :class:`StandAloneRequest` from stdin, and answers on stdout.
+"""Main module of the process that writes a stand-alone file: :class:`StandAloneRequest` on stdin, answer on stdout.
 
-The file is run before it is kept, and kept if it shows the failure. What lies in foreign slots of the cache is tried in
-turn: zeros, which are short to write, then what a containment check puts there, then stale rows.
+The file is run, and kept only if it shows the failure. Fills for foreign slots of the cache are tried in turn: zeros,
+which are shortest to write, then the values of a containment check, then stale rows.
 """
 
 import ast
@@ -36,7 +36,7 @@ _RUN_LIMIT_S = 60.0
 
 
 def written(request: StandAloneRequest) -> StandAloneAnswer:
-    """Write the file, if one step of the backend shows the failure."""
+    """Write the file if one step of the backend shows the failure."""
     backend = load_backend(request.ref)
     if isinstance(backend, UnavailableBackend):
         return StandAloneAnswer(False, "; ".join(backend.reasons))
@@ -65,7 +65,6 @@ def written(request: StandAloneRequest) -> StandAloneAnswer:
 
 
 def _shows(path: Path, request: StandAloneRequest) -> bool:
-    """Whether the file fails as the record says."""
     try:
         ended = subprocess.run(  # noqa: S603 (the file that was written)
             [sys.executable, path], capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False
@@ -81,7 +80,7 @@ def _shows(path: Path, request: StandAloneRequest) -> bool:
 
 
 def _target(ref: str, backend: type[AttentionBackend], functions: dict[str, Callable[..., object]]) -> Target:
-    """How to import the functions, or the backend.
+    """Return how to import the functions, or the backend.
 
     Raises:
         NotExpressibleError: one of them is defined within a function.
@@ -122,7 +121,6 @@ def _target(ref: str, backend: type[AttentionBackend], functions: dict[str, Call
 
 
 def _imports_of_attncheck(file: Path) -> list[str]:
-    """The modules of attncheck that a file imports, sorted."""
     found = set[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -135,7 +133,7 @@ def main() -> None:
     """Answer the request on stdin."""
     request = TypeAdapter(StandAloneRequest).validate_json(sys.stdin.read())
     answer_to = os.dup(1)
-    os.dup2(2, 1)  # what the backend prints is no answer
+    os.dup2(2, 1)  # keep prints of the backend out of the answer
     answer = written(request)
     os.write(answer_to, TypeAdapter(StandAloneAnswer).dump_json(answer))
 

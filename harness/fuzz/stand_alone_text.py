@@ -1,4 +1,4 @@
-"""The text of a stand-alone file: what it imports, the tensors, the calls of one step, and how it judges the answer."""
+"""The text of a stand-alone file: imports, tensors, the calls of one step, and the comparison with expected values."""
 
 import textwrap
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _KERNEL_ARGUMENTS = ("query", "key_cache", "value_cache", "metadata", "params", 
 _WRITER_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 
 _PLAIN = str.maketrans({"\\": "/", '"': "'"})
-"""What a docstring cannot hold."""
+"""Replacements for characters that would break a docstring."""
 
 _IMPORTS = """import importlib.util
 import sys
@@ -39,9 +39,9 @@ import torch"""
 
 @dataclass(frozen=True)
 class Target:
-    """How the file gets at the backend: statements that import it, and what then names it.
+    """How the file imports the backend: statements, and the expressions that refer to it afterwards.
 
-    ``expressions``: by the name of a recorded call, of each function that is called; of a class, by ``BACKEND``.
+    ``expressions``: the expression of each function by the name of its recorded call; for a class, by ``BACKEND``.
     """
 
     imports: str
@@ -50,10 +50,10 @@ class Target:
 
 
 def stand_alone_text(request: StandAloneRequest, step: RecordedStep, target: Target) -> str:
-    """Return the file.
+    """Return the text of the file.
 
     Raises:
-        NotExpressibleError: something of the step has no plain form.
+        NotExpressibleError: a value of the step has no plain form.
     """
     writer = SourceWriter()
     calls, judged = _function_calls(step, target, writer) if step.functions else _class_calls(step, target, writer)
@@ -87,7 +87,7 @@ def stand_alone_text(request: StandAloneRequest, step: RecordedStep, target: Tar
 
 
 def _function_calls(step: RecordedStep, target: Target, writer: SourceWriter) -> tuple[list[str], list[str]]:
-    """The statements that call the functions, and those that look at the cache they wrote."""
+    """Return the statements that call the functions, and those that check the cache they wrote."""
     lines: list[str] = []
     judged: list[str] = []
     for call in step.calls:
@@ -108,7 +108,7 @@ def _function_calls(step: RecordedStep, target: Target, writer: SourceWriter) ->
 
 
 def _class_calls(step: RecordedStep, target: Target, writer: SourceWriter) -> tuple[list[str], list[str]]:
-    """The statements that make impl and builder and drive one step, and those that look at the cache."""
+    """Return the statements that construct impl and builder and run one step, and those that check the cache."""
     lines: list[str] = []
     by_name = {call.name: call for call in step.calls}
     layer = next((call.args[0] for call in step.calls if call.name in (UPDATE, FORWARD)), None)
@@ -124,7 +124,7 @@ def _class_calls(step: RecordedStep, target: Target, writer: SourceWriter) -> tu
 
 
 def _cache_judgement(step: RecordedStep, cache: torch.Tensor, writer: SourceWriter) -> list[str]:
-    """The statements that compare the cache's memory with what it must hold; none where that is not known."""
+    """Return statements that compare the cache's memory with its expected content; none if that is unknown."""
     if step.cache_after is None:
         return []
     memory = writer.memory(cache)
@@ -192,7 +192,6 @@ _CALLS = {CONSTRUCT: _construct, BUILDER: _builder, BUILD: _build, UPDATE: _upda
 
 
 def _buffers(output: torch.Tensor, keywords: dict[str, Any]) -> list[str]:
-    """Statements that make the buffers of the answer, all NaN."""
     lines = [f"output = torch.full({tuple(output.shape)}, nan, dtype={output.dtype})"]
     if (lse := keywords.get("output_lse")) is not None:
         lines.append(f"output_lse = torch.full({tuple(lse.shape)}, nan, dtype={lse.dtype})")
@@ -200,7 +199,6 @@ def _buffers(output: torch.Tensor, keywords: dict[str, Any]) -> list[str]:
 
 
 def _judgement(step: RecordedStep, writer: SourceWriter) -> list[str]:
-    """The statements that hold the answer against the expected values."""
     rows, heads, size = step.expected.shape
     tensors = {"expected": step.expected, "norm": step.norm, "peak": step.peak}
     has_lse = any("output_lse" in call.keywords for call in step.calls)

@@ -1,4 +1,4 @@
-"""The pytest plugin: checks of cases as pytest items. Every pytest run imports this package: nothing heavy here.
+"""The pytest plugin: checks of cases as pytest items. Every pytest run imports this package, so it must stay light.
 
-Begin with ``plugin.py``, which adds the options. It loads ``session.py`` where an option or a module asks for items.
+Start at ``plugin.py``, which adds the options. It loads ``session.py`` if an option or a module requests items.
 """

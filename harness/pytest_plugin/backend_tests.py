@@ -1,4 +1,4 @@
-"""``attncheck.backend_tests``: a backend's checks as tests of a module. Loads nothing: a test module calls it."""
+"""``attncheck.backend_tests``: the checks of a backend as tests of a module. Light to import, for test modules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BackendTests:
-    """What the tests of one name in a module examine; the pytest plugin collects one item for each case and check.
+    """What the tests of one name in a module examine; the pytest plugin collects one item per case and check.
 
-    Each field means what the option of ``attncheck run`` of that name means; empty: the option's default.
+    Each field has the meaning of the option of ``attncheck run`` of that name; empty selects the option's default.
     """
 
     backend: str
@@ -24,15 +24,15 @@ def backend_tests(
     cases: str | Sequence[str] = (),
     checks: str | Sequence[str] = (),
 ) -> BackendTests:
-    """Return the checks of ``backend``, which pytest collects as ``NAME[CASE-CHECK]`` where a module assigns them.
+    """Return the checks of ``backend``; assigned to ``NAME`` in a module, pytest collects them as ``NAME[CASE-CHECK]``.
 
     >>> test_mine = backend_tests("./mine.py:Mine", suite="smoke", checks="numerics")
 
     Args:
-        backend: a name or reference (``"torch_sdpa"``, ``"./mine.py:Mine"``); paths start at the current folder.
+        backend: a name or reference (``"torch_sdpa"``, ``"./mine.py:Mine"``); paths are relative to the current folder.
         suite: names of built-in suites, or paths of case files.
-        cases: patterns on ``suite/id`` or on the id; none: every case.
-        checks: names of checks; none: all that apply, but for ``timing``.
+        cases: patterns on ``suite/id`` or on the id. Default: every case.
+        checks: names of checks. Default: all that apply except ``timing``.
     """
     return BackendTests(backend, _listed(suite), _listed(cases), _listed(checks))
 

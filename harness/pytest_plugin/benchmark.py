@@ -1,8 +1,8 @@
-"""The check ``timing`` as a pytest item: its samples are taken by pytest-benchmark, whose tables and files have them.
+"""The check ``timing`` as a pytest item: pytest-benchmark takes the samples, and has them in its tables and files.
 
-What pytest-benchmark calls is one honest call of the check: new contents, one ``forward``, its answer judged. The
-timer it reads before and after is a stopwatch that the check's own clock moves on, by what the call took on the device.
-So the figures are those of ``attncheck run``, and what is done to be sure of them is in none.
+pytest-benchmark calls one complete sample of the check: new inputs, one ``forward``, comparison of the output. Its
+timer is a :class:`Stopwatch` that advances by the device time that the check measured for the call. So the figures
+equal those of ``attncheck run``, without the time for preparing inputs and comparing outputs.
 """
 
 import os
@@ -25,28 +25,29 @@ from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import speeds
 
 WARM_UPS = 3
-"""Calls before those of a part that count; the last tells how many fit into the time."""
+"""Uncounted calls before the samples of a part; the last one determines how many samples fit into the time."""
 
 
 class Stopwatch:
-    """Nanoseconds that pass only by :meth:`advance`; :meth:`read` is a timer of pytest-benchmark, in seconds."""
+    """A clock that advances only by :meth:`advance`, in nanoseconds; :meth:`read` is a timer for pytest-benchmark."""
 
     def __init__(self) -> None:
         self._elapsed_ns = 0
 
     def read(self) -> float:
-        """The time that has passed, in seconds."""
+        """Return the elapsed time in seconds."""
         return self._elapsed_ns / 1e9
 
     def advance(self, nanoseconds: int) -> None:
-        """Lets that much time pass."""
+        """Add this many nanoseconds to the elapsed time."""
         self._elapsed_ns += nanoseconds
 
 
 class Benchmarks:
-    """pytest-benchmark's fixture objects for the item that runs: one for each part, in a group by case and part.
+    """pytest-benchmark's fixture objects for the running item: one per part, grouped by case and part.
 
-    ``session``: pytest-benchmark's. A fixture is made as its own ``benchmark`` makes it, for which only functions ask.
+    ``session``: that of pytest-benchmark. The fixtures are constructed here, since its ``benchmark`` fixture is
+    available only to test functions.
     """
 
     def __init__(self, session: Any) -> None:
@@ -55,13 +56,14 @@ class Benchmarks:
         self._fixtures: dict[StepPart, tuple[Any, Stopwatch]] = {}
 
     def begin(self, item: "TimingItem") -> None:
-        """What is sampled from now on is of ``item``."""
+        """Attribute all samples from now on to ``item``."""
         self._item, self._fixtures = item, {}
 
     def sample(self, part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
-        """Samples of one part by ``benchmark.pedantic``: as many as fit into ``--benchmark-max-time``.
+        """Return samples of one part by ``benchmark.pedantic``: as many as fit into ``--benchmark-max-time``.
 
-        No fewer than ``--benchmark-min-rounds``, no more than ``settings`` has at most; one where they are disabled.
+        At least ``--benchmark-min-rounds``, and otherwise at most ``settings.max_samples``. pytest-benchmark takes only
+        one if benchmarks are disabled.
         """
         taken: list[int] = []
         fixture, stopwatch = self._new(part)
@@ -81,14 +83,14 @@ class Benchmarks:
         return samples_of(taken, settings)
 
     def end(self, record: Record) -> None:
-        """Tells pytest-benchmark what the check found; times of wrong answers are none, and taken back."""
+        """Give pytest-benchmark the result of the check. Timings of wrong results are removed from its session."""
         found = speeds([record])
         if not found:
             own = [fixture.stats for fixture, _ in self._fixtures.values()]
             self._session.benchmarks[:] = [each for each in self._session.benchmarks if each not in own]
             return
         for speed in found:
-            if speed.part == "build":  # taken beside forward, in the same calls
+            if speed.part == "build":  # sampled together with forward, in the same calls
                 self._repeat(speed.part, speed.rounds[0].samples_ns)
             fixture, _ = self._fixtures[speed.part]
             fixture.extra_info.update(extra_info(speed, record))
@@ -122,20 +124,20 @@ class Benchmarks:
 
 
 class TimingItem(CheckItem):
-    """``timing`` of one case of one backend."""
+    """The check ``timing`` of one case of one backend."""
 
     fixturenames = ("benchmark",)
-    """By this pytest-benchmark knows whom ``--benchmark-only`` and ``--benchmark-skip`` concern."""
+    """pytest-benchmark reads this to apply ``--benchmark-only`` and ``--benchmark-skip``."""
 
     def setup(self) -> None:
-        """Skips under pytest-xdist, where pytest-benchmark switches itself off, and rightly so."""
+        """Skip under pytest-xdist, where pytest-benchmark disables itself because parallel tests distort timings."""
         super().setup()
         if os.environ.get("PYTEST_XDIST_WORKER"):
             reason = "times taken beside other tests are none: leave out -n of pytest-xdist"
             raise pytest.skip.Exception(reason, _use_item_location=True)
 
     def examine(self) -> Record | QuestionError:
-        """The record of the check, its samples taken by pytest-benchmark."""
+        """Return the record of the check, with samples taken by pytest-benchmark."""
         benchmarks = self.question.benchmarks
         benchmarks.begin(self)
         found = self.question.record_of(self)
@@ -145,14 +147,14 @@ class TimingItem(CheckItem):
 
 
 class Machine:
-    """What pytest-benchmark's files say of the machine, and which of them may be compared with the run at hand."""
+    """Adds machine information to pytest-benchmark's files, and decides which of them are comparable with this run."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
-        """Adds the device, its driver and clocks, and the versions."""
+        """Add the device, its driver and clocks, and the versions."""
         device = self._question.device
         machine_info[MACHINE] = machine_of(environment_of(device), device_state(device))
 
@@ -160,7 +162,7 @@ class Machine:
     def pytest_benchmark_compare_machine_info(
         self, benchmarksession: Any, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
     ) -> None:
-        """Refuses times of another device as a usage error; another driver, clock or version is told."""
+        """Raise UsageError for timings of another device; log a warning for another driver, clock or version."""
         theirs = compared_benchmark.get("machine_info", {}).get(MACHINE)
         if theirs is None:
             return
@@ -175,7 +177,7 @@ class Machine:
 
 
 def refusal_of(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Why times of two machines cannot be compared; empty: they can."""
+    """Return why timings of two machines cannot be compared; empty if they can."""
     if all(ours.get(key) == theirs.get(key) for key in ("device", "device_name")):
         return ""
     then, now = (f"{each.get('device_name')} ({each.get('device')})" for each in (theirs, ours))

@@ -1,6 +1,6 @@
 """pytest items: one check of one case of one backend each.
 
-Those that the options ask for are collected as suite, case, backend, check; those of ``attncheck.backend_tests`` as
+Items of the options are collected as suite, case, backend, check. Those of ``attncheck.backend_tests`` are collected as
 ``NAME[CASE-CHECK]`` of their module.
 """
 
@@ -20,17 +20,17 @@ from attncheck.reports.run_file.timings import TIMING
 from attncheck.reports.terminal.findings import story
 
 ApplyExpectations = Callable[[Question, Record], Record]
-"""Returns a record in the light of the expected failures."""
+"""Function that returns a record with the expected failures applied."""
 
 
 class Root(pytest.Collector):
-    """Everything that the options add to a session; ``apply`` as in :class:`CheckItem`."""
+    """Collector of everything that the options add to a session; ``apply`` as in :class:`CheckItem`."""
 
     question: Question
     apply: ApplyExpectations
 
     def collect(self) -> "Iterable[_SuiteNode]":
-        """Return the suites."""
+        """Yield the suites."""
         for suite in self.question.prepared.selection.suites:
             node = _SuiteNode.from_parent(self, name=suite.name)
             node.root, node.suite = self, suite
@@ -83,7 +83,7 @@ class _BackendNode(pytest.Collector):
 def module_items(
     module: pytest.Collector, name: str, question: Question, apply: ApplyExpectations
 ) -> "Iterable[CheckItem]":
-    """Return the items that ``name`` stands for in a module; the backend is loaded when the first of them runs."""
+    """Yield the items of ``name`` in a module; the backend is loaded when the first of them runs."""
     selection = question.selection
     for case in selection.cases:
         label = case.id if len(selection.suites) == 1 else case.key
@@ -102,7 +102,7 @@ def _item_class(check: str) -> "type[CheckItem]":
 
 
 class FellShortError(InternalError):
-    """A record that fell short, on its way to pytest's report."""
+    """Carries a record that failed to pytest's report."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -112,7 +112,7 @@ class FellShortError(InternalError):
 class CheckItem(pytest.Item):
     """One check of one case of one backend, by its ``index`` in the question.
 
-    ``apply``: what the expected failures turn a record into. ``place``: what pytest's ``location`` is.
+    ``apply``: applies the expected failures to a record. ``place``: the value of pytest's ``location``.
     """
 
     question: Question
@@ -125,9 +125,9 @@ class CheckItem(pytest.Item):
     def become(
         self, question: Question, case: Case, index: int, check: str, apply: ApplyExpectations, *, group: str
     ) -> None:
-        """Take these values, and the marks that ``-m`` and pytest-xdist look for.
+        """Set these values, and the marks for ``-m`` and pytest-xdist.
 
-        ``group``: that of pytest-xdist, which ignores one with a bracket.
+        ``group``: the group for pytest-xdist, which ignores names with a bracket.
         """
         self.question, self.case, self.index, self.check, self.apply = question, case, index, check, apply
         question.asked.add((case.key, index, check))
@@ -137,17 +137,17 @@ class CheckItem(pytest.Item):
 
     @property
     def backend(self) -> BackendDescription:
-        """What the backend says of itself; raises QuestionError where it cannot be loaded."""
+        """The description of the backend; raises QuestionError if it cannot be loaded."""
         return self.question.prepared.backends[self.index]
 
     def setup(self) -> None:
-        """End the backend's process when the last item of the same module, or of the options, has run."""
+        """End the backend's process after the last item of the same module, or of the options."""
         owner = self.getparent(Root) or self.parent
         if owner is not None:
             owner.addfinalizer(self.question.close)
 
     def runtest(self) -> None:
-        """Examine; what was not examined is a skip with its reasons, what fell short a failure."""
+        """Run the check; skip with the reasons if it was not examined, and fail if the record failed."""
         found = self.examine()
         if isinstance(found, QuestionError):
             pytest.fail(f"the case is at fault, not the backend: {found}", pytrace=False)
@@ -161,11 +161,11 @@ class CheckItem(pytest.Item):
             raise FellShortError(record)
 
     def examine(self) -> Record | QuestionError:
-        """The record of this item, or what is wrong with its case."""
+        """Return the record of this item, or the error of its case."""
         return self.question.record_of(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
-        """What the record says: a traceback through attncheck would tell a kernel author nothing."""
+        """Return the text of the record; a traceback through attncheck would not help a kernel author."""
         if isinstance(excinfo.value, QuestionError):
             return str(excinfo.value)
         if not isinstance(excinfo.value, FellShortError):
@@ -177,5 +177,5 @@ class CheckItem(pytest.Item):
         return text
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """The line of the case in its YAML file; for a test of a module, the module."""
+        """Return the line of the case in its YAML file, or the module of a module's test."""
         return self.place or (self.path, 0, self.name)

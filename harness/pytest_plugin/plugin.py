@@ -1,7 +1,7 @@
-"""The pytest plugin's door: options, and nothing else until there are items of attncheck.
+"""Entry point of the pytest plugin: adds the options, and loads nothing else until items are requested.
 
-Every pytest run on a machine where attncheck is installed imports this module, so it must not import torch, pydantic
-or anything heavy; ``session`` does, once an option asks for items, or a module has ``attncheck.backend_tests``.
+Every pytest run on a machine with attncheck imports this module, so it must not import torch, pydantic or anything else
+that is slow. ``session`` imports them once an option requests items, or a module has ``attncheck.backend_tests``.
 """
 
 import sys
@@ -18,7 +18,7 @@ _TESTS_MODULE = "attncheck.harness.pytest_plugin.backend_tests"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options; they mean what those of ``attncheck run`` mean."""
+    """Add the options; they have the meaning of those of ``attncheck run``."""
     group = parser.getgroup("attncheck", "attention backends")
     group.addoption(
         "--attncheck-suite",
@@ -107,14 +107,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker; with our options, let the items join."""
+    """Register the marker, and the session plugin if an option requests items."""
     config.addinivalue_line("markers", MARKER)
     if config.getoption("attncheck_suite") or config.getoption("attncheck_backend"):
         _session(config)
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """Collect what ``attncheck.backend_tests`` returned."""
+    """Collect the items of a value returned by ``attncheck.backend_tests``."""
     if type(obj).__module__ != _TESTS_MODULE:
         return None
     found: Any = obj
@@ -123,7 +123,10 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the examinations that did not pass, of the line that failed: pytest cuts what an assertion says."""
+    """Add to the report each examination that did not pass among the local variables of the failing frame.
+
+    pytest truncates the text of an assertion, so this shows it in full.
+    """
     report = yield
     if report.failed and call.excinfo is not None and (api := sys.modules.get("attncheck.harness.api")):
         for value in call.excinfo.traceback[-1].frame.f_locals.values():
@@ -133,7 +136,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 def _session(config: pytest.Config) -> "PytestSession":
-    """Return the plugin that collects the items, registered now if it is not."""
+    """Return the plugin that collects the items; register it at the first call."""
     from attncheck.harness.pytest_plugin.session import PytestSession
 
     name = "attncheck-session"

@@ -1,8 +1,8 @@
-"""What a set of pytest items asks of its backends, and the records that answer it.
+"""Examines the backends of a set of pytest items.
 
-The records of a case and a backend are found once, when the first of their items runs, for all checks whose items are
-selected. Each backend is examined in a process of its own; in this one with ``--attncheck-in-process``, and wherever
-times are taken, since pytest-benchmark takes them.
+The first item of a case and a backend to run produces the records for all its selected checks. Each backend is examined
+in a process of its own. It is examined in this process with ``--attncheck-in-process``, or if the check ``timing`` is
+selected, since pytest-benchmark takes the timings here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,20 +49,20 @@ class Asking(Protocol):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A question whose backends are loaded. ``pool``: their processes; None: they are in this one."""
+    """A question with loaded backends. ``pool``: their processes, or None if they are loaded in this process."""
 
     prepared: PreparedRun
     pool: WorkerPool | None
 
 
 class Question:
-    """The suites, cases, checks and backends of ``options``; its backends are loaded when :attr:`prepared` is read.
+    """The suites, cases, checks and backends of ``options``. Reading :attr:`prepared` loads the backends.
 
-    ``asked``: by case, index of the backend and check, the items that were collected; ``answered``: those that ran.
-    ``backends``: those that were loaded, whether or not their processes have ended since.
+    ``asked``: the collected items, as case, index of the backend, check. ``answered``: those that ran.
+    ``backends``: the loaded backends, whether or not their processes have ended since.
 
     Raises:
-        QuestionError: a suite, case or check that there is not.
+        QuestionError: an unknown suite, case or check.
     """
 
     def __init__(self, config: pytest.Config, options: RunOptions) -> None:
@@ -80,28 +80,28 @@ class Question:
 
     @cached_property
     def device(self) -> str:
-        """Where everything is examined; raises DeviceError where the device is not there."""
+        """The device of the examination; raises DeviceError if it is not there."""
         return suite_device(self.selection.device_wishes, self.options.device)[0]
 
     @property
     def benchmark_session(self) -> Any:
-        """pytest-benchmark's session; None where that plugin is switched off."""
+        """The session of pytest-benchmark, or None if that plugin is disabled."""
         return getattr(self.config, "_benchmarksession", None)
 
     @cached_property
     def benchmarks(self) -> "Benchmarks":
-        """What takes the times of this process."""
+        """The sampler for the check ``timing`` in this process."""
         from attncheck.harness.pytest_plugin.benchmark import Benchmarks
 
         return Benchmarks(self.benchmark_session)
 
     @property
     def prepared(self) -> PreparedRun:
-        """The plan and the backends, which are loaded now if they are not.
+        """The plan and the backends, which are loaded on the first read.
 
         Raises:
-            QuestionError: a backend cannot be loaded, the device is not there, or pytest-benchmark is not, which takes
-                times; the same error every time.
+            QuestionError: a backend cannot be loaded, the device is not there, or timing is selected without
+                pytest-benchmark. Later reads raise the same error.
         """
         if self._opened is None:
             try:
@@ -115,19 +115,19 @@ class Question:
         return self._opened.prepared
 
     def close(self) -> None:
-        """End the processes of the backends; the next item that runs starts its own again."""
+        """End the processes of the backends; the next item that runs starts new ones."""
         self._stack.close()
         self._examiner = None
         if isinstance(self._opened, _Opened) and self._opened.pool is not None:
             self._opened = None
 
     def record_of(self, item: Asking) -> Record | QuestionError:
-        """Return the record of ``item``, or what is wrong with its case.
+        """Return the record of ``item``, or the error of its case.
 
         Raises:
             QuestionError: a backend cannot be loaded.
         """
-        if item.check == TIMING:  # beside nothing else
+        if item.check == TIMING:  # alone, so that no other check disturbs the timings
             records = self._records(item, (TIMING,))
         else:
             pair = (item.case.key, item.index)
@@ -140,7 +140,7 @@ class Question:
         return found or self._faults.get(item.case.key) or QuestionError(f"{item.case.key}: no record of {item.check}")
 
     def header(self, item: Asking) -> RunHeader:
-        """Return the header of the run that the selected items of the question are."""
+        """Return the run header for the selected items of this question."""
         prepared = self.prepared
         plan, infos = self._plan(item), [each.info for each in prepared.backends]
         return make_header(prepared.selection, plan, infos, prepared.environment)
@@ -163,7 +163,6 @@ class Question:
         return _Opened(prepared, pool)
 
     def _wanted(self, item: Asking) -> set[str]:
-        """Return the checks whose items are selected."""
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
         return {each.check for each in mine}  # type: ignore[attr-defined]
 
@@ -172,7 +171,7 @@ class Question:
         return replace(self.prepared.plan, checks=tuple(check for check in BACKEND_CHECKS if check in wanted))
 
     def _records(self, item: Asking, checks: Sequence[str]) -> list[Record]:
-        """Return the records of the item's case and backend, up to that of a check that lost this process's device."""
+        """Return the records of the item's case and backend, up to that of a check that lost the device."""
         prepared, examiner, records = self.prepared, self._examiner, []
         examiner = self._examiner = examiner or self._make_examiner(item)
         num_faults = len(examiner.blind)
@@ -200,24 +199,25 @@ class Question:
 
 
 class _FewProcesses:
-    """The processes of ``pool`` for a worker of pytest-xdist: each of these has its own, and the host has to hold all.
+    """Wraps ``pool`` for a pytest-xdist worker, so that few backend processes run at once.
 
-    One backend after the other describes itself, and its process ends; that of the first stays.
+    Each worker has processes of its own, and the memory of the host must suffice for all. Backends are described one
+    after another. Each process ends afterwards, except that of the first backend.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
-        """Return the device of the run, notes on the choice, and the environment there."""
+        """Return the device of the run, notes on the choice, and the environment on it."""
         return self._pool.choose_device(wishes, wanted)
 
     def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
-        """Hand the processes what the run examines."""
+        """Give the processes the run to examine."""
         self._pool.begin(selection, plan, environment)
 
     def describe(self, refs: Iterable[str]) -> list[BackendDescription | QuestionError]:
-        """Describe each of ``refs``, or return why it names no backend that can be examined."""
+        """Return the description of each of ``refs``, or the reason why it names no backend to examine."""
         found: list[BackendDescription | QuestionError] = []
         for ref in refs:
             found += self._pool.describe([ref])

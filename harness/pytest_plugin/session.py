@@ -1,4 +1,4 @@
-"""What attncheck does in a pytest session that has items of it: collects, applies expected failures, sums up."""
+"""Hooks for a pytest session with attncheck items: collection, expected failures and the summary."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from attncheck.reports.run_file.timings import TIMING
 
 @dataclass(frozen=True)
 class _Expected:
-    """The expected failures of one question; ``unmatched``, ``notes``: what they say before anything ran."""
+    """Expected failures of one question. ``unmatched``, ``notes``: lines that apply before anything ran."""
 
     expectations: Expectations
     unmatched: tuple[str, ...]
@@ -33,10 +33,10 @@ class _Expected:
 
 
 class PytestSession:
-    """The hooks of one pytest run, with a question for its options and one for each ``attncheck.backend_tests``.
+    """Hooks of one pytest run, with a question for its options and one for each ``attncheck.backend_tests``.
 
     Raises:
-        UsageError: an option is wrong, or the file of expected failures cannot be read.
+        UsageError: an option is invalid, or the file of expected failures cannot be read.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -74,7 +74,7 @@ class PytestSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """Load the backends of the options before anything is collected; a wrong one ends the run as a usage error."""
+        """Load the backends of the options before collection; raise UsageError if one cannot be loaded."""
         if not has_question(self._config):
             return
         question = self._questions[0]
@@ -82,14 +82,14 @@ class PytestSession:
             self._expected(question)
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
-        if self._config.pluginmanager.hasplugin("dsession"):  # the workers of pytest-xdist examine
+        if self._config.pluginmanager.hasplugin("dsession"):  # the workers of pytest-xdist examine, not this process
             question.close()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Add the tree of the options beside what the session collects from files."""
+        """Add the items of the options to those that the session collects from files."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed and has_question(self._config):
             root = Root.from_parent(collector, name="attncheck", nodeid="attncheck")
@@ -98,7 +98,11 @@ class PytestSession:
         return report
 
     def module_items(self, module: pytest.Collector, name: str, tests: BackendTests) -> list[CheckItem]:
-        """Return the items of ``tests``, which a module calls ``name``; raises CollectError for a wrong question."""
+        """Return the items of ``tests``, assigned to ``name`` in a module.
+
+        Raises:
+            CollectError: an argument of ``backend_tests`` is invalid.
+        """
         try:
             question = self._add((tests.backend,), tests.suites, tests.cases, tests.checks)
         except QuestionError as error:
@@ -107,7 +111,7 @@ class PytestSession:
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Put one backend after the other among the items of the options: one process works at a time."""
+        """Sort the items of the options by backend, so that only one backend's process works at a time."""
         places = [place for place, item in enumerate(items) if isinstance(item, CheckItem) and item.getparent(Root)]
         ours = [item for place in places if isinstance(item := items[place], CheckItem)]
         if ours and not ours[0].question.is_in_process:
@@ -116,7 +120,10 @@ class PytestSession:
 
     @pytest.hookimpl
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a session in which an expectation was not met; a worker of pytest-xdist has seen a part only."""
+        """Fail the session if an expectation was not met.
+
+        Do nothing in a pytest-xdist worker, which has only some of the records.
+        """
         if hasattr(self._config, "workerinput"):
             return
         every = self._expectations.values()
@@ -133,7 +140,7 @@ class PytestSession:
 
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Name unmet expectations, and the backends that cannot run here: pytest does not explain their skips."""
+        """Print unmet expectations, and backends that cannot run here: pytest does not explain their skips."""
         for line in self._unmet:
             terminalreporter.write_line(f"attncheck: error: {line}", red=True)
         every = self._expectations.values()
@@ -156,13 +163,13 @@ class PytestSession:
 
     @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
-        """End the processes that are left."""
+        """End the remaining processes."""
         for question in self._questions:
             question.close()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """Under pytest-xdist, where the user did not choose another way: one case and backend, one worker."""
+        """Return a scheduler that keeps a case and backend on one worker, unless the user chose another ``--dist``."""
         if config.getoption("dist") not in ("load", "loadgroup") or not has_question(config):
             return None
         return pair_scheduling()(config, log)
@@ -185,7 +192,6 @@ class PytestSession:
         return self._expected(question).apply(record)
 
     def _expected(self, question: Question) -> Expectations:
-        """Return the expected failures of one question; its backends are loaded if they are not."""
         if question not in self._expectations:
             prepared = question.prepared
             plan = prepared.plan
@@ -203,20 +209,20 @@ class PytestSession:
 
 
 def has_question(config: pytest.Config) -> bool:
-    """Return whether the options ask for items."""
+    """Return whether the options request items."""
     return bool(config.getoption("attncheck_suite") or config.getoption("attncheck_backend"))
 
 
 def pair_scheduling() -> Any:
-    """Return a scheduler of pytest-xdist that hands all checks of one case and backend to the same worker.
+    """Return a pytest-xdist scheduler class that runs all checks of one case and backend on the same worker.
 
-    The ``xdist_group`` mark says the same, but counts only under ``--dist loadgroup``, and releases of pytest and
-    pytest-xdist do not always agree on how (pytest 9.2 ignores what pytest-xdist 3.8 does to node ids).
+    The ``xdist_group`` mark requests the same, but works only with ``--dist loadgroup``, and not with all releases of
+    pytest and pytest-xdist (pytest 9.2 ignores the changes of pytest-xdist 3.8 to node ids).
     """
     base: Any = import_module("xdist.scheduler").LoadGroupScheduling  # pytest-xdist has no types
 
     class PairScheduling(base):  # type: ignore[misc]
-        """Load balancing, one case and backend at a time; foreign tests go one by one, or by their group."""
+        """Balances load by case and backend; other tests are scheduled one by one, or by their group."""
 
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("attncheck::"):

@@ -1,6 +1,6 @@
-"""Batches of a serving engine, counted while it serves, and written as a case file.
+"""Counts the batches of a serving engine, and writes them as a case file.
 
-Begin with ``traffic.py``, which counts them. ``engine_hooks.py`` has ``recorder.py`` see each batch that vLLM builds
-metadata of. ``layer_kinds.py`` reads what the layers are, ``case_file.py`` writes the file, ``plugin.py`` begins and
-ends.
+Start at ``traffic.py``, which counts them. ``engine_hooks.py`` gives ``recorder.py`` each batch for which vLLM builds
+metadata. ``layer_kinds.py`` reads the properties of layers, ``case_file.py`` writes the file, and ``plugin.py`` starts
+and stops a recording.
 """

@@ -1,4 +1,4 @@
-"""Counted batches as a case file: each a case with its weight, under a description of what was recorded and how."""
+"""Writes counted batches as a case file: a case with a weight for each, and a description of the recording."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,21 +21,21 @@ from attncheck.reference.spec import (
 )
 
 _SPARE_COLUMNS = 2
-"""Columns that a case's block table has behind those of the longest request, unasked."""
+"""Columns that a case's block table has by default after those of the longest request."""
 
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """The text of a case file, and how many cases it has."""
+    """The text of a case file, and the number of its cases."""
 
     text: str
     cases: int
 
 
 def recorded_file(name: str, traffic: Traffic, most_cases: int, about: str) -> RecordedFile:
-    """Return the case file of what was counted; ``about``: where it was recorded.
+    """Return the case file of the counted batches; ``about``: the origin of the recording, for the description.
 
-    A distinct batch that no case can ask about is left out, and the description says why.
+    A distinct batch that no case can express is left out, and the description gives the reason.
     """
     widening, counted = traffic.counted(most_cases)
     left_out = dict(traffic.left_out)
@@ -65,7 +65,7 @@ def _sentences(calls: int, cases: int, widening: int, left_out: dict[str, int]) 
 
 
 def _case(suite: str, number: int, counted: Counted) -> Case | str:
-    """Return the case of a distinct batch, or why there is none."""
+    """Return the case of a distinct batch, or the reason why it has none."""
     layer, cache, batch = counted.kind.layer, counted.kind.cache, counted.batch
     if not batch.causal and layer.is_causal:
         layer = replace(layer, causal=False)
@@ -90,7 +90,7 @@ def _case(suite: str, number: int, counted: Counted) -> Case | str:
 
 
 def _paths(layer: LayerSpec, batch: Batch) -> Iterator[PathSpec]:
-    """Yield the paths that may ask about a batch, the one that says most first."""
+    """Yield the paths by which a case could run the batch, the most specific first."""
     if batch.cascade:
         yield PathSpec(name="cascade")
     if batch.drafts:
@@ -108,10 +108,10 @@ def _kind_of_step(batch: Batch) -> str:
 
 
 def _batch_spec(layer: LayerSpec, cache: CacheSpec, batch: Batch, path: PathSpec) -> BatchSpec:
-    """Return the batch as a case has it; neighbours that are equal are one entry.
+    """Return the batch for a case; equal neighbouring requests become one entry with a count.
 
     Raises:
-        SpecError: a case cannot say it.
+        SpecError: no case can express the batch.
     """
     requests: list[RequestSpec] = []
     is_cascade = path.name == "cascade"

@@ -1,7 +1,7 @@
-"""Wraps the methods of vLLM by which a model runner makes attention metadata, while a recording is on.
+"""Wraps the methods of vLLM with which a model runner builds attention metadata, during a recording.
 
-The seam is a builder's ``build``: every version calls it with the common metadata of the batch. Batches that are made
-up, for profiling, warming or capturing, and those of a drafter are not seen.
+Batches are read in a builder's ``build``, which every version calls with the common metadata of the batch. Dummy
+batches for profiling, warm-up and graph capture are ignored, and so are those of a drafter.
 """
 
 import functools
@@ -14,18 +14,18 @@ from attncheck.harness.recording.layer_kinds import layer_kinds
 from attncheck.harness.recording.recorder import LOGGER, BatchRecorder, Group
 
 _DUMMY_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-"""Modules whose ``GPUModelRunner`` makes up batches."""
+"""Modules whose ``GPUModelRunner`` runs dummy batches."""
 
 
 class Hooks:
-    """The methods of vLLM that are wrapped, until :meth:`remove`."""
+    """The wrapped methods of vLLM, until :meth:`remove`."""
 
     def __init__(self, recorder: BatchRecorder) -> None:
         self._recorder = recorder
         self._wrapped: dict[tuple[type[Any], str], Any] = {}
 
     def install(self, group_class: type[Any] | None = None) -> bool:
-        """Watch each builder that ``AttentionGroup`` makes from now on; return False where another recording does.
+        """Watch each builder that ``AttentionGroup`` creates from now on; return False if another recording does.
 
         Raises:
             ImportError: vLLM is not installed.
@@ -37,14 +37,14 @@ class Hooks:
         return True
 
     def remove(self) -> None:
-        """Put back what stood there, and see nothing more."""
+        """Restore the original methods, and stop recording."""
         self._recorder.is_on = False
         for (owner, name), original in self._wrapped.items():
             setattr(owner, name, original)
         self._wrapped.clear()
 
     def _wrap(self, owner: type[Any], name: str, around: Callable[..., Any]) -> None:
-        """Replace a method of a class by ``around``, which gets the original before its own arguments."""
+        """Replace a method of a class by ``around``, called with the original method and then the arguments."""
         original = owner.__dict__.get(name)
         if original is None or (owner, name) in self._wrapped:
             return
@@ -60,7 +60,7 @@ class Hooks:
         made = original(attn_group, config, *args, **kw)
         try:
             self._watch(attn_group, config)
-        except Exception:  # noqa: BLE001 (an engine must serve, whatever went wrong here)
+        except Exception:  # noqa: BLE001 (a failure here must not stop the engine)
             self._recorder.is_on = False
             LOGGER.exception("attncheck cannot record this engine; it is not affected")
         return made
@@ -68,7 +68,7 @@ class Hooks:
     def _watch(self, attn_group: Any, config: Any) -> None:
         parallel = config.parallel_config
         if parallel.rank or parallel.data_parallel_rank:
-            return  # ranks of tensor parallelism see the same batches
+            return  # other ranks of tensor parallelism see the same batches as rank 0
         self._wrap_runners()
         layers = config.compilation_config.static_forward_context
         speculative = config.speculative_config
@@ -80,7 +80,7 @@ class Hooks:
         self._recorder.backends[attn_group.backend.get_name()] = None
 
     def _wrap_runners(self) -> None:
-        """Wrap what an engine has imported by the time it makes its builders."""
+        """Wrap methods of modules that the engine has already imported when it creates its builders."""
         for module in map(sys.modules.get, _DUMMY_RUNNERS):
             if module is not None:
                 self._wrap(module.GPUModelRunner, "_dummy_run", self._dummy_run)
@@ -105,7 +105,7 @@ class Hooks:
 
 
 def watch_builder(recorder: BatchRecorder, group: Group, builder: Any) -> None:
-    """Have ``recorder`` see each batch of ``builder``, before it builds."""
+    """Pass each batch of ``builder`` to ``recorder`` before it is built."""
     build = builder.build
 
     @functools.wraps(build)

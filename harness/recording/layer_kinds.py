@@ -1,6 +1,6 @@
-"""What the layers of an engine are, in the words of a case: read once, from vLLM's own layer objects.
+"""Describes the layers of an engine by the keys of a case, read once from vLLM's layer objects.
 
-Nothing of a layer's weights is read: slopes and sinks are noted as there or not.
+No weights are read: of ALiBi slopes and sinks, only whether the layer has them.
 """
 
 from collections import Counter
@@ -12,10 +12,10 @@ from attncheck.harness.recording.traffic import LayerKind
 from attncheck.reference.spec import AttentionType, CacheSpec, DType, KVCacheDType, LayerSpec, MLASpec
 
 _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "EncoderOnlyAttention", "MLAAttention")
-"""Classes of vLLM whose attention a case can describe; others change the mask or the keys."""
+"""vLLM layer classes whose attention a case can describe; other classes change the mask or the keys."""
 
 _LAYOUTS = {"NHD": "NHD", "LBNHC": "NHD", "HND": "HND", "LBHNC": "HND"}
-"""A case's layout by vLLM's name for it, of today and of before."""
+"""Layout of a case by vLLM's current or former name."""
 
 _NO_WORD = {
     "use_alibi_sqrt": "square-root ALiBi",
@@ -23,15 +23,15 @@ _NO_WORD = {
     "use_sparse": "chosen keys",
     "non_causal_multi_token_decode": "decodes that see later keys",
 }
-"""Attributes of a layer that change what is right, and that no case key says."""
+"""Attributes of a layer that change the correct result, and that no case key expresses."""
 
 
 def layer_kinds(
     layers: Iterable[Any], config: Any, block_size: int
 ) -> tuple[tuple[tuple[LayerKind, int], ...], dict[str, int]]:
-    """Return the kinds of ``layers`` with the number of each, and why others cannot be described, with theirs.
+    """Return the kinds of ``layers`` with their numbers, and reasons why others cannot be described, with theirs.
 
-    ``config``: the engine's ``VllmConfig``. ``block_size``: tokens a page of the kernels.
+    ``config``: the engine's ``VllmConfig``. ``block_size``: tokens per page of the kernels.
     """
     kinds: Counter[LayerKind] = Counter()
     left_out: Counter[str] = Counter()
@@ -44,10 +44,10 @@ def layer_kinds(
 
 
 def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
-    """Return what one layer is.
+    """Return the kind of one layer.
 
     Raises:
-        SpecError: no case can say it.
+        SpecError: no case can describe the layer.
     """
     name = type(layer).__name__
     if name not in _KNOWN_LAYERS:
@@ -88,7 +88,6 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
 
 
 def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> CacheSpec:
-    """Return what the cache of a layer is; the default where it has none."""
     if not has_cache:
         return CacheSpec()
     kept = str(layer.kv_cache_dtype)

@@ -1,6 +1,6 @@
-"""Reads a batch out of the attention metadata that a model runner hands to a builder.
+"""Reads a batch from the attention metadata that a model runner passes to a builder.
 
-Only tensors in the host's memory are read, so that nothing waits for a device. In the step itself they are only copied.
+Only tensors in host memory are read, so that nothing synchronises with a device. During the step they are only copied.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ _NO_WORD = (
     "rswa_prefix_lens",
     "num_logits_indices",
 )
-"""Fields of the metadata that, where they are given, change what is asked, and that no case key says."""
+"""Fields of the metadata that change the correct result if they are set, and that no case key expresses."""
 
 
 class Snapshot(NamedTuple):
-    """What is copied of a batch's metadata during its step; the engine writes the next batch in the same place.
+    """Copies of a batch's metadata, taken during its step because the engine reuses the buffers for the next batch.
 
-    ``starts``, ``totals``: ``query_start_loc`` and ``seq_lens``. ``pages``: the block table as far as it is used; None:
-    the host has none.
+    ``starts``, ``totals``: ``query_start_loc`` and ``seq_lens``. ``pages``: the used part of the block table, or None
+    if host memory has no copy of it.
     """
 
     starts: Lengths
@@ -36,16 +36,16 @@ class Snapshot(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers that it holds."""
+        """Total number of elements."""
         return self.starts.size + self.totals.size + (0 if self.pages is None else self.pages.size)
 
 
 def take_snapshot(metadata: Any, host_table: Lengths | None, block_size: int) -> Snapshot | str:
-    """Return what is needed of vLLM's ``CommonAttentionMetadata``, or why no case describes the batch.
+    """Return a snapshot of vLLM's ``CommonAttentionMetadata``, or the reason why no case describes the batch.
 
-    ``host_table``: the block table in the host's memory; None: it is not there, so that shared prefixes are not seen.
+    ``host_table``: the block table in host memory, or None; without it shared prefixes are not detected.
     """
-    given = vars(metadata)  # a property may wait for the device
+    given = vars(metadata)  # reading a property could synchronise with the device
     for name in _NO_WORD:
         value = given.get(name)
         if any(value.values()) if isinstance(value, dict) else value is not None:
@@ -70,9 +70,9 @@ def take_snapshot(metadata: Any, host_table: Lengths | None, block_size: int) ->
 
 
 def batch_of(snapshot: Snapshot, block_size: int, *, cascade: int, drafts: int, graph_mode: str) -> Batch | None:
-    """Return the batch of a snapshot; None where no request has a new token.
+    """Return the batch of a snapshot, or None if no request has a new token.
 
-    The others: see :class:`~attncheck.harness.recording.traffic.Batch`.
+    ``cascade``, ``drafts``, ``graph_mode``: see :class:`~attncheck.harness.recording.traffic.Batch`.
     """
     query_lens = np.diff(snapshot.starts)
     live = np.flatnonzero(query_lens)
@@ -104,7 +104,6 @@ def batch_of(snapshot: Snapshot, block_size: int, *, cascade: int, drafts: int, 
 
 
 def _on_host(given: dict[str, Any], *names: str) -> Lengths | None:
-    """Return the first of these fields that lies in the host's memory."""
     for name in names:
         tensor = given.get(name)
         if tensor is not None and tensor.device.type == "cpu":

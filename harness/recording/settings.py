@@ -1,4 +1,4 @@
-"""What a recording is asked to do, as the environment of an engine's processes says it."""
+"""Settings of a recording, passed to an engine's processes as environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from attncheck.errors import QuestionError
 
 FILE = "ATTNCHECK_RECORD"
-"""The file to write; unset: nothing is recorded."""
+"""Variable with the path of the file to write; if it is unset, nothing is recorded."""
 
 EVERY = "ATTNCHECK_RECORD_EVERY"
 CASES = "ATTNCHECK_RECORD_CASES"
@@ -17,7 +17,7 @@ DEFAULT_CASES = 100
 
 @dataclass(frozen=True)
 class RecordingSettings:
-    """``every``: one in so many batches is counted. ``most_cases``: distinct batches that the file has at most."""
+    """``every``: count at most one in this many batches. ``most_cases``: maximum distinct batches in the file."""
 
     path: Path
     every: int = 1
@@ -29,15 +29,15 @@ class RecordingSettings:
                 raise QuestionError(f"recording: {name} is {number}; give a whole number above 0")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that say the same; the file by its absolute path, since processes change folders."""
+        """Return the settings as environment variables; the path is absolute, since processes change folders."""
         return {FILE: str(self.path.absolute()), EVERY: str(self.every), CASES: str(self.most_cases)}
 
 
 def settings_of(environment: Mapping[str, str]) -> RecordingSettings | None:
-    """Return what the variables ask for; None where they ask for no recording.
+    """Return the settings in these variables, or None if they request no recording.
 
     Raises:
-        QuestionError: a number is none.
+        QuestionError: a number is not a whole number above 0.
     """
     if not environment.get(FILE):
         return None

@@ -1,8 +1,8 @@
-"""Distinct batches and how often each came, in bounded memory.
+"""Counts distinct batches in bounded memory.
 
-Two batches are one where their requests lie in the same buckets of lengths, however ordered. Buckets grow twice as wide
-whenever there are too many. Each distinct batch keeps one of the real batches that it stands for, each of them with the
-same chance.
+Two batches count as the same if their requests fall into the same buckets of lengths, in any order. The buckets double
+in width whenever there are too many distinct batches. Each distinct batch keeps one of the real batches it stands for,
+sampled uniformly.
 """
 
 import random
@@ -16,29 +16,29 @@ import numpy as np
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 BUCKETS_PER_OCTAVE = 4
-"""Buckets between a length and its double, while there is room for all batches."""
+"""Initial number of buckets between a length and its double."""
 
 WIDEST = 6
-"""How often buckets may be widened: from a quarter of an octave to sixteen octaves."""
+"""Maximum number of times that buckets are widened: from a quarter of an octave to sixteen octaves."""
 
 MOST_IN_MEMORY = 1024
-"""Distinct batches kept while an engine serves. Widening their buckets takes it about 20 ms, once each time."""
+"""Maximum distinct batches kept while an engine serves. Widening their buckets takes about 20 ms each time."""
 
 _QUARTER_BIT, _QUARTERS_OF_ONE = 21, 127 << 2
-"""Of a float32 number, where its exponent and the first two bits behind it begin, and what these are of 1.0."""
+"""Bit position of the second mantissa bit of a float32, and the value of 1.0 shifted right by it."""
 
 Lengths = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the layers of one kind are, and where their cache lies."""
+    """The layer and cache that layers of one kind share."""
 
     layer: LayerSpec
     cache: CacheSpec
 
     def __hash__(self) -> int:
-        return self._hash  # kept: that of all fields takes longer than counting a batch
+        return self._hash  # cached: hashing all fields takes longer than counting a batch
 
     @cached_property
     def _hash(self) -> int:
@@ -46,11 +46,13 @@ class LayerKind:
 
 
 class Batch(NamedTuple):
-    """One step of the engine, as its attention metadata describes it: lengths and sizes, no token and no tensor.
+    """One step of the engine, from its attention metadata: lengths and sizes, no tokens and no tensors.
 
-    A tuple, since one is made in each step. ``prefix``: the first so many tokens lie on the same pages for the requests
-    ``sharers``. ``cascade``: the prefix that attention is computed of only once; 0: none. ``drafts``: draft tokens that
-    a request may bring; 0: no speculation. ``graph_mode``: that of vLLM; empty: not known.
+    A tuple rather than a dataclass, because one is created in each step.
+    ``prefix``: number of leading tokens whose pages the requests ``sharers`` have in common.
+    ``cascade``: length of the prefix for which attention is computed only once; 0 for none.
+    ``drafts``: maximum draft tokens per request; 0 without speculation. ``graph_mode``: the mode of vLLM; empty if
+    unknown.
     """
 
     query_lens: Lengths
@@ -69,7 +71,7 @@ class Batch(NamedTuple):
 
 
 def batch_key(batch: Batch, widening: int) -> tuple[object, ...]:
-    """Return what ``batch`` has in common with those counted as the same, buckets widened so many times."""
+    """Return a key that is equal for batches that count as the same; ``widening``: how often buckets were widened."""
     queries = (_buckets(batch.query_lens) >> widening) + (batch.query_lens > 1)
     cells = (queries << 16) + (_buckets(batch.seq_lens) >> widening)
     cells.sort()
@@ -86,15 +88,13 @@ def batch_key(batch: Batch, widening: int) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class _Tally:
-    """How many calls came, and one of their batches."""
-
     calls: int
     batch: Batch
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A distinct batch of one kind of layer: ``calls`` of ``forward`` came with it, or with one counted as the same."""
+    """A distinct batch of one kind of layer. ``calls``: calls of ``forward`` with it, or with batches like it."""
 
     kind: LayerKind
     batch: Batch
@@ -102,7 +102,7 @@ class Counted:
 
 
 class Traffic:
-    """What was counted so far. ``steps``: batches handed in, by all kinds of layers together."""
+    """The batches counted so far; ``most``: maximum distinct batches kept."""
 
     def __init__(self, most: int = MOST_IN_MEMORY) -> None:
         self._most = most
@@ -110,7 +110,7 @@ class Traffic:
         self._tallies: dict[tuple[LayerKind, tuple[object, ...]], _Tally] = {}
         self._random = random.Random(0)  # noqa: S311 (which real batch stands for others is no secret)
         self.left_out: dict[str, int] = {}
-        """Why batches were not counted, and how many."""
+        """Reasons why calls were not counted, with their number."""
 
     def add(self, batch: Batch, kinds: Iterable[tuple[LayerKind, int]]) -> None:
         """Count one step: a call of ``forward`` for each layer of each kind."""
@@ -129,9 +129,9 @@ class Traffic:
         self.left_out[reason] = self.left_out.get(reason, 0) + calls
 
     def counted(self, most: int) -> tuple[int, list[Counted]]:
-        """Return how often buckets were widened for ``most`` distinct batches at most, and these, the commonest first.
+        """Return how often buckets were widened to get at most ``most`` distinct batches, and these.
 
-        With the widest buckets there may still be more of them.
+        The most frequent come first. Even with the widest buckets there may be more than ``most``.
         """
         widening, tallies = self._widening, dict(self._tallies)  # a copy: the engine goes on
         while len(tallies) > most and widening < WIDEST:
@@ -150,7 +150,6 @@ class Traffic:
             tally.batch = batch
 
     def _widened(self, widening: int) -> dict[tuple[LayerKind, tuple[object, ...]], _Tally]:
-        """Return the tallies with wider buckets."""
         wide = Traffic(self._most)
         for (kind, _), tally in self._tallies.items():
             wide._put((kind, batch_key(tally.batch, widening)), tally.batch, tally.calls)
@@ -158,16 +157,17 @@ class Traffic:
 
 
 def _buckets(lengths: Lengths) -> Lengths:
-    """Return the bucket of each length: 0 for 1, and :data:`BUCKETS_PER_OCTAVE` of them from a length to its double."""
+    """Return the bucket of each length: 0 for 1, with :data:`BUCKETS_PER_OCTAVE` buckets per octave."""
     buckets: Lengths = (lengths.astype(np.float32).view(np.int32) >> _QUARTER_BIT) - _QUARTERS_OF_ONE
     return buckets
 
 
 def shared_prefix(pages: Lengths, full_pages: Lengths) -> tuple[int, tuple[int, ...]]:
-    """Return how many leading pages the largest group of requests shares, and which requests these are.
+    """Return how many leading pages the largest group of requests shares, and the indices of these requests.
 
-    ``pages``: a row of page numbers for each request. ``full_pages``: how many pages of a request lie before the step's
-    own tokens. Page 0 belongs to nobody. A page is shared only behind shared pages, as engines share them.
+    ``pages``: a row of page numbers for each request. ``full_pages``: number of pages of each request before the step's
+    own tokens. Page 0 is the null page, which is never shared. A page counts only if all pages before it are shared, as
+    in engines.
     """
     first = np.where(full_pages > 0, pages[:, 0], 0)
     ordered = np.sort(first)
@@ -186,7 +186,7 @@ def shared_prefix(pages: Lengths, full_pages: Lengths) -> tuple[int, tuple[int, 
 
 
 def iter_lengths(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Yield query length, length in all and shared prefix of each request."""
+    """Yield ``(query_len, seq_len, shared prefix)`` of each request, in tokens."""
     sharers = set(batch.sharers)
     lengths = zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), strict=True)
     for row, (query, total) in enumerate(lengths):

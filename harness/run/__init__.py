@@ -1,5 +1,6 @@
-"""A run: which cases, backends and checks it has, and how they become records.
+"""A run: selects cases, backends and checks, and produces records.
 
-Begin with ``preparation.py``, from which every run starts, then ``evaluation.py``, which examines one case and backend
-after the other. ``selection.py`` chooses cases, ``backend_choice.py`` backends, ``outcomes.py`` makes the records.
+Start at ``preparation.py``, where every run begins, then read ``evaluation.py``, which examines one pair of case and
+backend after the other. ``selection.py`` selects cases, ``backend_choice.py`` selects backends, and ``outcomes.py``
+builds records.
 """

@@ -1,9 +1,8 @@
-"""From names to candidates: the device of a run and the backends put on it.
+"""Selects the device of a run and the backends to examine on it. Loads no torch when imported.
 
-The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
-the same words, wherever backends are loaded: what is chosen among is what they say of themselves. Nothing is left out
-silently: a backend that cannot run here stays in the run with its reasons, or, if it was asked for by name, is refused
-with them. Importing this module loads no torch.
+The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they report the same errors. The
+choice uses the descriptions of backends, which may be loaded in other processes. A backend that cannot run here is
+never dropped silently: it stays in the run with its reasons, or is refused with them if the user named it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from attncheck.harness.run.outcomes import IMPORT
 
 
 def choose_device(wanted: str | None) -> str:
-    """``wanted`` if it is there; without a wish the best: ``cuda`` where a GPU is, else ``cpu``.
+    """Return ``wanted`` if this machine has it; if ``wanted`` is None, return ``cuda`` if there is a GPU, else ``cpu``.
 
     Raises:
         DeviceError: no such kind of device, or this machine or this torch does not have it.
@@ -42,10 +41,10 @@ def choose_device(wanted: str | None) -> str:
 
 
 def suite_device(wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...]]:
-    """The run's device, and what to tell about it: the first of the suites' ``wishes`` counts where the user has none.
+    """Return the device of the run and notes; if the user names none, the first of the suites' ``wishes`` is used.
 
     Raises:
-        DeviceError: the device the user asked for is not there. A suite's wish that cannot be met is only told.
+        DeviceError: the device that the user named is not there. A suite's device that is not there only gives a note.
     """
     if wanted is not None or not wishes:
         return choose_device(wanted), ()
@@ -57,7 +56,7 @@ def suite_device(wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[
 
 
 def first_refs(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
-    """Whom a run asks in any case: those of ``refs``, else those the suites wish for, else the built-in ones."""
+    """Return ``refs``, or if empty the default backends of the suites, or if there are none the built-in backends."""
     wishes = [name for suite in suites for name in suite.default_backends]
     return tuple(dict.fromkeys(refs or wishes or registry.builtin_names()))
 
@@ -65,16 +64,20 @@ def first_refs(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
 def choose_backends(
     refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], describe: DescribeBackends
 ) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
-    """The backends of a run, and what to tell about the choice.
+    """Return the backends of a run, and notes on the choice.
 
-    Those of ``refs``. Without any, those the suites wish for, if one of them can run here; else the built-in ones
-    too, where ``cases`` (none: any) have layers of the kind they serve. What cannot run here stays in the run, with its
-    reasons; so does what ``refs`` does not name and cannot be loaded. A backend whose own code fails while it is loaded
-    stays as well, and its cases have that outcome.
+    They are those of ``refs``. If ``refs`` is empty, they are the default backends of the suites; the built-in ones are
+    added if none of these can run here. If the suites have none either, they are the built-in ones. Unless ``refs``
+    names
+    them, built-in backends are included only if ``cases`` have layers of the kind they serve (empty: any kind).
+
+    A backend that cannot run here stays in the run, with its reasons. So does one that cannot be loaded, unless
+    ``refs``
+    names it. A backend whose own code fails during loading stays too, and its cases get that outcome.
 
     Raises:
-        QuestionError: one of ``refs`` is an unknown name or breaks the contract; all of them raise while they are
-            imported; two backends have one name.
+        QuestionError: one of ``refs`` is an unknown name or violates the contract; all of them raise while they are
+            imported; two backends have the same name.
     """
     first = first_refs(refs, suites)
     found = describe(first)
@@ -84,7 +87,7 @@ def choose_backends(
                 raise each
         failures = [None if isinstance(each, QuestionError) else each.failure for each in found]
         raised = [each for each in failures if isinstance(each, LoadError) and each.stage == IMPORT]
-        if len(raised) == len(found):  # and nothing is left to examine
+        if len(raised) == len(found):  # nothing is left to examine
             raise QuestionError("\n".join(failure.message for failure in raised))
     descriptions = list(map(_or_unloaded, first, found))
     notes: list[str] = []
@@ -104,7 +107,7 @@ def choose_backends(
 
 
 def refuse_unavailable(descriptions: Sequence[BackendDescription]) -> None:
-    """Raises SelectionError for the first backend that cannot run here, with its reasons."""
+    """Raise SelectionError for the first backend that cannot run here, with its reasons."""
     for each in descriptions:
         if each.unavailable_reasons:
             raise SelectionError(str(BackendUnavailableError(each.name, each.unavailable_reasons)))
@@ -113,7 +116,7 @@ def refuse_unavailable(descriptions: Sequence[BackendDescription]) -> None:
 def _serving(
     descriptions: Sequence[BackendDescription], cases: Sequence[Case]
 ) -> tuple[list[BackendDescription], list[str]]:
-    """The backends that serve the kind of layers ``cases`` have, and what to tell about the others."""
+    """Return the backends that serve the kinds of layers in ``cases``, and notes on the others."""
     kinds = {case.layer.mla is not None for case in cases} or {True, False}
     notes = []
     for is_mla in (True, False):
@@ -125,5 +128,8 @@ def _serving(
 
 
 def _or_unloaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:
-    """What nobody asked for by name is no wrong question: a foreign file may name what attncheck has no adapter for."""
+    """Return ``found``, or the description of an unavailable backend if ``found`` is an error.
+
+    The user did not name this backend, so its error does not end the run: a case file may list foreign backends.
+    """
     return unloadable(ref, ref, (str(found),)) if isinstance(found, QuestionError) else found

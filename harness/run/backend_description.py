@@ -1,7 +1,4 @@
-"""What a run knows of a backend without its code: how it describes itself, from this process or from its own.
-
-Loads no torch.
-"""
+"""Descriptions of backends, which may be loaded in other processes. Loads no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +14,9 @@ from attncheck.reports.run_file.header import BackendInfo
 
 @dataclass(frozen=True)
 class LoadError:
-    """An exception while the backend was loaded. ``message``: with the backend's name.
+    """An exception raised while a backend was loaded. ``message`` includes the backend's name.
 
-    ``stage``: attncheck itself where the exception was raised in its own code, perhaps since the backend's has spoilt
-    the process.
+    ``stage`` is attncheck itself if its own code raised, perhaps because the backend left the process broken.
     """
 
     error_type: str
@@ -30,11 +26,13 @@ class LoadError:
 
 
 class BackendDescription(BaseModel):
-    """A backend's own words. ``unavailable_reasons``: why it cannot run on the run's device here; empty: it can.
+    """What a backend declares about itself.
 
-    Not ``is_loaded``: it could not be, for these reasons or by this ``failure``, and nothing can be asked of it.
-    ``default_suite``: what it is asked where the user names no suite. ``page_sizes``: the page sizes that it takes.
-    ``page_multiples``: those of which it takes every multiple. ``layouts``: those of its cache. Empty: unknown.
+    ``unavailable_reasons``: why it cannot run on the run's device on this machine; empty if it can.
+    ``is_loaded``: False if it could not be loaded, for these reasons or because of ``failure``.
+    ``default_suite``: the suite used if the user names none.
+    ``page_sizes``: the page sizes it accepts, in tokens. ``page_multiples``: bases of which it accepts every multiple.
+    ``layouts``: the cache layouts it accepts. Each of these three is empty if unknown.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
@@ -51,27 +49,27 @@ class BackendDescription(BaseModel):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return self.info.name
 
     @property
     def ref(self) -> str:
-        """What to type after ``--backend``."""
+        """The reference to give to ``--backend``."""
         return self.info.ref
 
     @property
     def version(self) -> str:
-        """Its version, empty where unknown."""
+        """The version; empty if unknown."""
         return self.info.version
 
     @property
     def features(self) -> frozenset[str]:
-        """The features it declares, empty where unknown."""
+        """The features that it declares; empty if unknown."""
         return frozenset(self.info.features)
 
     @property
     def reason(self) -> str:
-        """Why the backend was not loaded, or cannot run here; empty if it can."""
+        """Why the backend could not be loaded or cannot run here; empty if it can."""
         match self.failure:
             case ProcessEnd(cause=reason) | LoadError(message=reason):
                 return reason
@@ -80,22 +78,22 @@ class BackendDescription(BaseModel):
 
 
 def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -> BackendDescription:
-    """The description of a backend that cannot be loaded here, for these reasons."""
+    """Return the description of a backend that cannot be loaded on this machine, with the reasons."""
     info = BackendInfo(name=name, ref=ref, version=version)
     return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
 
 
 def unloaded(ref: str, failure: ProcessEnd | LoadError) -> BackendDescription:
-    """Return the description of a backend whose own code failed while it was loaded; its name is taken from ``ref``."""
+    """Return the description of a backend whose own code failed during loading; its name is derived from ``ref``."""
     place, _, name = ref.rpartition(":")
     info = BackendInfo(name=name if place else Path(ref).stem, ref=ref, version="")
     return BackendDescription(info=info, is_loaded=False, failure=failure)
 
 
 def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What of a required environment does not stand in ``environment``."""
+    """Return the variables of ``required`` that ``environment`` lacks or has with another value."""
     return {name: value for name, value in required.items() if environment.get(name) != value}
 
 
 DescribeBackends = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
-"""Answers references, in order, with what they name, or with why they name nothing that could be examined."""
+"""Function from references to descriptions, in order; a QuestionError if a reference names no backend to examine."""

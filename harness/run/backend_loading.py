@@ -1,4 +1,4 @@
-"""Backends loaded into this process: from a name to the class, and to what it says of itself."""
+"""Loads backends into this process: resolves a name to a class, and reads the declarations of the class."""
 
 import os
 import shlex
@@ -23,13 +23,13 @@ from attncheck.reports.run_file.header import BackendInfo
 def load_backend(
     ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True
 ) -> LoadedBackend | UnavailableBackend:
-    """The backend ``ref`` names; one that cannot be loaded here is :class:`UnavailableBackend`, with its reasons.
+    """Return the backend that ``ref`` names, or an :class:`UnavailableBackend` if it cannot be loaded here.
 
-    What its module does to process-wide settings is undone. ``checks``, ``functions``: of what is made of it later, the
-    modules are imported first (:func:`import_checks`).
+    Changes that its module makes to process-wide settings are undone. ``checks``, ``functions``: the modules that these
+    checks and functions need are imported before the backend (:func:`import_checks`).
 
     Raises:
-        QuestionError: a name nobody knows, a file that does not import, a contract broken.
+        QuestionError: the name is unknown, the file does not import, or the class violates the contract.
     """
     import_checks(checks, functions=functions)
     try:
@@ -40,11 +40,11 @@ def load_backend(
 
 
 def describe_backend(backend: LoadedBackend | UnavailableBackend, device: str) -> BackendDescription:
-    """What ``backend`` says of itself, to be run on ``device``.
+    """Return the description of ``backend`` for a run on ``device``.
 
     Raises:
-        BackendLoadError: what it says of its environment is no mapping of names to texts, whether it is of latent
-            attention (``is_mla``) is no bool, or its default suite is none of those.
+        BackendLoadError: ``required_environment`` is not a dict of strings, ``is_mla`` is not a bool, or
+            ``default_suite`` is not one of :data:`DEFAULT_SUITES`.
     """
     if isinstance(backend, UnavailableBackend):
         return unloadable(backend.name, backend.ref, backend.reasons, backend.version)
@@ -70,7 +70,7 @@ def describe_backend(backend: LoadedBackend | UnavailableBackend, device: str) -
 
 
 def _pages_of(backend: LoadedBackend) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
-    """Return page sizes, sizes of which each multiple is taken, and layouts; none where the declarations are broken."""
+    """Return page sizes, bases whose multiples are accepted, and layouts; all empty if a declaration raises."""
     try:
         declared = call_backend("declaration", lambda: list(backend.backend.get_supported_kernel_block_sizes()))
         layouts = call_backend("declaration", lambda: tuple(map(str, backend.backend.supported_layouts)))
@@ -81,9 +81,9 @@ def _pages_of(backend: LoadedBackend) -> tuple[tuple[int, ...], tuple[int, ...],
 
 
 def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
-    """Why the backend cannot run here; empty where it says it can, or where asking it raises.
+    """Return why the backend cannot run here; empty if it can, or if its declaration raises.
 
-    A declaration that raises is an outcome of the examination (``errored``), and not for this place to judge.
+    A declaration that raises is reported by the examination, as ``errored``.
     """
     try:
         return declared_reasons(lambda: backend.backend.unavailable_reasons(device))
@@ -94,7 +94,7 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
 def reasons_against(
     backend: LoadedBackend | UnavailableBackend, device: str, cases: Iterable[Case]
 ) -> tuple[tuple[str, ...], ...]:
-    """Return why the backend does not answer each case on ``device``; empty: it does, or a declaration raises."""
+    """Return, for each case, why the backend refuses it on ``device``; empty if it accepts or a declaration raises."""
     return tuple(_reasons_against(backend, device, case) for case in cases)
 
 
@@ -110,10 +110,10 @@ def _reasons_against(backend: LoadedBackend | UnavailableBackend, device: str, c
 
 
 def is_mla(backend: LoadedBackend) -> bool:
-    """Whether the backend is one of latent attention.
+    """Return whether the backend implements latent attention.
 
     Raises:
-        BackendLoadError: asking it raises, or the answer is something else.
+        BackendLoadError: its ``is_mla`` raises, or returns no bool.
     """
     try:
         answer: object = call_backend("is_mla", backend.backend.is_mla)
@@ -125,10 +125,10 @@ def is_mla(backend: LoadedBackend) -> bool:
 
 
 def default_suite(backend: LoadedBackend, device: str) -> str:
-    """The suite the backend is asked where the user names none.
+    """Return the suite for this backend if the user names none.
 
     Raises:
-        BackendLoadError: asking it raises, or the answer is something else.
+        BackendLoadError: its ``default_suite`` raises, or returns none of :data:`DEFAULT_SUITES`.
     """
     try:
         answer: object = call_backend("default_suite", lambda: backend.backend.default_suite(device))
@@ -140,10 +140,10 @@ def default_suite(backend: LoadedBackend, device: str) -> str:
 
 
 def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
-    """The variables the backend's process must be started with.
+    """Return the environment variables with which the backend's process must be started.
 
     Raises:
-        BackendLoadError: asking it raises, or the answer is something else.
+        BackendLoadError: its ``required_environment`` raises, or returns no dict of valid names and values.
     """
     try:
         required: object = call_backend("required_environment", lambda: backend.backend.required_environment(device))
@@ -155,7 +155,7 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
 
 
 def _is_variable(pair: tuple[object, object]) -> bool:
-    """Whether name and value can stand in an environment."""
+    """Return whether name and value are valid for an environment variable."""
     name, value = pair
     if not isinstance(name, str) or not isinstance(value, str):
         return False
@@ -163,7 +163,10 @@ def _is_variable(pair: tuple[object, object]) -> bool:
 
 
 def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> LoadedBackend | UnavailableBackend:
-    """The backend, if this process was started with what it requires; else a missing one, and what to type."""
+    """Return the backend if this process has the environment it requires, else an UnavailableBackend.
+
+    The reason of the latter has the variables to set before the command.
+    """
     if isinstance(backend, UnavailableBackend):
         return backend
     needs = missing_variables(required_environment(backend, device), os.environ)
@@ -175,20 +178,20 @@ def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> Loa
 
 
 class Loader:
-    """Loads backends into this process, where they are examined."""
+    """Loads backends into this process, which also examines them."""
 
     def __init__(self, device: str, loaded: Sequence[LoadedBackend | UnavailableBackend] = ()) -> None:
-        """``loaded``: backends that are not to be loaded again."""
+        """``loaded``: backends that are loaded already."""
         self._device = device
         self._loaded = {each.ref: each for each in loaded}
         self._found: dict[str, LoadedBackend | UnavailableBackend] = {}
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        """What each of ``refs`` names, or why it names nothing."""
+        """Return the description of each of ``refs``, or the error that loading it raised."""
         return [self._description(ref) for ref in refs]
 
     def backends(self, descriptions: Sequence[BackendDescription]) -> tuple[LoadedBackend | UnavailableBackend, ...]:
-        """The backends that were described so."""
+        """Return the backends that belong to these descriptions."""
         return tuple(
             self._found.get(each.ref) or UnavailableBackend(each.name, each.ref, each.unavailable_reasons)
             for each in descriptions
@@ -202,6 +205,6 @@ class Loader:
         except QuestionError as error:
             return error
         if isinstance(found, UnavailableBackend):
-            # The description holds, although the backend cannot be examined in this process.
+            # Keep the description: only this process lacks the environment of the backend.
             return description.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
         return description

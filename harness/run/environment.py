@@ -1,4 +1,4 @@
-"""What a run was made with: versions, machine, and the numerical policy in force. Importing it loads no torch."""
+"""Collects the environment of a run: versions, machine and numerical policy. Loads no torch when imported."""
 
 import os
 import platform
@@ -13,9 +13,9 @@ from attncheck.reports.run_file.header import Environment
 
 
 def collect_environment(device: str) -> Environment:
-    """The circumstances of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...).
+    """Return the environment of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...).
 
-    The TF32 and determinism policies are read, not set: collect after they stand.
+    The TF32 and determinism policies are read, not set. Set them before calling this.
     """
     import numpy as np
     import torch
@@ -43,7 +43,10 @@ def collect_environment(device: str) -> Environment:
 
 @dataclass(frozen=True)
 class GpuModes:
-    """The modes of a GPU, in the words of nvidia-smi: ``Default`` or ``Exclusive_Process``; ``Enabled`` for MIG."""
+    """Modes of a GPU, as nvidia-smi prints them.
+
+    ``compute``: such as ``Default`` or ``Exclusive_Process``. ``mig``: such as ``Enabled``.
+    """
 
     compute: str
     mig: str
@@ -55,7 +58,7 @@ class GpuModes:
 
 
 def gpu_modes(device: str) -> GpuModes | None:
-    """Return the modes of a GPU; None for a CPU, and where nvidia-smi does not know the GPU."""
+    """Return the modes of a GPU, or None for a CPU or if nvidia-smi has no answer."""
     if not _is_cuda(device):
         return None
     import torch
@@ -68,7 +71,7 @@ def gpu_modes(device: str) -> GpuModes | None:
 
 
 def device_memory(device: str) -> int | None:
-    """Return the bytes of a GPU's memory, without creating a context on it; None for a CPU."""
+    """Return a GPU's memory in bytes without creating a CUDA context, or None for a CPU."""
     if not _is_cuda(device):
         return None
     import torch
@@ -77,7 +80,7 @@ def device_memory(device: str) -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the CPU cores this process may use, at least 1; a container often has fewer than its machine."""
+    """Return the number of CPU cores this process may use, at least 1; it respects affinity and container quotas."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = group_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))
@@ -88,7 +91,6 @@ def _is_cuda(device: str) -> bool:
 
 
 def _cpu_name() -> str:
-    """The CPU's model where Linux tells it, else what the platform calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -98,7 +100,7 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout attncheck runs from, ``-dirty`` where it was edited; None when it is installed."""
+    """Return the commit of attncheck's checkout, with ``-dirty`` if it has changes; None if attncheck is installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -107,7 +109,7 @@ def _git_commit() -> str | None:
 
 @cache
 def _first_line(*command: str) -> str | None:
-    """First line a command prints, or None where it is missing, fails or does not answer; asked once a process."""
+    """Return the first line that a command prints, or None if it fails or takes over 10 s. Cached for the process."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 (fixed words)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""Evaluation: a plan of cases and backends turned into records. Execution (where a process runs) is not its business.
+"""Evaluates a plan of cases and backends into records, in the current process.
 
-An exception or a refusal of a backend is a record, never the end of a run; a case that cannot see what it asks about is
-kept aside as a fault of the question.
+An exception or refusal of a backend becomes a record and never ends the run. The error of a case that cannot be built,
+or cannot detect what it is meant to test, is collected in ``Examiner.blind``.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -46,21 +46,23 @@ if TYPE_CHECKING:
 
 
 def environment_of(device: str) -> Environment:
-    """The circumstances of an examination on ``device``, with the numerical policy that is in force while it lasts."""
+    """Return the environment on ``device``, with the float32 policy that an examination sets."""
     with exact_float32():
         return collect_environment(device)
 
 
 def _ignore(_stage: str) -> None:
-    """For callers who need not know what is being done."""
+    """Ignore the stage."""
 
 
 class Examiner:
-    """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow.
+    """Examines a plan, one pair of case and backend at a time. Keeps problem and truth of the latest case for reuse.
 
-    blind: cases that could not be put at all; the command line ends with exit code 2 if there are any. environment:
-    whose digest the records carry; None: this process's. clocks: what times; None: as the plan has it. stores_truths:
-    whether truths computed here are stored for other processes, which takes a process that runs attncheck's code alone.
+    ``blind``: errors of cases that could not be examined at all. If there are any, the command line exits with code 2.
+    ``environment``: its digest goes into the records. None uses the environment of this process.
+    ``clocks``: the timing check. If it is None, one is built from the settings of the plan.
+    ``stores_truths``: whether truths computed here are stored for other processes. Set it only in a process that runs
+    no code but attncheck's.
     """
 
     def __init__(
@@ -89,11 +91,11 @@ class Examiner:
 
     @property
     def reference_s(self) -> float:
-        """Seconds that the truth of the latest case took when it was computed; 0: there is none yet."""
+        """Seconds that computing the truth of the latest case took; 0 if there is none yet."""
         return 0.0 if self._latest is None else self._latest[2].computed_s
 
     def run(self) -> Generator[Record, None, None]:
-        """Every record, grouped by case, then by backend."""
+        """Yield every record, grouped by case, then by backend."""
         over: set[tuple[str, str]] = set()
         for case in self.plan.cases:
             for backend in self.plan.backends:
@@ -111,9 +113,9 @@ class Examiner:
     def examine(
         self, case: Case, backend: LoadedBackend | UnavailableBackend, checks: tuple[str, ...] | None = None
     ) -> list[Record]:
-        """The records of one pair; empty where the case itself is at fault (see ``blind``).
+        """Return the records of one pair of case and backend; empty if the case itself is at fault (see ``blind``).
 
-        ``checks``: the checks to make. If it is None, all checks of the plan are made.
+        ``checks``: the checks to run. If it is None, all checks of the plan run.
         """
         return list(self.records(case, backend, checks=checks))
 
@@ -126,12 +128,13 @@ class Examiner:
         checks: tuple[str, ...] | None = None,
         round_number: int = 0,
     ) -> Iterator[Record]:
-        """The same, each as it is found; ``begin`` is told of every stage that is entered, such as ``check lse``.
+        """Yield the records of one pair as they are found.
 
-        ``checks``: those to make; None: all that the plan asks of the case. ``round_number``: the round of the records.
+        ``begin`` is called with each stage entered, such as ``check lse``. ``checks``: the checks to run, or None for
+        all that the plan has for the case. ``round_number``: the round that the records carry.
 
         Raises:
-            DeviceLostError: a check lost the device; the checks that follow it are not made.
+            DeviceLostError: a check lost the device; the remaining checks do not run.
         """
         checks = self.plan.checks_of(case) if checks is None else checks
         self._circumstances = replace(self._circumstances, round=round_number)
@@ -143,7 +146,7 @@ class Examiner:
             yield from until_device_is_lost(self._records(case, backend, checks, begin), self.device)
 
     def fault_of(self, case: Case) -> QuestionError | None:
-        """Why the case could not be put, if it was tried and could not."""
+        """Return the error of the case if examining it was tried and was impossible, else None."""
         return self._faults.get(case)
 
     def _records(
@@ -159,7 +162,7 @@ class Examiner:
         begin("declarations")
         try:
             absent = self._unavailable(cls, case)
-            # Of a class that cannot run here, a declaration may raise for the same reason.
+            # Skip the declarations of a class that cannot run here: they may raise for the same reason.
             reasons = (
                 () if absent else declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
             )
@@ -182,7 +185,7 @@ class Examiner:
         begin("the preparation of the case")
         try:
             if self._latest is None or self._latest[0] != case:
-                self._latest = None  # before free memory is looked at: the case before needs none any more
+                self._latest = None  # free the tensors of the previous case before free memory is measured
                 lacking = shortage(case, self.device)
                 if lacking is not None:
                     yield from gone((lacking,))
@@ -192,10 +195,10 @@ class Examiner:
             yield from same_for_all(failure.raised)
             return
         except QuestionError as error:
-            self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
+            self._faults[case] = error.with_traceback(None)  # its frames would keep the case's tensors alive
             self.blind.append(error)
             return
-        except (MemoryError, RuntimeError) as error:  # the declarations, which ran before, may have lost the device
+        except (MemoryError, RuntimeError) as error:  # the declarations ran before and may have lost the device
             if is_refused_memory(type(error).__name__, str(error)):
                 yield from gone((f"out of memory while the truth was computed: {error}",))
                 return
@@ -209,14 +212,14 @@ class Examiner:
             try:
                 with num_threads(self._timing_threads if check == TIMING else self._num_threads):
                     finding = case_checks.examine(check)
-            except StageError as failure:  # a check enters the backend's code, its codec, as well
+            except StageError as failure:  # checks also call the backend's codec
                 finding = failure.raised
-            except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
+            except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
                 finding = capture_exception(OURSELVES, error)
                 if is_refused_memory(type(error).__name__, finding.message):
                     finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
             took = perf_counter() - began
-            if isinstance(finding, Broken) and self.plan.dump is not None:  # a caller may stop at this record
+            if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
                 note = self._dump(case_checks, self.plan.dump, backend.name)
                 finding = replace(finding, details=(*finding.details, *note))
             yield record_of(self._circumstances, case, backend, check, finding, took)
@@ -224,7 +227,7 @@ class Examiner:
     def _dump(
         self, case_checks: "CaseChecks | FunctionChecks | BuilderChecks", folder: Path, backend: str
     ) -> tuple[str, ...]:
-        """Write the case; return a note where it cannot be written. The verdict stays."""
+        """Write the case to ``folder``. Return a note if writing fails; the verdict does not change."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
                 case_checks.dump(folder, backend)
@@ -258,5 +261,5 @@ class Examiner:
 
 
 def _arithmetic_of(environment: Environment) -> str:
-    """Return what the last bits of a float64 sum depend on, but for torch and its threads."""
+    """Return what determines the last bits of a float64 sum, other than torch and its thread count."""
     return f"{environment.attncheck}, {environment.platform}, {environment.cpu}, {environment.device_name}"

@@ -1,18 +1,18 @@
-"""The file of expected failures (``--expect FILE``): its entries, and how they are read.
+"""Reads the file of expected failures (``--expect FILE``).
 
 A file is a YAML list of entries::
 
-    - backend: Wrong              # the backend's name, as reports show it
+    - backend: Wrong              # the backend's name, as in reports
       case: smoke/window-edge.*   # a pattern on suite/id, or on the id alone
-      check: numerics
+      check: numerics             # or * for any check
       outcome: failed             # or errored, crashed, timed_out
       reason: the window is one key too long
       issue: https://example.org/issues/17   # optional
-      until: 2026-12-31           # optional: the last day on which the entry excuses anything
+      until: 2026-12-31           # optional: the last day on which the entry applies
 
-An entry may narrow down what it is about: ``needs`` (features and forms, as records name them), ``version`` (a pattern
-on the backend's) and ``says`` (a pattern on what the record tells). The check ``*`` is any. ``within`` bounds how much
-may be wrong; a record beyond the bound stays what it is::
+Optional keys restrict an entry to some records: ``needs`` (features and forms, as records name them), ``version`` (a
+pattern on the backend's version) and ``says`` (a pattern on the record's message). ``within`` bounds how much may be
+wrong. A record beyond the bound keeps its outcome::
 
       within: {budgets: 30, rows: 5, heads: 2, values: [nan]}
 """
@@ -35,7 +35,7 @@ from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.records import BUDGET_SHARE, Ended, Errored, Failed, Record
 
 WrongValue = Literal["nan", "inf", "finite", "unwritten"]
-"""Sorts of wrong values, as the figures of a record count them."""
+"""Kinds of wrong values, as counted in the figures of a record."""
 
 _COUNTED: Mapping[WrongValue, str] = MappingProxyType(
     {"nan": "rows_nan", "inf": "rows_inf", "finite": "rows_finite_wrong", "unwritten": "rows_unwritten"}
@@ -44,7 +44,7 @@ _COUNTED: Mapping[WrongValue, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How much of an answer may be wrong. ``values``: the sorts of wrong values that may occur; None: any."""
+    """Limits on how wrong a result may be. ``values``: the kinds of wrong values allowed, or None for any."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
@@ -56,7 +56,7 @@ class Bound:
     )
 
     def excess(self, figures: Mapping[str, float | int]) -> str:
-        """Return in words what of a record's figures lies beyond the bound; empty: nothing does."""
+        """Return a message about the first figure beyond the bound; empty if there is none."""
         measured = {
             "budgets": figures.get("finite_budget_share", figures.get(BUDGET_SHARE)),
             "rows": figures.get("rows_wrong"),
@@ -97,19 +97,19 @@ class Expectation:
 
     @property
     def explanation(self) -> str:
-        """The reason, with the issue where one is given."""
+        """The reason, followed by the issue if there is one."""
         return f"{self.reason} ({self.issue})" if self.issue else self.reason
 
     def has_expired(self, today: date) -> bool:
-        """Whether the last day on which it is expected is over."""
+        """Return whether ``today`` is after ``until``."""
         return self.until is not None and date.fromisoformat(self.until) < today
 
     def fits_case(self, suite: str, case_id: str) -> bool:
-        """Whether the pattern matches this case."""
+        """Return whether the pattern matches this case."""
         return fnmatchcase(f"{suite}/{case_id}", self.case) or fnmatchcase(case_id, self.case)
 
     def is_about(self, record: Record) -> bool:
-        """Whether the record is of a case and a check that the entry names."""
+        """Return whether the entry applies to the record's backend, version, case, check and needs."""
         return (
             record.backend == self.backend
             and self.check in ("*", record.check)
@@ -119,32 +119,32 @@ class Expectation:
         )
 
     def foresees(self, record: Failed | Errored | Ended) -> bool:
-        """Whether this is how the record was to fall short."""
+        """Return whether the record failed as expected: with this outcome, and with a message that matches ``says``."""
         if record.outcome != self.outcome:
             return False
         meaning = (record.meaning or "") if isinstance(record, Failed) else ""
         return self.says is None or any(fnmatchcase(told, self.says) for told in (what_happened(record), meaning))
 
     def excess(self, record: Failed | Errored | Ended) -> str:
-        """Return in words by what a record that the entry foresees lies beyond its bound; empty: it does not."""
+        """Return by what an expected failure exceeds the entry's bound; empty if it does not."""
         if self.within is None:
             return ""
         return self.within.excess(record.figures if isinstance(record, Failed) else {})
 
     @property
     def suite(self) -> str:
-        """The pattern of the suite alone; empty: the pattern is on the id."""
+        """The part of the pattern for the suite; empty if the pattern is on the id."""
         named, slash, _ = self.case.partition("/")
         return named if slash else ""
 
     def fits_suite(self, suite: str) -> bool:
-        """Whether the pattern could match a case of this suite."""
+        """Return whether the pattern could match a case of this suite."""
         return not self.suite or fnmatchcase(suite, self.suite)
 
 
 @dataclass(frozen=True)
 class LocatedExpectation:
-    """An expectation and where it is written. ``former_check``: the name in the file, if the check is renamed."""
+    """An expectation and its place in the file. ``former_check``: the check's old name if the file uses it."""
 
     expectation: Expectation
     place: Place
@@ -157,7 +157,7 @@ class LocatedExpectation:
 
 
 def expectation_file(wanted: Path) -> Path:
-    """Return ``wanted``, or attncheck's own file of that name (``vllm-cpu-attn``) where no such file is there."""
+    """Return ``wanted``, or attncheck's own file of that name (``vllm-cpu-attn``) if ``wanted`` does not exist."""
     own = Path(attncheck.__file__).parent / "expected" / f"{wanted.name}.yaml"
     return own if wanted.parent == Path() and not wanted.exists() and own.is_file() else wanted
 
@@ -165,7 +165,7 @@ def expectation_file(wanted: Path) -> Path:
 def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
     """Read an expectation file.
 
-    A file without entries, or with comments alone, expects nothing.
+    A file without entries, or with only comments, gives an empty tuple.
 
     Raises:
         CaseFileError: with line and column, for anything but a list of complete entries with known checks.
@@ -201,7 +201,7 @@ def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
 
 
 def _check_need(need: str, item: Tree) -> None:
-    """Raises CaseFileError for a need that no record can have."""
+    """Raise CaseFileError if no record can have this need."""
     place = _place(item, "needs")
     key, is_form, _ = need.partition("=")
     if is_form and key not in FORMS:
@@ -211,7 +211,6 @@ def _check_need(need: str, item: Tree) -> None:
 
 
 def _check_date(text: str, item: Tree) -> None:
-    """Raises CaseFileError for a text that is no ISO date."""
     try:
         date.fromisoformat(text)
     except ValueError:
@@ -220,5 +219,4 @@ def _check_date(text: str, item: Tree) -> None:
 
 
 def _place(item: Tree, key: str) -> Place:
-    """Where the value of a key is written."""
     return item.entries[key].place if isinstance(item, Table) else item.place

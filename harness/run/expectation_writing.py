@@ -1,4 +1,4 @@
-"""Writes the expectations under which a run would have failed nothing: one entry for each finding."""
+"""Writes the expectation file under which a given run would not have failed: one entry for each finding."""
 
 import json
 import re
@@ -14,37 +14,37 @@ from attncheck.reports.run_file.store import Run
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _SHOWN = 100
-"""Characters of a comment."""
+"""Maximum length of a comment, in characters."""
 
 Fallen = Failed | Errored | Ended | XFailed
 
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """Records of one backend and check that fell short alike; the first speaks for all."""
+    """Records of one backend and check that failed in the same way; the first one is shown."""
 
     records: tuple[Fallen, ...]
 
     @property
     def first(self) -> Fallen:
-        """The record whose words are told."""
+        """The record whose message is shown."""
         return self.records[0]
 
     @property
     def outcome(self) -> str:
-        """The outcome before any expectation."""
+        """The outcome before expectations were applied."""
         return _outcome(self.first)
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Every ``suite/id``, once."""
+        """The ``suite/id`` of every case, without duplicates."""
         return tuple(dict.fromkeys(record.case for record in self.records))
 
 
 def groups(records: Iterable[Record]) -> tuple[FindingGroup, ...]:
-    """Return the records that fell short, expected or not, grouped by what was found but for its figures.
+    """Return the failed records, expected or not, grouped by finding regardless of its figures.
 
-    Faults of attncheck itself are left out: nothing excuses them.
+    Faults of attncheck itself are left out, since no expectation excuses them.
     """
     found: dict[tuple[str, ...], list[Fallen]] = {}
     for record in records:
@@ -56,10 +56,10 @@ def groups(records: Iterable[Record]) -> tuple[FindingGroup, ...]:
 
 
 def expectations_text(run: Run) -> str:
-    """Return a YAML file of expectations that excuse what fell short in ``run``, and nothing else it holds.
+    """Return a YAML file of expectations that excuses exactly the failures in ``run``.
 
-    A finding of one case has that case. One of several cases has a pattern of the cases, and ``says`` with a pattern of
-    the words they have in common: the cases that passed stay as they are.
+    The entry of a finding in one case names that case. The entry of a finding in several cases has a pattern on the
+    cases and ``says``, a pattern on their common message, so that it does not apply to cases that passed.
     """
     found = groups(run.records)
     ways = Counter((group.first.backend, group.first.check, case) for group in found for case in group.cases)
@@ -68,14 +68,14 @@ def expectations_text(run: Run) -> str:
     opening = [f"# Expected failures, from {one_line(run.path)}: {plural(len(found), 'finding')}."]
     if not run.complete:
         opening.append("# The run was cut off: a whole run may find more.")
-    # An entry without `says` must meet a record of its own, which an entry with `says` before it could take.
+    # An entry without `says` needs a matching record. An earlier entry with `says` could consume that record.
     placed = sorted(((group, _is_place(group, ways)) for group in found), key=lambda each: not each[1])
     entries = [_entry(group, day, is_place=is_place) for group, is_place in placed]
     return "\n".join([*opening, *(f"\n{entry}" for entry in entries)]) + "\n"
 
 
 def _is_place(group: FindingGroup, ways: Mapping[tuple[str, str, str], int]) -> bool:
-    """Whether the group is one case that came out in one way: rounds of a case may differ."""
+    """Return whether the group is one case with a single result; the rounds of a case may differ."""
     first = group.first
     return len(group.cases) == 1 and ways[first.backend, first.check, first.case] == 1
 
@@ -99,7 +99,7 @@ def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
 
 
 def _case_pattern(cases: Sequence[str]) -> str:
-    """The pattern that fits these ``suite/id``: the one there is, the beginning they share, or any."""
+    """Return the shortest form that fits these ``suite/id``: the only one, their common prefix with ``*``, or ``*``."""
     if len(cases) == 1:
         return escape(cases[0])
     if len({case.partition("/")[0] for case in cases}) > 1:
@@ -110,13 +110,13 @@ def _case_pattern(cases: Sequence[str]) -> str:
 
 
 def _pattern(words: str) -> str:
-    """A pattern that fits ``words`` with whatever figures and addresses."""
+    """Return a pattern that matches ``words`` with any figures and addresses."""
     without = without_figures(_ADDRESS.sub("#", escape(words)))
     return re.sub(r"[*#]*#[*#]*", "*", _plain(without))
 
 
 def _words(record: Fallen) -> str:
-    """What an entry's ``says`` is held against: the likely cause where one is known, else what happened."""
+    """Return the text that ``says`` is matched against: the likely cause if there is one, else what happened."""
     return (record.meaning if isinstance(record, Failed) else None) or _happened(record)
 
 
@@ -129,5 +129,5 @@ def _outcome(record: Fallen) -> str:
 
 
 def _plain(text: str) -> str:
-    """``text`` with ``?`` for what YAML does not take; in a pattern it fits any character."""
+    """Return ``text`` with ``?`` for each character that YAML rejects; in a pattern ``?`` matches any character."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,14 +1,15 @@
-"""Expected failures applied to a run: known failures become ``xfailed``, and entries that do not hold fail the run.
+"""Applies expected failures to the records of a run.
 
-A record that fell short as an entry says, within its bound, becomes ``xfailed``; beyond the bound it stays what it is,
-and a detail says by what it lies beyond. One that passed although expected to fall short becomes ``xpassed`` and fails
-the run. An entry that matches no case of the run's suites, that no record bears out, or whose ``until`` is over fails
-the run as well, by its line. An entry with ``says`` is about a finding, wherever that turns up:
-a case that passes is none, and a run in which it does not turn up says so and does not fail.
+A record that failed as an entry expects, within its bound, becomes ``xfailed``. Beyond the bound its outcome stays, and
+a detail states by what the bound is exceeded. A record that passed although an entry expects a failure becomes
+``xpassed``, which fails the run.
 
-Entries for suites, backends, cases or checks that this run leaves out are not looked at. A name of a suite or backend
-that is neither in the run nor built in or registered is a note, since it may belong to another run. It fails the run
-where only its capitals differ from a name that is.
+An entry also fails the run if it matches no case of the run's suites, if no record confirms it, or if its ``until`` is
+over. An entry with ``says`` is about a finding, which may occur in any matching case. A case that passes is not
+``xpassed``, and a run without the finding only has a note.
+
+Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend gives
+a note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ from attncheck.reports.run_file.records import (
 
 
 class HasNames(Protocol):
-    """What is read of a case: a suite and an id."""
+    """The suite and the id of a case."""
 
     @property
     def suite(self) -> str:
@@ -46,10 +47,10 @@ class HasNames(Protocol):
 
 
 class Expectations:
-    """The entries of one run, applied to its records one by one and then asked what was left unmet.
+    """The entries of one run. Apply them to each record in turn, then read :meth:`unmet` and :meth:`unseen`.
 
-    ``cases`` are all cases of the run's suites, ``selected`` those the filters leave; ``backends`` and ``checks`` are
-    the names the run examines. Entries whose ``until`` lies before ``today`` excuse nothing.
+    ``cases``: all cases of the run's suites. ``selected``: those that pass the filters. ``backends``, ``checks``: the
+    names that the run examines. ``today``: the date that ``until`` of the entries is compared with.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Expectations:
         self._expired: dict[LocatedExpectation, int] = {}
 
     def apply(self, record: Record) -> Record:
-        """The record as it stands in the light of the expectations: itself, or an ``xfailed`` or ``xpassed`` one."""
+        """Return the record, unchanged, with details added, or as an ``xfailed`` or ``xpassed`` one."""
         excesses: list[str] = []
         for entry in self._live:
             wanted = entry.expectation
@@ -109,7 +110,7 @@ class Expectations:
                     finding=record.finding,
                 )
             if isinstance(record, Passed) and wanted.says is None:
-                self._met.add(entry)  # not borne out, but its record says so
+                self._met.add(entry)  # not confirmed, but the `xpassed` record reports that
                 reason = f"{wanted.explanation} ({entry.place.file}:{entry.place.line})"
                 return XPassed(**without_outcome(record), reason=reason)
         if excesses and isinstance(record, Failed):
@@ -117,7 +118,7 @@ class Expectations:
         return record
 
     def recall(self, record: Record) -> None:
-        """Count a record to which the expectations were applied before, in an earlier part of the run."""
+        """Count a record of an earlier part of the run, to which the expectations are already applied."""
         for entry in self._live:
             wanted = entry.expectation
             if wanted.is_about(record):
@@ -126,7 +127,11 @@ class Expectations:
                     self._met.add(entry)
 
     def unmet(self, *, stopped_early: bool = False) -> list[str]:
-        """One line for each entry that fails the run. Of a run that stopped early, only what it saw can be judged."""
+        """Return a line for each entry that fails the run.
+
+        ``stopped_early``: whether the run is incomplete; then an unconfirmed entry fails it only if the entry has a
+        record.
+        """
         expired = [
             f"{entry}, but only until {entry.expectation.until}, and today is {self._today}: {plural(count, 'record')} "
             "not excused; repair the fault, or move the date"
@@ -143,7 +148,7 @@ class Expectations:
         return [*self._faults, *expired, *missed]
 
     def unseen(self) -> list[str]:
-        """One line for each finding that did not turn up, though it might have, and for each name that is not known."""
+        """Return a line for each finding that did not occur, each unknown name, and each old name of a check."""
         unseen = [
             f"{entry}: not seen in this run; remove it if this is repaired"
             for entry in self._live
@@ -159,9 +164,9 @@ class Expectations:
     def _check_name(
         self, entry: LocatedExpectation, kind: str, name: str, own: Sequence[str], known: Iterable[str]
     ) -> None:
-        """Report a name that is neither of this run (``own``) nor known; a pattern is none.
+        """Report a name that is neither in this run (``own``) nor known; patterns are never reported.
 
-        A name with an argument, such as ``vllm:CPU_ATTN``, is known by what is before the colon.
+        A name with an argument, such as ``vllm:CPU_ATTN``, is looked up by the part before the colon.
         """
         if name in own or name.partition(":")[0] in known or _is_pattern(name):
             return
@@ -174,7 +179,6 @@ class Expectations:
 
 
 def _no_case(pattern: str, cases: Sequence[HasNames]) -> str:
-    """Say that no case matches, and which one may be meant."""
     names = [f"{case.suite}/{case.id}" if "/" in pattern else case.id for case in cases]
     meant = _resembling(pattern, names)
     hint = f"did you mean {meant}?" if meant else "`attncheck list cases` shows the ids"
@@ -187,7 +191,6 @@ def _is_pattern(name: str) -> bool:
 
 
 def _resembling(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name that ``name`` resembles most, whatever its capitals; None: it resembles none."""
     lower = {each.casefold(): each for each in known}
     found = get_close_matches(name.casefold(), lower, n=1)
     return lower[found[0]] if found else None

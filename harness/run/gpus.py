@@ -1,4 +1,4 @@
-"""The GPUs of one kind, on which processes work side by side, each on one. Importing it loads no torch."""
+"""Finds the GPUs of one kind, for processes that each use one of them. Loads no torch when imported."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from attncheck.reports.run_file.header import Environment
 
 @dataclass(frozen=True)
 class GpuKind:
-    """What GPUs of one kind have in common. ``memory``: in bytes."""
+    """Properties that GPUs of one kind share. ``memory``: in bytes."""
 
     name: str
     capability: str
@@ -22,14 +22,14 @@ class GpuKind:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that a process may use. ``variables``: they let a process see this one alone."""
+    """A GPU for one process. ``variables``: environment variables that make it the only GPU visible to the process."""
 
     uuid: str
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def gpus_alike(device: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return the GPUs of the kind of the first, with a note on each other GPU; none unless ``device`` is ``cuda``."""
+    """Return the GPUs of the same kind as GPU 0, and a note on each other GPU; none unless ``device`` is ``cuda``."""
     if device != "cuda":
         return (), ()
     import torch
@@ -51,9 +51,9 @@ def gpus_alike(device: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
 
 
 def gpu_variables(count: int, environment: Mapping[str, str], *, is_hip: bool) -> list[dict[str, str]]:
-    """Return, for each of the ``count`` GPUs that a process with ``environment`` sees, what lets it see that one alone.
+    """Return, for each of ``count`` GPUs visible under ``environment``, variables that make it the only visible one.
 
-    ROCm reads both variables. ``ROCR_VISIBLE_DEVICES`` comes before them there, and is left as it is.
+    ROCm reads both variables. Its ``ROCR_VISIBLE_DEVICES`` is applied before them, and does not change.
     """
     names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if is_hip else ("CUDA_VISIBLE_DEVICES",)
     given = next((environment[name] for name in names if name in environment), None)
@@ -62,9 +62,9 @@ def gpu_variables(count: int, environment: Mapping[str, str], *, is_hip: bool) -
 
 
 def refuse_other_gpu(device: str, uuid: str | None, environment: Environment) -> None:
-    """Raise QuestionError where this process does not see the GPU ``uuid`` alone, or not ``environment`` on it.
+    """Raise QuestionError unless GPU ``uuid`` is the only visible one and its environment equals ``environment``.
 
-    ``uuid``: None for any GPU, in any environment.
+    ``uuid``: None accepts any GPU and any environment.
     """
     if uuid is None:
         return

@@ -1,4 +1,4 @@
-"""The folders in which Triton, Inductor and FlashInfer keep compiled kernels. Loads none of them."""
+"""Folders in which Triton, Inductor and FlashInfer keep compiled kernels. Imports none of these libraries."""
 
 import getpass
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CacheContents:
-    """What a cache holds. ``kernels``: those of ``files`` that are compiled kernels."""
+    """Number of files in a cache, their size in bytes, and how many of them are compiled kernels."""
 
     files: int
     size: int
@@ -20,14 +20,14 @@ class CacheContents:
 
 @dataclass(frozen=True)
 class KernelCache:
-    """The cache of one library. A file that ends in one of ``endings`` is a compiled kernel."""
+    """The cache of one library. Files whose names end in one of ``endings`` are compiled kernels."""
 
     library: str
     folder: Path
     endings: tuple[str, ...]
 
     def contents(self) -> CacheContents:
-        """Count the files below the folder; one that vanishes meanwhile, or a folder that is not there, has none."""
+        """Count the files below the folder. A missing folder, or a file deleted during the walk, counts as nothing."""
         sizes: dict[str, int] = {}
         for path, _, names in os.walk(self.folder):
             for name in names:
@@ -40,7 +40,7 @@ class KernelCache:
 
 
 def kernel_caches(environment: Mapping[str, str] = os.environ) -> tuple[KernelCache, ...]:
-    """Return the caches that a process with these environment variables uses, whether they exist yet or not."""
+    """Return the caches that a process with these environment variables uses, whether or not they exist."""
     home = Path.home()
     triton = Path(environment.get("TRITON_HOME") or home) / ".triton" / "cache"
     flashinfer = Path(environment.get("FLASHINFER_WORKSPACE_BASE") or home) / ".cache" / "flashinfer"
@@ -55,12 +55,12 @@ def kernel_caches(environment: Mapping[str, str] = os.environ) -> tuple[KernelCa
 
 
 def kernel_count() -> int:
-    """Return how many kernels this process's caches hold together."""
+    """Return the number of compiled kernels in all caches of this process."""
     return sum(cache.contents().kernels for cache in kernel_caches())
 
 
 def _user_name() -> str:
-    """Return the user's name as Inductor writes it; a container may have a user without one."""
+    """Return the user's name as Inductor writes it, or ``uid_N``: in a container the user may have no name."""
     try:
         name = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

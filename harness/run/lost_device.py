@@ -1,7 +1,7 @@
-"""Notices that a backend lost the device: after an illegal access every CUDA call of the process raises.
+"""Detects that a backend lost the device. Loads no torch when imported.
 
-The call that raises first may be one of the harness. The backend is to blame all the same: its check has ``crashed``.
-Importing this module loads no torch.
+After an illegal memory access every CUDA call of the process raises. The call that raises first may be one of the
+harness. The check that ran is still recorded as ``crashed``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ _REMEDY = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
 
 
 class DeviceLostError(AttncheckError):
-    """A backend lost the device, which this process cannot use any more. ``record``: of the check that did it."""
+    """A backend lost the device, so this process can no longer use it. ``record``: that of the check."""
 
     def __init__(self, record: Crashed) -> None:
         self.record = record
@@ -30,10 +30,10 @@ class DeviceLostError(AttncheckError):
 
 
 def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> Iterator[Record]:
-    """Yield ``records`` of one case and backend, each after a look at the device.
+    """Yield ``records`` of one case and backend, checking the device before each.
 
     Raises:
-        DeviceLostError: the check of the next record lost the device, or left a CUDA error that the harness met.
+        DeviceLostError: the check of the next record lost the device, or left a CUDA error that the harness hit.
     """
     for record in records:
         if (cause := _loss(device) or _error_met(record)) is not None:
@@ -42,12 +42,12 @@ def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> I
 
 
 def is_device_error(error: Exception, device: "torch.device") -> bool:
-    """Whether CUDA raised ``error``, or the device is lost; running out of memory is neither."""
+    """Return whether CUDA raised ``error`` or the device is lost; out of memory is neither."""
     return _is_lasting(type(error).__name__, str(error)) or _loss(device) is not None
 
 
 def _loss(device: "torch.device") -> str | None:
-    """Return how the device was lost, in CUDA's words, or None if it still answers."""
+    """Return how the device was lost, with CUDA's message, or None if the device still works."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -60,15 +60,15 @@ def _loss(device: "torch.device") -> str | None:
 
 
 def _error_met(record: Record) -> str | None:
-    """Return which CUDA error a call of the harness met, or None.
+    """Return the CUDA error that a call of the harness hit, or None.
 
-    A library that does not look at the result of its launch leaves the error to the next call of torch.
+    A library that ignores the status of its launch leaves the error for the next torch call to raise.
     """
     if not isinstance(record, Errored) or record.stage != OURSELVES:
         return None
     if not _is_lasting(record.error_type, record.message):
         return None
-    words = record.traceback.rpartition(f"{record.error_type}: ")[2]  # the message has lost its line breaks
+    words = record.traceback.rpartition(f"{record.error_type}: ")[2]  # message has no line breaks left
     return f"a CUDA error was left behind ({_first_line(words)}; {_REMEDY})"
 
 
@@ -85,7 +85,7 @@ def _first_line(error: object) -> str:
 
 
 def _crashed_instead(record: Record, cause: str) -> Crashed:
-    """The same check as ``crashed``, with the line of the backend's code that raised, if one did."""
+    """Return the record of the same check as ``crashed``, with the line of the backend that raised, if there is one."""
     kept = {name: value for name, value in without_outcome(record).items() if name in Crashed.model_fields}
     stage, place = f"check {record.check}", ""
     if isinstance(record, Errored) and record.stage != OURSELVES:

@@ -1,4 +1,4 @@
-"""From what a backend did to an outcome: the one place where results, refusals and exceptions become records.
+"""Turns findings, refusals and exceptions into records. No other module decides on an outcome.
 
 The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
 """
@@ -27,12 +27,12 @@ from attncheck.reports.run_file.records import (
 OURSELVES = records.OURSELVES
 
 IMPORT = "the import"
-"""The stage of a backend whose own code fails while it is loaded."""
+"""The stage of a failure in a backend's own code while it is loaded."""
 
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """How a backend's process ended. ``limit_s``: the time limit that it exceeded; None: it exceeded none.
+    """How a backend's process ended. ``limit_s``: the time limit that it exceeded, or None.
 
     The other fields are those of the records.
     """
@@ -47,7 +47,7 @@ class ProcessEnd:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What every record of a run shares: seed, environment digest, attncheck's version; and of a process, its round."""
+    """Fields that all records of a run share; ``round`` is shared by the records of one process."""
 
     seed: int
     environment: str
@@ -56,27 +56,27 @@ class Circumstances:
 
 
 class BackendIdentity(Protocol):
-    """How a backend is called in records, whether or not it could be loaded."""
+    """How records identify a backend, whether or not it could be loaded."""
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
 
     @property
     def ref(self) -> str:
-        """What to type after ``--backend``."""
+        """The reference to give to ``--backend``."""
 
     @property
     def version(self) -> str:
-        """Its version, empty where unknown."""
+        """The version; empty if unknown."""
 
     @property
     def features(self) -> frozenset[str]:
-        """The features it declares, empty where unknown."""
+        """The features that it declares; empty if unknown."""
 
 
 class RecordedQuestion(Protocol):
-    """What was asked, as records name it: a case, or a function of a provider."""
+    """What a record is about: a case, or a function of a provider."""
 
     @property
     def suite(self) -> str:
@@ -88,7 +88,7 @@ class RecordedQuestion(Protocol):
 
     @property
     def hash(self) -> str:
-        """12 hex digits that stand for the question."""
+        """12 hex digits that identify the content."""
 
 
 def record_of(
@@ -99,7 +99,10 @@ def record_of(
     finding: Finding,
     duration_s: float,
 ) -> Record:
-    """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
+    """Return the record of one finding.
+
+    A backend that raised has the outcome ``errored`` whatever the exception, since it had declared to support the case.
+    """
     common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
     match finding:
         case Holds(figures, notes):
@@ -121,7 +124,7 @@ def record_of(
 
 
 def _measured(finding: Measurements) -> dict[str, Any]:
-    """What the finding measured, by the name of the record's field; a record without the field refuses it."""
+    """Return the measured values of ``finding`` by record field; a record without that field rejects it."""
     values = {each.name: getattr(finding, each.name) for each in fields(Measurements)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -129,7 +132,7 @@ def _measured(finding: Measurements) -> dict[str, Any]:
 def unavailable(
     circumstances: Circumstances, case: RecordedQuestion, backend: BackendIdentity, check: str, reasons: tuple[str, ...]
 ) -> Record:
-    """The record of a case that cannot run on this machine."""
+    """Return the record of a case that cannot run on this machine."""
     return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
 
 
@@ -141,7 +144,7 @@ def ended(
     stage: str,
     end: ProcessEnd,
 ) -> Ended:
-    """Return the record of a check that was not made, since the backend's process ended during ``stage``, or before."""
+    """Return the record of a check without result: the backend's process ended during ``stage`` or before."""
     who = _identity(circumstances, case, backend, check)
     if end.limit_s is None:
         return Crashed(**who, stage=stage, **_without_limit(end))
@@ -155,7 +158,7 @@ def load_error(
     check: str,
     error: Mapping[str, Any],
 ) -> Record:
-    """Return the record of a check that was not made, since loading raised; ``error``: fields of the record."""
+    """Return the record of a check that did not run because loading raised; ``error``: fields of the record."""
     return Errored(**_identity(circumstances, case, backend, check), **error)
 
 

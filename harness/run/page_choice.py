@@ -1,7 +1,4 @@
-"""Chooses the page size and the layout of suites whose own defaults the backends of a run do not take.
-
-Loads no torch.
-"""
+"""Selects page sizes and cache layouts for suites whose defaults the backends of a run reject. Loads no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +11,16 @@ from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.selection import Selection
 
 _SMALLEST = 16
-"""Tokens of the smallest page that is chosen for a backend that takes multiples."""
+"""Smallest page size chosen for a backend that accepts multiples, in tokens."""
 
 
 def fit_pages(
     selection: Selection, backends: Sequence[BackendDescription], suites: Mapping[str, str]
 ) -> tuple[Selection, tuple[str, ...]]:
-    """Return ``selection`` with defaults that most of ``backends`` take, and lines on what was chosen.
+    """Return ``selection`` with defaults that most of ``backends`` accept, and notes on the changes.
 
-    A suite whose defaults every backend takes stays as it is, and so does a value that a case or ``--set`` gives.
-    ``suites``: by reference, the only suite that a backend is asked; a backend without an entry is asked all.
+    A suite does not change if every backend accepts its defaults. Values set by a case or by ``--set`` never change.
+    ``suites``: by reference, the only suite a backend is examined with; a backend without an entry gets every suite.
     """
     able = [each for each in backends if each.is_loaded and not each.unavailable_reasons]
     refs, loaded, notes = list(selection.refs), list(selection.suites), list[str]()
@@ -36,7 +33,7 @@ def fit_pages(
             try:
                 ref = with_defaults(refs[index], changed)
                 loaded[index] = load_suite(ref)
-            except CaseFileError:  # no case can be asked so
+            except CaseFileError:  # the new defaults are invalid for this suite
                 chosen = dict(suite.page_defaults)
             else:
                 refs[index] = ref
@@ -49,7 +46,7 @@ def fit_pages(
 
 
 def _best(key: str, default: str, backends: Sequence[BackendDescription]) -> str:
-    """Return the value of ``key`` that most backends take: the default if it is one of them, else the smallest."""
+    """Return the value of ``key`` that most backends accept. Ties go to the default, then to the smallest size."""
     if key == "cache.layout":
         values = [default, *(layout for each in backends for layout in each.layouts)]
     else:

@@ -1,6 +1,6 @@
-"""Names, shell patterns and keyword expressions that a user types, and the checks and cases they mean. Loads no torch.
+"""Resolves the names, shell patterns and keyword expressions that a user types to checks and cases. Loads no torch.
 
-A pattern that means nothing is an error. Its message suggests a name that the same option accepts.
+A pattern without a match is an error. The message suggests a name that the same option accepts.
 """
 
 import re
@@ -16,11 +16,11 @@ from attncheck.errors import SelectionError, UnknownNameError, shorten
 from attncheck.reference.spec import CHECKS, DEFAULT_CHECKS, FORMER_CHECKS
 
 _PARTS = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+")
-"""The parts between commas; a comma within brackets or braces separates nothing."""
+"""The parts between commas; commas inside brackets or braces do not separate."""
 
 
 def split_commas(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that ``words`` list, split at commas; the name of a file that exists stays whole.
+    """Return the names in ``words``, split at commas; the name of an existing file is not split.
 
     >>> split_commas(["decode,smoke{layer.dtype: float16, cache.block_size: 32}", "[a,b]*"])
     ('decode', 'smoke{layer.dtype: float16, cache.block_size: 32}', '[a,b]*')
@@ -30,16 +30,17 @@ def split_commas(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the checks that ``words`` mean: names or shell patterns, separated by commas.
+    """Return the names of the checks that ``words`` select: names or shell patterns, separated by commas.
 
-    A pattern means the default checks that it matches; where it matches none of them, the other checks.
+    A pattern selects the default checks that match it. If none matches, it selects the other checks that do.
 
     Raises:
         UnknownNameError: no check has this name, or matches this pattern.
+        SelectionError: a word begins with ``!``.
     """
     chosen: list[str] = []
     for word in split_commas(words):
-        word = FORMER_CHECKS.get(word, word)  # noqa: PLW2901 (as it is called now)
+        word = FORMER_CHECKS.get(word, word)  # noqa: PLW2901 (the current name of a renamed check)
         if word.startswith("!"):
             raise SelectionError(f"check {shorten(word)}: to leave a check out, give --skip {word[1:]}")
         matching = [word] if word in CHECKS else fnmatch_filter(CHECKS, word)
@@ -50,10 +51,10 @@ def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:
-    """Return the cases that ``pattern`` means; ``refs``: the suites they are from, as they were named.
+    """Return the cases that match ``pattern``; ``refs``: the suites they are from, as the user named them.
 
     Raises:
-        SelectionError: there is none; the message suggests a pattern that matches.
+        SelectionError: no case matches; the message suggests a pattern that does.
     """
     if found := select(cases, [pattern]):
         return found
@@ -61,8 +62,8 @@ def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> 
 
 
 def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
-    """Suggest a name of one of ``cases``, or a built-in suite that has such a case, or where to look."""
-    # A name that every suite has is the best: a run without --suite examines one of them, by the kind of backend.
+    """Suggest a similar name of one of ``cases``, a built-in suite with a match, or a command that lists the ids."""
+    # Prefer a name that every suite has: a run without --suite uses only one of them for each backend.
     suites = [[case for case in cases if case.suite == name] for name in dict.fromkeys(case.suite for case in cases)]
     names = [{name for case in own for name in _names(case)} for own in suites]
     for known in (set.intersection(*names), names[0], set.union(*names)):
@@ -75,22 +76,23 @@ def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
 
 
 def _names(case: Case) -> list[str]:
-    """What selects ``case``: its id, the id without its variants, and both behind the suite's name."""
+    """Return the names that select ``case``: its id with and without variants, each alone and after ``suite/``."""
     parts = case.id.split(".")
     ids = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return [*ids, *(f"{case.suite}/{name}" for name in ids)]
 
 
 def cases_by_keywords(cases: Sequence[Case], expression: str) -> tuple[Case, ...]:
-    """Return the cases for which ``expression`` is true: words joined by ``and``, ``or`` and ``not``, as pytest's -k.
+    """Return the cases for which ``expression`` is true.
 
-    A word is true of a case where it occurs in ``suite/id``, in the description, or in what the case needs
-    (``sliding_window``, ``head_size=64``), upper or lower case.
+    An expression joins words by ``and``, ``or`` and ``not``, as in pytest's -k. A word is true for a case if it occurs
+    in ``suite/id``, in the description, or in what the case needs (``sliding_window``, ``head_size=64``). Case is
+    ignored.
 
     Raises:
-        SelectionError: the expression is malformed, or true of no case.
+        SelectionError: the expression is malformed, or true for no case.
     """
-    from _pytest.mark.expression import Expression  # a tenth of a second
+    from _pytest.mark.expression import Expression  # importing it takes 0.1 s
 
     try:
         compiled = Expression.compile(_as_word(expression))
@@ -127,5 +129,5 @@ def _searched(case: Case) -> str:
 
 
 def _as_word(text: str) -> str:
-    """``text`` with ``:`` for ``=``, which pytest's expressions keep for arguments of marks."""
+    """Return ``text`` with ``:`` for ``=``, which pytest's expressions reserve for arguments of marks."""
     return text.replace("=", ":")

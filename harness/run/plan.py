@@ -1,4 +1,4 @@
-"""What a run examines, as plain data: cases, checks, device and settings. Loads no torch."""
+"""The plan of a run as plain data: cases, checks, device and settings. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from attncheck.harness.run.selection import checks_of, unanswered_reasons
 
 @dataclass(frozen=True)
 class UnavailableBackend:
-    """A backend that cannot be loaded on this machine, and why: each of its cases is ``unavailable``."""
+    """A backend that cannot be loaded on this machine, and the reasons; all its cases are ``unavailable``."""
 
     name: str
     ref: str
@@ -23,7 +23,7 @@ class UnavailableBackend:
 
     @property
     def features(self) -> frozenset[str]:
-        """Unknown, since it cannot be loaded."""
+        """Always empty: the features are unknown without loading the backend."""
         return frozenset()
 
 
@@ -37,13 +37,14 @@ class RunPlan:
     ``timing``: settings of the check ``timing``.
     ``rounds``: the number of processes of each backend that are timed, one after another.
     ``shard``: the name of the shard, such as ``2/7``; empty if the run is not divided.
-    ``shard_keys``: the keys of the cases in the shard, or None if the run is not divided. All cases take part in the
-    sharing of CUDA-graph probes, so that merged shards equal an undivided run.
+    ``shard_keys``: the keys of the cases in the shard, or None if the run is not divided. CUDA-graph probes are divided
+    among all cases of the run, in any shard, so that merged shards equal an undivided run.
     ``found``: the records that an earlier part of the run has: reference, case key, check and round.
-    ``shares_probes``: whether layers and caches share the probes of CUDA graphs. If not, each plays all of them.
-    ``truths``: the folder of stored truths, or None if all are computed.
-    ``until_failure``: whether each check of a backend is made only until it falls short, or the whole backend is
-    examined until its first check does.
+    ``shares_probes``: whether cases of one layer and cache divide the CUDA-graph probes among them. If not, each case
+    runs all of them.
+    ``truths``: the folder of stored truths, or None to compute all of them.
+    ``until_failure``: ``check`` stops each check of a backend at its first failure, ``backend`` stops the whole
+    backend. Empty runs everything.
     """
 
     cases: tuple[Case, ...]
@@ -63,7 +64,7 @@ class RunPlan:
     until_failure: Literal["", "check", "backend"] = ""
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
-        """The cases that the backend of this reference is asked."""
+        """Return the cases selected for the backend of this reference, in any shard."""
         return tuple(case for case in self.cases if self.includes(ref, case))
 
     def includes(self, ref: str, case: Case) -> bool:
@@ -71,25 +72,25 @@ class RunPlan:
         return ref not in self.chosen or case.key in self.chosen[ref]
 
     def checks_left(self, ref: str, case: Case, number: int = 0) -> tuple[str, ...]:
-        """The checks of ``case`` that the backend of this reference is still to be asked in round ``number``."""
+        """Return the checks of ``case`` that have no record yet for this backend in round ``number``."""
         return tuple(check for check in self.checks_of(case) if (ref, case.key, check, number) not in self.found)
 
     def is_in_shard(self, case: Case) -> bool:
-        """Whether this run examines ``case``."""
+        """Return whether ``case`` is in this run's shard."""
         return self.shard_keys is None or case.key in self.shard_keys
 
     def examined_cases_of(self, ref: str) -> tuple[Case, ...]:
-        """The cases that this run examines of :meth:`cases_of`."""
+        """Return the cases of :meth:`cases_of` that are in this run's shard."""
         return tuple(case for case in self.cases_of(ref) if self.is_in_shard(case))
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
-        """The checks to make of ``case``, in the order they are reported."""
+        """Return the checks to run for ``case``, in the order of reports."""
         return checks_of(case, self.checks)
 
     def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
-        """Return the cases that ask the backend of this reference for ``check``, but for those of functions.
+        """Return the cases on which this backend runs ``check``, except those of function paths.
 
-        Empty where nothing is shared between them.
+        Empty if cases do not share probes.
         """
         if not self.shares_probes:
             return ()

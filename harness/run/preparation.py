@@ -1,8 +1,8 @@
-"""Prepare a run: from a selection of cases to the plan, the backends and the environment.
+"""Prepares a run: from a selection of cases to the plan, the backends and the environment.
 
-The command line, the process of a backend, ``attncheck.examine`` and the pytest plugin all prepare here, so that they
-refuse the same things with the same words. What examines the plan is the caller's choice. Loads no torch where the
-backends have processes of their own.
+The command line, the process of a backend, ``attncheck.examine`` and the pytest plugin all prepare runs here, so that
+they report the same errors. The caller chooses what examines the plan. Loads no torch if the backends have processes of
+their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,12 @@ from attncheck.reports.run_file.timings import TIMING
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How the cases of a run are examined.
+    """Settings of a run.
 
-    ``device``: None for the best there is. ``dump``: the folder for tensors of failing cases. ``rounds``: in how many
-    processes each backend is timed, one after another. ``truths``: the folder of stored truths; None: all are computed.
+    ``device``: None selects the default device of the suites, else ``cuda`` if there is a GPU, else ``cpu``.
+    ``dump``: the folder for tensors of failing cases.
+    ``rounds``: the number of processes in which each backend is timed, one after another.
+    ``truths``: the folder of stored truths, or None to compute all of them.
     ``shard``: the shard to examine, or None to examine all cases. ``until_failure``: as in :class:`RunPlan`.
     """
 
@@ -55,28 +57,28 @@ class RunSettings:
 
 
 class DeviceChooser(Protocol):
-    """A process, or several, in which a run examines."""
+    """One or more processes in which a run examines, and which choose its device."""
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
-        """Return the device of the run, notes on the choice, and the environment there."""
+        """Return the device of the run, notes on the choice, and the environment on it."""
 
 
 class ProcessPool(DeviceChooser, Protocol):
     """Processes that load and describe the backends of a run."""
 
     def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
-        """Hand the processes what the run examines; comes before :meth:`describe`, and again where that changes it."""
+        """Give the processes the run to examine. Call it before :meth:`describe`, and again if the run changes."""
 
     def describe(self, refs: Sequence[str]) -> Sequence[BackendDescription | QuestionError]:
-        """Describe each of ``refs``, or return why it names no backend that can be examined."""
+        """Return the description of each of ``refs``, or the reason why it names no backend to examine."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The plan of a run, its environment, its backends, and notes on how these were chosen.
+    """The plan of a run, its environment, its backends, and notes on how they were chosen.
 
-    ``selection``: what is left of it once the suites of the backends are known. ``notes``: on the device and the
-    suites. ``choice_notes``: on the choice of backends.
+    ``selection``: the selection narrowed to the suites of the backends. ``notes``: on the device and the suites.
+    ``choice_notes``: on the choice of backends.
     """
 
     selection: Selection
@@ -99,13 +101,18 @@ def prepare_run(
     keeps_unavailable: bool = False,
     fits_pages: bool = False,
 ) -> PreparedRun:
-    """Plan the run of ``selection`` over the backends of ``refs`` (empty: the default ones; None: no backend).
+    """Plan the run of ``selection`` over the backends of ``refs``.
 
-    ``pool``: the processes that load the backends; None: they are loaded here, and the plan holds them. ``chooser``:
-    chooses the device in their place; None: ``pool`` does, or this process where there is no pool. ``loaded``:
-    backends that are not to be loaded again. ``environment``: None for that of this process. ``keeps_unavailable``:
-    backends of ``refs`` that cannot run here stay in the run. ``fits_pages``: pages and layouts that
-    suites have by default are replaced where the backends of ``refs`` do not take them (:func:`fit_pages`).
+    ``refs``: if it is empty, the default backends are used; if it is None, the run has no backend.
+    ``pool``: the processes that load the backends. If it is None, they are loaded in this process, and the plan has
+    them.
+    ``chooser``: chooses the device. If it is None, ``pool`` does, or this process if there is no pool.
+    ``loaded``: backends that are loaded already.
+    ``environment``: the environment if there is neither pool nor chooser. If it is None, it is collected in this
+    process.
+    ``keeps_unavailable``: whether backends of ``refs`` that cannot run here stay in the run instead of being refused.
+    ``fits_pages``: whether default page sizes and layouts of suites are replaced if the backends of ``refs`` do not
+    accept them (:func:`fit_pages`).
 
     Raises:
         QuestionError: the device is not there, the seed is negative, a backend cannot be loaded, or one of ``refs``
@@ -169,9 +176,9 @@ def prepare_run(
 def suite_notes(
     selection: Selection, suites: Mapping[str, str], chosen: Mapping[str, frozenset[str]]
 ) -> tuple[str, ...]:
-    """Return a line on the suite of each backend, and on the cases that a default run leaves out; empty: all get one.
+    """Return a note on each backend's suite and on cases that a default run omits; empty if all get one complete suite.
 
-    ``suites``, ``chosen``: by reference, the suite of a backend and the keys of its cases of ``selection``.
+    ``suites``, ``chosen``: by reference, the suite of a backend and the keys of its cases in ``selection``.
     """
     refs_of: dict[str, list[str]] = {}
     is_short = False
@@ -198,7 +205,7 @@ def make_header(
     notes: Sequence[str] = (),
     surveyed: Sequence[SurveyedBackend] = (),
 ) -> RunHeader:
-    """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
+    """Return the header of the run of ``plan`` and ``backends``; notes of the suites are appended to ``notes``."""
     checks = plan.checks or _checks_asked(plan)
     options = RecordOptions(expect="" if expect is None else _digest_of(expect))
     if TIMING in checks:
@@ -237,17 +244,17 @@ def make_header(
 
 
 def file_digest(ref: str) -> str:
-    """Return 12 hex digits of the SHA-256 of the file that the reference of a backend names; empty: it names none."""
+    """Return the first 12 hex digits of the SHA-256 of the .py file in a backend reference; empty if it names none."""
     file = Path(ref.rpartition(":")[0] or ref)
     return _digest_of(file) if file.suffix == ".py" else ""
 
 
 def _digest_of(file: Path) -> str:
-    """Return 12 hex digits of the SHA-256 of ``file``; empty: it is no file."""
+    """Return the first 12 hex digits of the SHA-256 of ``file``; empty if it is not a file."""
     return sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
 
 
 def _checks_asked(plan: RunPlan) -> tuple[str, ...]:
-    """All that are made of every case, and those that a case names."""
+    """Return the default checks and those that a case of the plan names."""
     named = {check for case in plan.cases for check in case.checks or ()}
     return tuple(check for check in BACKEND_CHECKS if check in DEFAULT_CHECKS or check in named)

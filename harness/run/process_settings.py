@@ -1,4 +1,4 @@
-"""Settings of this process while a backend is examined: float32 products, torch's threads, the current device."""
+"""Process-wide settings during an examination: float32 precision, torch's threads, the current device."""
 
 import os
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from contextlib import contextmanager, suppress
 import torch
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables by which a user states how many threads torch has."""
+"""Environment variables with which a user sets the number of torch's threads."""
 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """No TF32 while anything is examined, whatever the caller's setting: float32 means float32.
+    """Disable TF32 during the context, whatever the caller's setting, and restore the setting afterwards.
 
-    torch keeps two accounts of it and refuses to read the old one where only the new one was set: both are put back.
+    torch has an old and a new setting, and refuses to read the old one if only the new one was set. Both are restored.
     """
     products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [product.fp32_precision for product in products]
@@ -33,16 +33,16 @@ def exact_float32() -> Iterator[None]:
 
 
 def checking_threads(there: int) -> int:
-    """Return how many threads torch uses for all checks but ``timing``; ``there``: how many it has.
+    """Return the number of torch threads for all checks except ``timing``; ``there``: the current number.
 
-    One, unless the environment states a number: the tensors of a case are small, and threads would wait for each other.
+    It is 1 unless the environment sets a number: on the small tensors of a case, threads mostly wait for each other.
     """
     return there if any(os.environ.get(name) for name in THREAD_VARIABLES) else 1
 
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """Use ``number`` threads for torch's operators on the CPU."""
+    """Use ``number`` threads for torch's CPU operators during the context."""
     before = torch.get_num_threads()
     if before != number:
         torch.set_num_threads(number)
@@ -55,7 +55,10 @@ def num_threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
-    """Makes a GPU the current one, as a worker does: a kernel launched by hand goes there, wherever its tensors are."""
+    """Make a GPU the current device during the context, as an engine's worker does.
+
+    A kernel launched without an explicit device runs on the current one, wherever its tensors are.
+    """
     if device.type != "cuda":
         yield
         return
@@ -64,5 +67,5 @@ def current_device(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(torch.AcceleratorError):  # a lost device refuses this as well, and its loss is known
+        with suppress(torch.AcceleratorError):  # raised on a lost device, which is reported elsewhere
             selected.__exit__(None, None, None)

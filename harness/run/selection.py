@@ -1,7 +1,6 @@
-"""From names to a question: which suites, cases and checks a run is about.
+"""Resolves names to the suites, cases and checks of a run. Loads no torch.
 
-The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
-the same words. Loads no torch.
+The command line, the pytest plugin and ``attncheck.examine`` all select here, so that they report the same errors.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +17,7 @@ from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.timings import TIMING
 
 DEFAULT_SUITES = ("smoke", "interpreted")
-"""What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
+"""Suites of a run that names none; each backend gets the one that its ``default_suite`` returns."""
 
 DEFAULT_INTERPRETED = (
     "decode",
@@ -33,68 +32,70 @@ DEFAULT_INTERPRETED = (
 )
 """Cases of the suite ``interpreted`` in a run that names no suite, no case and no backend.
 
-The others take minutes; so do the CUDA-graph levels of interpreted kernels.
+The other cases take minutes, as do the CUDA-graph levels of interpreted kernels.
 """
 
 DEFAULT_ROUNDS = 10
-"""Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""
+"""Number of processes in which each backend is timed; a comparison of two runs then detects a few per cent."""
 
 
 _MERGED_PATHS = frozenset({"cascade", "split_kv", "dcp"})
-"""Paths of which each call may read only a part of the keys."""
+"""Paths in which each call may read only a part of the keys."""
 
 _LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "micro_batch"})
-"""Paths of layers with a latent cache."""
+"""Paths supported for layers with a latent cache."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is asked: whole suites, and the cases of them that the filters leave, in order."""
+    """What a run examines: suites, and the cases of them that pass the filters, in order."""
 
     suites: tuple[Suite, ...]
     refs: tuple[str, ...]
     """How each suite was named: a built-in name, or a path."""
     cases: tuple[Case, ...]
     checks: tuple[str, ...] | None
-    """The checks asked for; None: all that apply."""
+    """The checks requested, or None for all that apply."""
     by_default: bool = False
-    """No suite was named: they are :data:`DEFAULT_SUITES`, of which each backend is asked one."""
+    """Whether no suite was named; then the suites are :data:`DEFAULT_SUITES`, and each backend gets one of them."""
     names_cases: bool = False
-    """The cases were chosen by their names, words or keys."""
+    """Whether the cases were selected by pattern, keyword or key."""
     is_short: bool = False
-    """The run names no suite, case or backend: each backend gets the cases of :func:`default_cases` that are few."""
+    """Whether the run names no suite, case or backend; then :func:`default_cases` keeps only a few."""
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
-        """Every case of the suites, filtered or not."""
+        """Every case of the suites, regardless of the filters."""
         return tuple(case for suite in self.suites for case in suite.cases)
 
     @property
     def device_wishes(self) -> tuple[str, ...]:
-        """The devices that suites ask for, in order."""
+        """The default devices of the suites, in order."""
         return tuple(suite.default_device for suite in self.suites if suite.default_device)
 
     @property
     def asked_checks(self) -> tuple[str, ...]:
-        """The checks that are made of any case, in the order they are reported."""
+        """The checks that run for at least one case, in the order of reports."""
         asked = {check for case in self.cases for check in checks_of(case, self.checks)}
         return tuple(check for check in BACKEND_CHECKS if check in asked)
 
     @property
     def is_timed(self) -> bool:
-        """Whether the check ``timing`` is made of any case."""
+        """Whether the check ``timing`` runs for any case."""
         return any(TIMING in checks_of(case, self.checks) for case in self.cases)
 
     def beginning_with(self, keys: Collection[str]) -> "Selection":
-        """The same with the cases of these keys, ``suite/id``, before the others."""
+        """Return this selection with the cases of these keys (``suite/id``) moved to the front."""
         first = frozenset(keys)
         return replace(self, cases=tuple(sorted(self.cases, key=lambda case: case.key not in first)))
 
     def of_suites(self, names: Collection[str], keys: Collection[str] | None = None) -> "Selection":
-        """The same of these suites only, and of the cases with these keys (``suite/id``; None: all).
+        """Return this selection restricted to these suites, and to cases with these keys (``suite/id``).
+
+        If ``keys`` is None, all cases of the suites stay.
 
         Raises:
-            SelectionError: nothing is left.
+            SelectionError: no case is left.
         """
         kept = [(suite, ref) for suite, ref in zip(self.suites, self.refs, strict=True) if suite.name in names]
         cases = tuple(case for case in self.cases if case.suite in names and (keys is None or case.key in keys))
@@ -107,16 +108,16 @@ class Selection:
 
 
 def check_timed(selection: Selection, option: str) -> None:
-    """Raises SelectionError for an ``option`` of the check ``timing`` where that is not made."""
+    """Raise SelectionError if ``option`` configures the check ``timing`` and no case runs it."""
     if not selection.is_timed:
         raise SelectionError(f"{option} is about the check {TIMING}, which is made by name: ask for it as well")
 
 
 def choose_timing(selection: Selection, *, limit_s: float | None, warm: bool, kernels: bool) -> TimingSettings:
-    """How times are taken, by the options of the command line; ``limit_s``: None where it was not given.
+    """Return the timing settings for these command-line options; ``limit_s``: None if it was not given.
 
     Raises:
-        SelectionError: an option of the check ``timing`` where that is not made, a limit that is none.
+        SelectionError: an option of the check ``timing`` was given but no case runs it, or the limit is invalid.
     """
     given = {"--time-limit": limit_s is not None, "--warm-cache": warm, "--kernels": kernels}
     for option in (name for name, is_given in given.items() if is_given):
@@ -126,10 +127,10 @@ def choose_timing(selection: Selection, *, limit_s: float | None, warm: bool, ke
 
 
 def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = False) -> int:
-    """In how many processes, one after another, each backend is timed; 1 where it is not, or not in its own.
+    """Return the number of processes in which each backend is timed; 1 if it is not timed, or runs in this process.
 
     Raises:
-        SelectionError: ``wanted`` is no such number, or more than can be had.
+        SelectionError: ``wanted`` is below 1, or above 1 without timing or with ``in_process``.
     """
     if wanted is not None and wanted < 1:
         raise SelectionError(f"{wanted} rounds: give a whole number, 1 or above")
@@ -143,7 +144,7 @@ def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = Fals
 
 
 def check_seed(seed: int) -> int:
-    """``seed``; raises SelectionError for a negative one."""
+    """Return ``seed``; raise SelectionError if it is negative."""
     if seed < 0:
         raise SelectionError(f"seed {seed}: give a whole number, 0 or above")
     return seed
@@ -159,16 +160,17 @@ def select_cases(
     keywords: str = "",
     keys: Collection[str] = (),
 ) -> Selection:
-    """Load suites (names or paths; none: :data:`DEFAULT_SUITES`) and apply the filters.
+    """Load suites (names or paths; default: :data:`DEFAULT_SUITES`) and apply the filters.
 
-    ``patterns`` match ``suite/id`` or the id; none: every case. ``checks``, ``skip``: names or patterns of checks to
-    make, and to leave out; none: all that apply. ``settings``: defaults to put in place of the suites' own, as
-    ``key=value``. ``keywords``: an expression as pytest's -k. ``keys``: only these ``suite/id``, where any are given.
-    Commas separate names.
+    ``patterns`` match ``suite/id`` or the id; empty selects every case.
+    ``checks``, ``skip``: names or patterns of checks to run and to leave out. If both are empty, all that apply run.
+    ``settings``: values that replace defaults of the suites, as ``key=value``. ``keywords``: an expression as in
+    pytest's -k.
+    ``keys``: if not empty, only the cases of these ``suite/id``. Commas separate names.
 
     Raises:
         QuestionError: an unknown suite or check, a broken case file, two suites of one name, a pattern that matches
-            nothing, a check that no selected case asks for.
+            nothing, or a check that no selected case runs.
     """
     wanted = _wanted_checks(checks, skip)
     refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in split_commas(suites) or DEFAULT_SUITES))
@@ -195,10 +197,10 @@ def select_cases(
 
 
 def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the checks of backends that are asked for, in the order of reports; None: all that apply.
+    """Return the requested checks of backends, in the order of reports, or None for all that apply.
 
     Raises:
-        QuestionError: an unknown check, a check of providers, or none is left.
+        QuestionError: a check is unknown or examines providers, or none is left.
     """
     chosen, skipped = choose_checks(checks), choose_checks(skip)
     for check in chosen:
@@ -213,7 +215,7 @@ def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
 
 
 def default_suites(selection: Selection, backends: Sequence[BackendDescription]) -> dict[str, str]:
-    """Return, by reference, the default suite of each backend; ``selection`` was made by default."""
+    """Return the default suite of each backend, by reference; ``selection`` must be one ``by_default``."""
     names = dict(zip(DEFAULT_SUITES, (suite.name for suite in selection.suites), strict=True))
     return {each.ref: names[each.default_suite] for each in backends}
 
@@ -221,10 +223,10 @@ def default_suites(selection: Selection, backends: Sequence[BackendDescription])
 def default_cases(
     selection: Selection, backends: Sequence[BackendDescription], *, is_short: bool
 ) -> dict[str, frozenset[str]]:
-    """Return, by reference, the keys of the cases each backend gets; ``selection`` names no suite.
+    """Return the keys of each backend's cases, by reference; ``selection`` must be one ``by_default``.
 
-    ``is_short``: of the suite ``interpreted`` only :data:`DEFAULT_INTERPRETED`, and no layer without a latent cache for
-    a backend that serves latent caches alone.
+    ``is_short``: whether to keep only :data:`DEFAULT_INTERPRETED` of the suite ``interpreted``, and only layers with a
+    latent cache for backends that serve no others.
     """
     suites = default_suites(selection, backends)
 
@@ -238,9 +240,9 @@ def default_cases(
 
 
 def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The checks to make of ``case`` where ``checks`` are asked for (None: all), in the order they are reported.
+    """Return the checks to run for ``case``, in the order of reports; ``checks``: the requested ones, or None for all.
 
-    A check that is made by name only is made of every case where the run names it, whatever checks the case names.
+    A requested check that runs only by name runs for every case, whatever checks the case lists.
     """
     asked = set(DEFAULT_CHECKS if case.checks is None else case.checks)
     asked.update(name for name in checks or () if CHECKS[name].by_name_only)
@@ -248,7 +250,7 @@ def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unanswered_reasons(case: Case) -> tuple[str, ...]:
-    """Return why this version of attncheck cannot examine ``case``; empty: it can."""
+    """Return why this version of attncheck cannot examine ``case``; empty if it can."""
     layer, path = case.layer, case.batch.path.name
     reasons = []
     if layer.mla is not None and path not in _LATENT_PATHS:

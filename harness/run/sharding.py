@@ -1,6 +1,6 @@
-"""A part of a run's cases: shard 2/7 of a run is the same on every machine, and each takes about as long.
+"""Divides the cases of a run into shards of similar cost; shard 2/7 of a run has the same cases on every machine.
 
-Cases of one layer and cache stay together, since they share one CUDA-graph level.
+Cases of one layer and cache stay in one shard, since they share one CUDA-graph level.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from attncheck.errors import SelectionError
 from attncheck.harness.problem.memory_estimate import needed_bytes
 
 _LEVEL = 3.0
-"""What one CUDA-graph level costs, where a small case costs 1; measured on a CPU."""
+"""Cost of one CUDA-graph level relative to a small case (1.0), measured on a CPU."""
 
 _BYTES = 2**26
-"""Bytes that a case of cost 2 needs."""
+"""Size in bytes that adds 1 to the cost of a case."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard ``number`` of ``count``; numbers begin with 1."""
+    """Shard ``number`` of ``count``; ``number`` starts at 1."""
 
     number: int
     count: int
@@ -28,7 +28,7 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def cases(self, cases: Sequence[Case]) -> frozenset[str]:
-        """Return the keys of the cases of this shard, among the ``cases`` of the whole run.
+        """Return the keys of the cases in this shard; ``cases`` are those of the whole run.
 
         Raises:
             SelectionError: there are more shards than cases.
@@ -41,7 +41,7 @@ class Shard:
             groups.setdefault(layer, []).append(case)
         parts = list(groups.values()) if len(groups) >= self.count else [[case] for case in cases]
         costs, members = [0.0] * self.count, [list[str]() for _ in range(self.count)]
-        for part in sorted(parts, key=_cost, reverse=True):  # stable, so that equal ones keep their order
+        for part in sorted(parts, key=_cost, reverse=True):  # a stable sort: equal costs keep their order
             least = costs.index(min(costs))
             costs[least] += _cost(part)
             members[least] += [case.key for case in part]
@@ -49,10 +49,10 @@ class Shard:
 
 
 def read_shard(text: str | None) -> Shard | None:
-    """Return the shard that an option names, as ``2/7``; None for None.
+    """Return the shard that an option gives as ``2/7``, or None for None.
 
     Raises:
-        SelectionError: it names none.
+        SelectionError: the text is not of this form, or the number is out of range.
     """
     if text is None:
         return None
