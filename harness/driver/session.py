@@ -46,13 +46,12 @@ class Session:
         layers: Sequence[OtherLayer] = (),
         role: str = "",
     ) -> None:
-        """Construct impl, builder and cache.
+        """``later``: problems for :meth:`beside`; the maxima passed to the builder cover them all.
 
-        ``later``: problems for later calls of :meth:`beside`; the maxima passed to the builder cover them all.
         ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``pool``: the pool of another
         session of this backend. It is reused for its own problem, and its codec for other problems of the same layer
         and cache. ``layers``: further layers that the builder serves, each a session in ``self.layers``. ``role``: the
-        session's name in messages.
+        name in messages.
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._asked, self._capture_sizes = (problem, *later), capture_sizes
@@ -127,10 +126,7 @@ class Session:
 
     @property
     def chosen_kernels(self) -> tuple[str, ...]:
-        """The names of the kernels the impl has chosen so far, sorted; empty if not known.
-
-        Raises StageError if the impl's attribute is not a collection of names.
-        """
+        """Names of the kernels chosen so far, sorted; empty if not known. Raises StageError if they are not names."""
         return call_backend("chosen_kernels", self._kernel_names)
 
     @property
@@ -161,10 +157,7 @@ class Session:
         return Turn(prepared.step, prepared.calls, copied_calls(prepared.calls), kv_cache, before, images)
 
     def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
-        """Return each call with its metadata.
-
-        Micro-batches are all built before the first of them runs; other calls are built one by one.
-        """
+        """Return each call with its metadata; micro-batches are all built before the first runs, others one by one."""
         built = ((call, self._build(call)) for call in calls)
         return list(built) if num_builders(self.problem) > 1 else built
 
@@ -186,7 +179,7 @@ class Session:
         )
 
     def run_without_metadata(self) -> Tensor | Raised:
-        """The profiling call: no metadata, an empty cache. The output, in the step's order."""
+        """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
         call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         try:
@@ -247,10 +240,7 @@ class Session:
         return made
 
     def _filled_cache(self, step: Step, fill: Fill) -> Tensor | None:
-        """Return the cache filled according to ``fill``, or None without a pool.
-
-        The step's new rows are included if the backend has no writer.
-        """
+        """Return the cache for ``fill``, with the step's new rows if the backend has no writer; None without a pool."""
         if self.pool is None:
             return None
         if self._is_refilled:
