@@ -132,7 +132,7 @@ def allowed_errors(
 
 
 def float32_bracket(reach: Tensor, terms: int) -> Tensor:
-    """Relative error of weights and sums in float32: exponents up to ``reach``, sums of so many products."""
+    """Return the relative error of float32 weights and sums, for exponents up to ``reach`` and sums of ``terms``."""
     return max(8.0, terms / 4) * _FLOAT32 * (1 + reach)
 
 
