@@ -94,7 +94,7 @@ class TruthCache:
 
 
 def digest_of_sources() -> str:
-    """Return a digest of the files below :data:`SOURCES`. Raises OSError where one cannot be read."""
+    """Return a digest of the files below :data:`SOURCES`. Raises OSError if one cannot be read."""
     package = Path(__file__).resolve().parents[2]
     digest = sha256()
     for name in SOURCES:

@@ -162,13 +162,13 @@ class WorkerProcess:
         return is_there or self._is_late(limit)
 
     def answer(self, limit: "Limit | None" = None) -> "Answer | None":
-        """Return the next answer; None: there is none yet.
+        """Return the next answer, or None if there is none yet.
 
-        A process that exceeds ``limit``, from the first call in vain, is killed with all it started.
+        A process that exceeds ``limit``, counted from the first call without an answer, is killed with its children.
 
         Raises:
-            ProcessEndedError: there will be none, since the process ended, or closed its pipe, or was killed. Every
-                later call raises the same.
+            ProcessEndedError: the process ended, closed its pipe, or was killed, and no answer is left. Later calls
+                raise it again.
         """
         try:
             return self._answer(limit)
