@@ -96,7 +96,7 @@ def _settings() -> _Settings:
     return _Settings(
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        # A default device is a mode on this stack, and torch.get_default_device takes 7 us to look through it.
+        # torch keeps a default device as a mode on this stack. Its own search of the stack takes 7 us.
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -106,7 +106,6 @@ def _settings() -> _Settings:
 
 
 def _restore(before: _Settings) -> None:
-    """Set every setting that differs from ``before``."""
     now = _settings()
     if now == before:
         return

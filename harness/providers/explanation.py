@@ -1,8 +1,8 @@
 """Find the known departures that turn the reference's answer into the observed one: exactly these, or none.
 
-If departures change the right answer, the excused answers are those of the reference with all of them, or with some of
-them, since a newer version may have fixed one. An upper bound is not wrong, unless a departure predicts its exact
-value.
+If departures change the right answer, two kinds of answers are excused: that of the reference with all departures, and
+with some of them, since a newer version may have fixed one. An upper bound is not wrong, unless a departure predicts
+its exact value.
 """
 
 from collections.abc import Callable, Iterable

@@ -186,7 +186,7 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
 def imprecisions(params: AttentionParams, rows: UnpagedAttention, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Yield the right problem in coarser arithmetic than a good kernel of ``dtype`` uses, to compare sizes of errors.
 
-    TF32 and float16 keep equally many bits of a number, so their errors cannot be told apart.
+    TF32 and float16 have equally many significant bits, so their errors look alike.
     """
     for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         if torch.finfo(coarse).eps > torch.finfo(dtype).eps:

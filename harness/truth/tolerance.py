@@ -1,7 +1,7 @@
 """The error budget: how far from the truth a correct kernel of a dtype may be. It is defined in this module alone.
 
 Fixed ``atol/rtol`` go blind as the context grows, since outputs shrink like ``1/sqrt(n)``. The budget of a row and head
-is a multiple of the loss L of an honest low-precision run of the same reference, and at least the rounding of the
+is a multiple of the loss L of an honest low-precision run of the same reference. It is at least the rounding of the
 output itself. To this is added the rounding of float32 scores before ``exp``::
 
     error <= max(k L, 2 u |t|) + c * 2**-24 * (1 + S) * |sum P |V||,    S = scale |q| max|k|

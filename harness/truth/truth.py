@@ -75,8 +75,8 @@ def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool =
     """Return the truth of ``problem``, on ``device``. :func:`truth_device` chooses where it is computed.
 
     With ``refuse_blindness``, raises BlindCaseError if turning off a modifier of the layer, or moving a window's edge
-    by one, hardly moves the truth, because a pass would then prove nothing about the modifier. Always raises
-    BlindCaseError if a good kernel overflows, because no output can then be expected.
+    by one, hardly moves the truth. A pass would then prove nothing about the modifier. Always raises BlindCaseError if
+    a good kernel overflows, because no output can then be expected.
     """
     place = truth_device(problem.case, device)
     if place == device:
@@ -222,7 +222,7 @@ def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, p
     if part_of_key is None:
         raise ValueError("the problem is not split into parts")
     by_request = part_of_key.to(rows.keys.device).split(rows.num_keys.tolist())
-    bare = replace(params, sinks=None)  # of several parts, one carries the sinks
+    bare = replace(params, sinks=None)  # only the first part counts the sinks
 
     def state(part: int) -> Answer:
         return rows.attend(params if part == 0 else bare, precision, lambda r, _q, k: by_request[r][k] != part)

@@ -90,7 +90,6 @@ def all_cores() -> Iterator[None]:
 
 
 def _num_cores() -> int:
-    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -35,7 +35,7 @@ Unit = tuple[int, ...]
 
 
 class Cluster(Protocol):
-    """The nodes that questions go to."""
+    """The interface of a cluster that :class:`RayExecutor` uses."""
 
     def start(self, most: int) -> Node:
         """Let up to ``most`` nodes join the run, and return the first, which has already joined."""

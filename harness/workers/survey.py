@@ -1,4 +1,4 @@
-"""List what a reference such as ``vllm:*`` stands for: every backend of a library, and why it cannot run here if so.
+"""List what a reference such as ``vllm:*`` matches: every backend of a library, and why it cannot run here, if so.
 
 A fork of this process loads the backends one after another, and reports each at once. If a backend ends that process,
 another fork continues after it.

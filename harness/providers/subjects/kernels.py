@@ -155,7 +155,7 @@ def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[
 
 
 def _prefix_ranges(batch: ProviderBatch) -> Iterator[tuple[str, dict[int, list[tuple[int, int]]] | None]]:
-    """What is bidirectional: nothing; a range of each request; several; one beyond the tokens of the step."""
+    """Yield bidirectional ranges, in words and as an argument: none, one per request, several, one past all tokens."""
     ends = [s for s in batch.seq_lens if s]
     yield "no ranges", None
     yield "no request with a range", {}
