@@ -1,5 +1,5 @@
-"""Driving a backend through the contract, as a model runner does, and seeing what it did.
+"""Drive a backend through the contract as a model runner does, and record what it did.
 
-Begin with ``session.py``, which constructs a backend and makes its calls. ``step.py`` and ``forward_calls.py`` make
-what it is handed, ``foreign_code.py`` enters its code, ``observation.py`` is what was seen.
+Begin with ``session.py``, which constructs a backend and makes its calls. ``step.py`` and ``forward_calls.py`` make the
+inputs, ``foreign_code.py`` enters the backend's code, and ``observation.py`` holds the result.
 """

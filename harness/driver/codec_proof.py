@@ -1,7 +1,7 @@
-"""Proof that a cache codec can be trusted, before anything is judged by it.
+"""Prove a cache codec correct before it is used to judge a backend.
 
-On a small pool of the backend's own shape: what is written is read back, distinct slots touch distinct bytes, nothing
-else changes.
+The proof uses a small pool of the backend's own cache shape. It checks that rows written are read back, that distinct
+slots use distinct bytes, and that writing one slot changes no other.
 """
 
 from dataclasses import replace
@@ -26,13 +26,13 @@ _BLOCKS = 3
 
 
 class CodecError(InternalError):
-    """A codec that does not do what codecs do; the sentence says what was seen."""
+    """A codec whose writes or reads are wrong; the message states what was observed."""
 
 
 def prove_codec(codec: KVCacheCodec, backend: type[AttentionBackend], problem: Problem) -> None:
-    """Raise CodecError where ``codec`` loses, mixes up or spills rows.
+    """Raise CodecError if ``codec`` loses rows, mixes them up, or writes outside their slots.
 
-    Our own codecs are values: equal ones are proven once a process for each shape of cache.
+    A PackedCodec is a value object, so equal ones are proven once per process for each cache shape.
     """
     layer, cache = problem.layer, replace(problem.cache, num_blocks=None)
     kv_cache = allocate_kv_cache(backend, layer, cache, _BLOCKS, "cpu")
@@ -59,7 +59,7 @@ def _prove_once(
 
 
 def _prove(codec: KVCacheCodec, layer: LayerSpec, cache: CacheSpec, kv_cache: Tensor) -> None:
-    """Prove ``codec`` on ``kv_cache``, zeroed, of as many pages as the proof takes."""
+    """Prove ``codec`` on ``kv_cache``, which is zeroed and has ``_BLOCKS`` pages."""
     slots = torch.arange(_BLOCKS * cache.block_size)
     stream = RandomStream("codec proof")
     storages = key_storage(layer, cache), value_storage(layer, cache)
@@ -80,7 +80,7 @@ def _prove(codec: KVCacheCodec, layer: LayerSpec, cache: CacheSpec, kv_cache: Te
 
 
 def _rows(storage: Storage, pattern: Tensor) -> Tensor:
-    """Rows the cache can hold, of an int8 pattern: its bytes as codes, or numbers below 2."""
+    """Return rows the cache can hold, from an int8 pattern: its bytes as FP8 codes, or numbers of magnitude up to 2."""
     if storage.is_fp8:
         return storage.usable_rows(pattern.view(torch.uint8))
     return (pattern.float() / 64).to(storage.dtype)
@@ -92,7 +92,7 @@ def _compare(
     for name, storage, rows, wanted in zip(("keys", "values"), storages, got, expected, strict=True):
         if rows.shape != wanted.shape:
             raise CodecError(f"the codec reads {name} of shape {tuple(rows.shape)}, not {tuple(wanted.shape)}")
-        # What a code means, a codec may compute with a rounding of its own: what counts is which code it is.
+        # A codec may round differently when it decodes a code, so the codes are compared, not the numbers.
         if storage.is_fp8 and torch.equal(*(alike(storage.codes(x), storage.held) for x in (rows, wanted))):
             continue
         if storage.is_fp8 or not torch.equal(rows.to(wanted.dtype), wanted):

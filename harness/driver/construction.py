@@ -1,4 +1,4 @@
-"""Makes impl and builder of a backend for a problem, with the arguments a model runner gives them."""
+"""Construct the impl and the metadata builder of a backend, with the arguments that a model runner passes."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from attncheck.reference import create_fast_prefill_custom_backend
 from attncheck.reference.spec import FastPrefillOptions
 
 LAYER, SHARED_LAYER = "layer.1", "layer.0"
-"""The layer that is asked, and the one whose cache it reads where it has none of its own."""
+"""Names of the layer under test, and of the layer whose cache it reads if it has none of its own."""
 
 
 def construct_impl(
@@ -30,10 +30,12 @@ def construct_impl(
     writes: bool = False,
     reads: str | None = None,
 ) -> Any:
-    """The impl of the problem's layer; for a part of the keys that carries no sinks, ``with_sinks`` is off.
+    """Return the impl of the problem's layer, constructed while its vLLM config is current, as in vLLM.
 
-    ``writes``: of the layer that fills the cache, where the problem's reads another layer's. ``reads``: of a layer that
-    reads the cache of this one. The config is current while the impl is made, as in vLLM.
+    ``with_sinks``: False for a part of the keys that must not count the sinks. ``writes``: construct the layer that
+    fills the cache, if the problem's own layer reads another layer's cache. ``reads``: the name of the layer whose
+    cache this one reads (``kv_sharing_target_layer_name``). Raises NotImplementedError if the impl cannot quantise the
+    output as the problem requires.
     """
     layer = problem.layer
     if reads is None and problem.writes_nothing and not writes:
@@ -64,10 +66,11 @@ def construct_impl(
 
 
 def _require_output_quant(impl: Any, problem: Problem) -> None:
-    """Asks as the graph compiler does before it folds a quantisation into attention; no is a refusal."""
+    """Raise NotImplementedError unless the impl supports the problem's output quantisation."""
     codes = output_codes(problem.layer)
     if codes is None:
         return
+    # vLLM's graph compiler makes the same query before it fuses a quantisation into attention.
     key = QuantKey(codes.dtype, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
     if not impl.fused_output_quant_supported(key):
         raise NotImplementedError(f"fused_output_quant_supported said no to {key}")
@@ -83,11 +86,12 @@ def construct_builder(
     fills: int = 0,
     capture_sizes: tuple[int, ...] = (),
 ) -> Any:
-    """The metadata builder of a layer that is asked ``problems``, the first of which says all but the bounds.
+    """Return a metadata builder for ``problems``: the first sets everything except the maxima, which cover all of them.
 
-    ``attn_layer``: the layer, with its impl, which builders find in the config's ``static_forward_context``.
-    ``beside``: further layers that the builder serves. ``fills``: of the layer that fills the cache, by prompts of up
-    to so many tokens. ``capture_sizes``: tokens of the graphs that will be captured, ascending.
+    ``attn_layer``: the layer with its impl, which builders find in the config's ``static_forward_context``. ``beside``:
+    further layers that the builder serves. ``fills``: if nonzero, the builder is for the layer that fills the cache,
+    with prompts of up to this many tokens. ``capture_sizes``: token counts of the graphs that will be captured,
+    ascending.
     """
     builder = backend.get_builder_cls()
     if isinstance(problems[0].case.batch.path.options, FastPrefillOptions) and not fills:
@@ -107,7 +111,7 @@ def builder_arguments(
     capture_sizes: tuple[int, ...] = (),
     layers: Mapping[str, LayerStub] = MappingProxyType({}),
 ) -> tuple[KVCacheSpec, Any]:
-    """``kv_cache_spec`` and ``vllm_config`` of such a builder."""
+    """Return ``kv_cache_spec`` and ``vllm_config`` for :func:`construct_builder`."""
     problem = problems[0]
     layer, cache, batch = problem.layer, problem.cache, problem.case.batch
     has_chunks = _has_chunks(backend, problem)
@@ -136,12 +140,12 @@ def builder_arguments(
 
 
 def _has_chunks(backend: type[AttentionBackend], problem: Problem) -> bool:
-    """Whether the builder is told of the layer's chunks; else they are played as virtual requests."""
+    """Return whether the builder gets the layer's chunk size; if not, chunks are run as virtual requests."""
     return not is_chunked(problem.layer, problem.cache, problem.case.batch, backend.features)
 
 
 def _longest(backend: type[AttentionBackend], problem: Problem) -> int:
-    """Tokens that the widest block table has room for, or that a sequence without one has."""
+    """Return how many tokens the widest block table holds, or the longest sequence if there is no pool."""
     pages = [problem.block_table.shape[1], *(part.table.shape[1] for part in problem.parts)]
     chunk = 0 if _has_chunks(backend, problem) else problem.layer.attn_chunk_size or 0
     room = max(pages) * problem.cache.block_size if problem.has_pool else _num_tokens(problem)
@@ -153,7 +157,10 @@ def _num_tokens(problem: Problem) -> int:
 
 
 def _num_seqs(backend: type[AttentionBackend], problem: Problem) -> int:
-    """Requests and padding; to a builder that is not told of chunks, each that a request's rows touch is one."""
+    """Return the number of requests, including padding.
+
+    If chunks are run as virtual requests, each chunk that a request's rows touch counts as one.
+    """
     batch = problem.case.batch
     if _has_chunks(backend, problem):
         return batch.num_requests + batch.padding.requests

@@ -1,7 +1,4 @@
-"""Where foreign code is entered: each entry has a name, and whatever is raised there comes back with it.
-
-What the code did to process-wide settings is undone when it returns.
-"""
+"""Enter backend code: name the stage, wrap whatever it raises, and restore the process-wide settings afterwards."""
 
 import gc
 import os
@@ -18,7 +15,7 @@ T = TypeVar("T")
 
 
 class StageError(InternalError):
-    """Carries what a stage of the contract raised up to the caller of a session."""
+    """Carry an exception raised by a stage of the contract to the caller of a session."""
 
     def __init__(self, raised: Raised) -> None:
         self.raised = raised
@@ -26,9 +23,9 @@ class StageError(InternalError):
 
 
 def call_backend(name: str, call: Callable[[], T]) -> T:
-    """The result of ``call``; what it raises comes back as a StageError that names the stage.
+    """Return the result of ``call``; raise a StageError that names the stage if it raises.
 
-    A backend's ``sys.exit()`` is its failure, not the end of the run; only the user's Ctrl-C passes through.
+    A backend's ``sys.exit()`` counts as its failure and does not end the run. Only KeyboardInterrupt passes through.
     """
     before = _settings()
     try:
@@ -43,7 +40,10 @@ def call_backend(name: str, call: Callable[[], T]) -> T:
 
 
 def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
-    """The reasons a declaration gives; a StageError where it raises, or answers with anything but a list of strings."""
+    """Return the reasons a declaration gives, made printable.
+
+    Raises StageError if the declaration raises, or returns anything but a list or tuple of non-empty strings.
+    """
 
     def ask() -> tuple[str, ...]:
         reasons: object = call()
@@ -56,7 +56,7 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keep Python from collecting garbage: what it takes, and what it frees, depends on what others have allocated."""
+    """Disable Python's garbage collector: how long it takes and what it frees depend on unrelated allocations."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +68,7 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Process-wide settings as they were before: the next backend, and attncheck itself, rely on them."""
+    """Restore the process-wide settings on exit, because attncheck and the next backend rely on them."""
     before = _settings()
     try:
         yield
@@ -77,7 +77,11 @@ def settings_kept() -> Iterator[None]:
 
 
 class _Settings(NamedTuple):
-    """Process-wide settings. ``device``: None where torch's own default holds. ``folder``, ``precision``: see below."""
+    """Process-wide settings.
+
+    ``device``: None if torch's own default holds. ``folder``: None if it was removed. ``precision``: None if torch has
+    no single word for it.
+    """
 
     grad: bool
     dtype: torch.dtype
@@ -89,11 +93,10 @@ class _Settings(NamedTuple):
 
 
 def _settings() -> _Settings:
-    """Return the current settings."""
     return _Settings(
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        # A default device is a mode on this stack, and torch.get_default_device takes 7 us to look through it.
+        # torch keeps a default device as a mode on this stack. Its own search of the stack takes 7 us.
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -103,7 +106,6 @@ def _settings() -> _Settings:
 
 
 def _restore(before: _Settings) -> None:
-    """Set what differs from ``before``."""
     now = _settings()
     if now == before:
         return
@@ -131,7 +133,7 @@ def _current_folder() -> str | None:
 
 
 def _matmul_precision() -> str | None:
-    """The setting for float32 products; None where its parts were set apart, and torch cannot say it in a word."""
+    """Return the precision of float32 products, or None if torch has no single word for a mix of its parts."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""One entry into a backend's ``forward``, as the model's layer makes it, and what came out of it.
+"""Call a backend's ``forward`` as a model's layer does, and collect the result.
 
-The three drivers bind the arguments here: the session of a case, of a CUDA graph, and of a timed step.
+The sessions of a case, of a CUDA graph and of a timed step all bind their arguments here.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ from attncheck.harness.problem.problem import Problem
 
 @dataclass(frozen=True)
 class OutputBuffers:
-    """What a call is handed for its answer.
+    """The buffers that a call of ``forward`` writes its result to.
 
-    ``lse``: None where the backend declares none. ``scale``: float32, one element, of a layer whose output is
-    quantised.
+    ``lse`` is None if the backend does not declare ``lse``. ``scale``: float32, one element; None unless the layer's
+    output is quantised.
     """
 
     out: GuardedBuffer
@@ -35,13 +35,13 @@ class OutputBuffers:
     scale: Tensor | None
 
     def refill(self, num_rows: int) -> None:
-        """Mark everything as unwritten, for a call of ``num_rows`` real rows."""
+        """Mark all buffers as unwritten, for a call of ``num_rows`` real rows."""
         self.out.refill(num_rows)
         if self.lse is not None:
             self.lse.refill(num_rows)
 
     def handed_out(self) -> dict[str, Tensor]:
-        """Return the keywords of ``forward``; the tensors are aliases of the same memory."""
+        """Return the output keywords of ``forward``; the buffers are aliases of the same memory."""
         keywords = {"output": self.out.handed_out()}
         if self.lse is not None:
             keywords["output_lse"] = self.lse.handed_out()
@@ -52,7 +52,10 @@ class OutputBuffers:
 
 @dataclass(frozen=True)
 class BackendLayer:
-    """An impl of a backend and the layer object that holds it. ``writes``: whether the keys it is handed are stored."""
+    """A backend's impl and the layer object that holds it.
+
+    ``writes``: whether the layer stores the keys it is given.
+    """
 
     backend: type[AttentionBackend]
     impl: Any
@@ -60,7 +63,7 @@ class BackendLayer:
     writes: bool = True
 
     def output_buffers(self, problem: Problem, call: ForwardCall) -> OutputBuffers:
-        """Return new buffers for the answer to ``call``, on its device."""
+        """Return new buffers for the result of ``call``, on its device."""
         device, shape = call.query.device, (len(call.query), problem.layer.num_heads)
         codes, lse, scale = output_codes(problem.layer), None, None
         dtype = problem.dtype if codes is None else codes.dtype
@@ -72,7 +75,7 @@ class BackendLayer:
         return OutputBuffers(out, lse, scale)
 
     def store_new_rows(self, pool: KVPool, step: Step) -> None:
-        """Write the new rows of ``step`` to the cache, unless the backend brings a writer of its own."""
+        """Write the new rows of ``step`` to the cache, if the layer stores keys and its impl has no writer."""
         if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
             slots = step.slot_mapping.clone()
             pool.write(slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone())
@@ -82,18 +85,18 @@ class BackendLayer:
     ) -> Callable[[], object]:
         """Return ``forward`` with all arguments bound, to be called under ``torch.no_grad()``.
 
-        ``kv_cache``: None where there is none. Only the backend's own code is left to run. The device is not waited
-        for.
+        ``kv_cache``: None if there is no cache. Calling the result runs the backend's code alone, and does not wait for
+        the device.
         """
         impl, attn_layer, slots = self.impl, self.attn_layer, call.common.slot_mapping
         query, key, value = call.query, call.key, call.value
         if kv_cache is None:
             kv_cache = torch.empty(0, dtype=query.dtype, device=query.device)
-        # An alias: what the backend does to the tensor object must not reach ours.
+        # An alias, so that a backend that changes the tensor object leaves ours alone.
         cache = kv_cache.detach()
         enter = partial(impl.forward, attn_layer, query, key, value, cache, metadata, **buffers.handed_out())
         if self.backend.forward_includes_kv_cache_update or not self.writes or metadata is None or key is None:
-            return enter  # without a frame of Python's on the way, which a clock would count
+            return enter  # with no Python frame in between, which would add to a timing
 
         def forward() -> object:
             impl.do_kv_cache_update(attn_layer, key, value, cache, slots)
@@ -102,13 +105,13 @@ class BackendLayer:
         return forward
 
     def enter(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        """Return what ``forward`` returns, under ``torch.no_grad()``; the device is not waited for."""
+        """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device."""
         forward = self.bind(call, kv_cache, metadata, buffers)
         with torch.no_grad():
             return forward()
 
     def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
-        """Return what the call answered, which ``forward`` left in its buffers, or ``returned`` where it may."""
+        """Return the result of ``call``: the output buffer, or ``returned`` if the contract allows another tensor."""
         out, lse = buffers.out, buffers.lse
         rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
         if rows is out.rows:

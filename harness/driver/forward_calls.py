@@ -1,14 +1,14 @@
-"""The calls one step is made of: a path may be played by several over ``forward``, each with metadata of its own.
+"""Split one step into the calls of ``forward`` that its execution path needs, each with its own metadata.
 
 ======================  =====================================================================================
 path                    calls
 ======================  =====================================================================================
 most                    one
-``local``               one; over virtual requests, one a chunk, unless the backend declares ``local`` or a chunk is
-                        no whole number of pages
-``cascade``             one with ``common_prefix_len`` for a backend that declares ``cascade``, else two to merge
-``split_kv``, ``dcp``   one a part of the keys, to merge by their LSE
-``micro_batch``         one a piece of the rows, placed one after another
+``local``               one; over virtual requests, one for each chunk, unless the backend declares ``local`` or
+                        the chunk is not a whole number of pages
+``cascade``             one with ``common_prefix_len`` if the backend declares ``cascade``, else two to merge
+``split_kv``, ``dcp``   one for each part of the keys, merged by their LSE
+``micro_batch``         one for each micro-batch; their rows are placed one after another
 ======================  =====================================================================================
 """
 
@@ -35,12 +35,13 @@ from attncheck.reference.spec import MicroBatchOptions, StrideForm
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """What one ``build`` and one ``forward`` are handed.
+    """The inputs of one ``build`` and one ``forward``.
 
-    rows: int64 ``[num_rows]``, on the host: the step's row that stands at each real row of the query; padding stands
-    behind these. nth, position: likewise, how many of the rows that the call has of its request stand before it, and
-    where it stands among the keys of the call. The first ``num_key_rows`` rows of key and value are real. builder:
-    which of the session's builders makes the metadata. output_form: how the output lies in memory.
+    rows: int64 ``[num_rows]``, on the host; the step's row at each real row of the query. Padding rows come after
+    these. nth: int64 ``[num_rows]``, on the host; the row's index among the rows of its request in this call. position:
+    int64 ``[num_rows]``, on the host; its position among the keys of the call. The first ``num_key_rows`` rows of key
+    and value are real. builder: index of the session's builder that makes the metadata. output_form: memory layout of
+    the output.
     """
 
     common: CommonAttentionMetadata
@@ -58,21 +59,21 @@ class ForwardCall:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the query that are no padding."""
+        """Rows of the query, without padding."""
         return len(self.rows)
 
 
 def num_builders(problem: Problem) -> int:
-    """How many calls are built before the first is made, each by a builder of its own: one a micro-batch."""
+    """Return how many builders the problem needs: one for each micro-batch, all built before the first call is made."""
     options = problem.case.batch.path.options
     return 1 + len(options.cuts) if isinstance(options, MicroBatchOptions) else 1
 
 
 def forward_calls_of(step: Step, features: frozenset[str], threshold: int | None = None) -> tuple[ForwardCall, ...]:
-    """The calls for a backend that declares ``features``, in order; metadata are fresh copies.
+    """Return the calls of a step, in order, for a backend that declares ``features``; the metadata are fresh copies.
 
     ``threshold``: the builder's ``reorder_batch_threshold``, by which the requests of the step are ordered. A call
-    whose requests are pieces of the step's is ordered by it, too.
+    whose requests are pieces of the step's requests is ordered by it, too.
     """
     case = step.problem.case
     if isinstance(case.batch.path.options, MicroBatchOptions):
@@ -114,11 +115,14 @@ def _whole(
 
 
 def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = None) -> tuple[ForwardCall, ...]:
-    """Return one call for the rows between two cuts; the last takes the padding, too. ``threshold``: as above."""
+    """Return one call for the rows between each two cuts; the last one includes the padding.
+
+    ``threshold``: as in :func:`forward_calls_of`.
+    """
     common = step.common_metadata()
     starts, num_tokens = common.query_start_loc_cpu.tolist(), len(step.query)
     if not step.problem.layer.is_causal:
-        # Such cuts are between requests, and stay so where the step has these in another order.
+        # These cuts lie between requests; move them to the same requests in the order of the step.
         ends = list(itertools.accumulate(request.query_len for request in step.problem.requests))
         cuts = tuple(starts[1 + ends.index(cut)] for cut in cuts)
     slices = []
@@ -150,7 +154,7 @@ def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = 
 
 
 def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
-    """Of every row of the requests: how many rows of its request stand before it, and its position."""
+    """Return, for every row of the requests, its index within its request and its position."""
     query_lens = common.query_start_loc_cpu.diff().long()
     first_rows, computed = common.query_start_loc_cpu[:-1].long(), common.num_computed_tokens_cpu.long()
     nth = torch.arange(int(query_lens.sum())) - first_rows.repeat_interleave(query_lens)
@@ -158,7 +162,7 @@ def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(call: ForwardCall, threshold: int | None) -> ForwardCall:
-    """The call with its requests of at most ``threshold`` rows in front, padding requests behind all others."""
+    """Return the call with requests of at most ``threshold`` rows first, then longer ones, then padding requests."""
     if threshold is None:
         return call
     starts = call.common.query_start_loc_cpu.tolist()
@@ -197,7 +201,10 @@ def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
 
 
 def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
-    """Names of inputs and metadata fields that no longer hold what was handed over; of inputs, real rows only."""
+    """Yield the names of inputs and metadata fields that differ from ``pristine``.
+
+    Of query, key and value, only real rows are compared.
+    """
     real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
     for name, count in real.items():
         was, now = getattr(pristine, name), getattr(call, name)
@@ -209,7 +216,7 @@ def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
 
 
 def _same_numbers(was: Tensor, now: Tensor) -> bool:
-    """Whether two tensors are equal; NaN, which a step may bring, equals NaN."""
+    """Return whether two tensors are equal; NaN, which a step may contain, equals NaN."""
     if was.shape != now.shape:
         return False
     if was.dtype == now.dtype and torch.equal(was, now):
@@ -218,7 +225,7 @@ def _same_numbers(was: Tensor, now: Tensor) -> bool:
 
 
 def _same(was: object, now: object) -> bool:
-    """Whether a field still holds what it held: of the same type, and tensors on the same device."""
+    """Return whether two values of a field are equal, of the same type and, for tensors, on the same device."""
     if type(was) is not type(now):
         return False
     if isinstance(was, Tensor) and isinstance(now, Tensor):

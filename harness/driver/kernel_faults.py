@@ -1,8 +1,8 @@
-"""Where in a Triton kernel something is wrong: its traceback shows the launch, and Triton's own code, alone.
+"""Find the line of a Triton kernel that failed; a plain traceback shows only the launch and Triton's own code.
 
-An interpreted kernel raises an exception that the launch replaces by an InterpreterError. A kernel that cannot be
-compiled raises a CompilationError with a node of the syntax tree, counted from the line of its ``def``. Triton is not
-imported here: its classes are known by what they have.
+An interpreted kernel raises an exception, which the launch replaces by an InterpreterError. A kernel that does not
+compile raises a CompilationError with a node of the syntax tree, whose lines count from the kernel's ``def``. Triton is
+not imported here: its classes are recognised by their attributes.
 """
 
 import traceback
@@ -16,14 +16,14 @@ from attncheck.reports.run_file.causes import raised_at
 
 @dataclass(frozen=True)
 class KernelFault:
-    """What is wrong with a kernel, in a line, and where: ``File "...", line 12, in kernel``."""
+    """A kernel's error in one line, and its place: ``File "...", line 12, in kernel``."""
 
     message: str
     place: str
 
 
 def kernel_fault(error: BaseException) -> KernelFault | None:
-    """Return what is wrong with the Triton kernel that ``error`` is about; None for any other exception."""
+    """Return the fault of the Triton kernel that raised ``error``, or None for any other exception."""
     if not type(error).__module__.startswith("triton."):
         return None
     causes = [error]
@@ -34,7 +34,7 @@ def kernel_fault(error: BaseException) -> KernelFault | None:
         place = raised_at("".join(traceback.format_exception(type(root), root, root.__traceback__, chain=False)))
         return KernelFault(f"{type(root).__name__}: {root}", place)
     functions = list(_jit_functions(error.__traceback__))
-    for cause in reversed(causes):  # of a helper before the kernel that calls it
+    for cause in reversed(causes):  # a helper's error comes before that of the kernel that calls it
         place = _place(cause, functions)
         if place:
             return KernelFault(str(getattr(cause, "error_message", None) or causes[-1]), place)
@@ -42,7 +42,7 @@ def kernel_fault(error: BaseException) -> KernelFault | None:
 
 
 def _place(error: BaseException, functions: list[Any]) -> str:
-    """The line of a CompilationError, of one of ``functions``; empty where it is of no known one."""
+    """Return the place of a CompilationError in one of ``functions``, or "" if it is in none of them."""
     node, source = getattr(error, "node", None), getattr(error, "src", None)
     line = getattr(node, "lineno", None)
     function = next((each for each in functions if source and getattr(each, "src", None) == source), None)
@@ -55,7 +55,7 @@ def _place(error: BaseException, functions: list[Any]) -> str:
 
 
 def _jit_functions(entry: TracebackType | None) -> Iterator[Any]:
-    """The kernels that the frames were compiling, and those that they can call by a global name."""
+    """Yield the kernels that the frames were compiling, and those that these can call by a global name."""
     while entry is not None:
         owner = entry.tb_frame.f_locals.get("self")
         each: Any

@@ -1,7 +1,7 @@
-"""The paged cache of one session: allocated, filled with the problem's context, poisoned where nobody owns it.
+"""Hold the paged KV cache of one session: allocate it, fill it with the problem's context, and poison foreign slots.
 
-Filled and read only through the backend's codec, which is proven first; without one, through the backend's own writer.
-Slots are int64 indices into the pool, page * block_size + offset.
+The cache is filled and read only through the backend's codec, which is proven first; without a codec, it is filled
+through the backend's own writer. Slots are int64 indices into the pool: page * block_size + offset.
 """
 
 import math
@@ -27,7 +27,7 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(kv_cache, slots, key, value): stores rows in a cache."""
+"""``(kv_cache, slots, key, value)``: stores rows in a cache."""
 
 _E5M2_INFINITY = 0x7C
 
@@ -35,8 +35,8 @@ _E5M2_INFINITY = 0x7C
 class KVPool:
     """A backend's KV cache for one problem.
 
-    ``codec`` is None where there is none, and ``no_codec`` says why. ``note``: what a reader of findings about the
-    cache should know of the codec.
+    ``codec``: None if there is none, and then ``no_codec`` holds the reason. ``note``: a remark on the codec for
+    readers of findings about the cache.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class KVPool:
         codec: KVCacheCodec | NoCodec,
         own_writer: Writer,
     ) -> None:
-        """``own_writer``: the backend's, used where there is no codec."""
+        """Allocate and fill the cache. ``own_writer``: the backend's writer, used if there is no codec.
+
+        Raises CodecError if the codec is wrong.
+        """
         self._backend, self._device = backend, device
         self.no_codec = codec.reason if isinstance(codec, NoCodec) else ""
         self.note = codec.note if isinstance(codec, PlacedCodec) else ""
@@ -61,7 +64,7 @@ class KVPool:
         self._take_up(problem, foreign_slots(problem))
 
     def beside(self, problem: Problem) -> "KVPool":
-        """The same memory for another problem of as many blocks: it is another step's from :meth:`filled` on."""
+        """Return a pool for another problem of as many blocks, in the same memory, which it fills at once."""
         if problem.num_blocks != self.problem.num_blocks:
             raise ValueError(f"a pool of {self.problem.num_blocks} blocks for a problem of {problem.num_blocks}")
         other = copy(self)
@@ -69,13 +72,16 @@ class KVPool:
         return other
 
     def has_codec_for(self, problem: Problem) -> bool:
-        """Whether :meth:`with_own_memory` can make a pool of ``problem``: its rows are stored in the same way."""
+        """Return whether :meth:`with_own_memory` can make a pool of ``problem``.
+
+        It can if there is a codec and both problems' rows are stored in the same way.
+        """
         return self.codec is not None and _stored_as(self.problem) == _stored_as(problem)
 
     def with_own_memory(self, problem: Problem, *, is_judged: bool = False) -> "KVPool":
         """Return a pool for ``problem`` in memory of its own, filled by the same codec, which is not proven again.
 
-        Foreign slots hold zeros and have no regions unless ``is_judged``: most answers are not looked at.
+        Foreign slots hold zeros and have no regions unless ``is_judged``, because most results are not examined.
         """
         other = copy(self)
         other._allocate(problem)
@@ -93,11 +99,14 @@ class KVPool:
         self._clean = self.bytes().clone()
 
     def bytes(self) -> Tensor:
-        """The cache's memory as flat uint8, of a very large one that a step may reach: a view, or else new."""
+        """Return the cache's memory as flat uint8; of a very large cache, a copy of the pages that a step may reach."""
         return self._memory.bytes()
 
     def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
-        """The cache as it stands before a step; ``poison`` in foreign slots (of ``regions``, default all)."""
+        """Return the cache with the contents it has before a step.
+
+        ``poison``: written to foreign slots, or only to those of ``regions`` if given. None leaves stale rows there.
+        """
         self._memory.restore(self._clean)
         if poison is not None:
             chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
@@ -113,7 +122,7 @@ class KVPool:
         if held != torch.float8_e5m2 or not math.isinf(poison):
             spread(poison)
             return
-        # The format has infinities, which no writer makes of anything: they are put where two fillings differ.
+        # Float8 E5M2 has infinities, but no writer produces one: set them in the bytes in which two fillings differ.
         spread(0.0)
         zeros = self.bytes().clone()
         spread(math.nan)
@@ -122,7 +131,7 @@ class KVPool:
         self._memory.restore(memory)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store rows where ``slots`` says; negative slots are left out."""
+        """Store rows at ``slots``; rows with a negative slot are left out."""
         slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
         keep = slots >= 0
         if not bool(keep.all()):
@@ -130,14 +139,17 @@ class KVPool:
         call_backend("cache", lambda: self._writer(self.kv_cache, slots, key, value))
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store rows in a copy of :meth:`bytes` through the codec."""
+        """Store rows through the codec in a copy of :meth:`bytes`. Raises RuntimeError if there is no codec."""
         codec = self._codec_in_hand()
         places = self._memory.slots_in_image(slots)
         places, key, value = (tensor.to(self._device) for tensor in (places, key, value))
         call_backend("codec", lambda: codec.write(self._memory.view(image), places, key, value))
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of a copy of :meth:`bytes`, read through the codec."""
+        """Return keys and values read through the codec from a copy of :meth:`bytes`.
+
+        Raises RuntimeError if there is no codec.
+        """
         codec = self._codec_in_hand()
         places = self._memory.slots_in_image(slots)
         return call_backend("codec", lambda: codec.read(self._memory.view(image), places))
@@ -148,12 +160,12 @@ class KVPool:
         return self.codec
 
     def _fill(self) -> None:
-        """Plausible stale rows in every slot of interest, then the context."""
+        """Write plausible stale rows to foreign slots and to the step's new slots, then write the context."""
         problem = self.problem
         stale_keys, stale_values = stale_rows(problem)
         stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
         index = torch.cat([torch.arange(len(slots)) for slots in stale]) % STALE_ROWS
-        # index_select takes a tenth of the time of an index in brackets.
+        # index_select takes a tenth of the time of indexing with brackets.
         self.write(torch.cat(stale), stale_keys.index_select(0, index), stale_values.index_select(0, index))
         old = problem.old_keys
         if len(problem.owned_slots) < len(problem.keys):
@@ -162,7 +174,7 @@ class KVPool:
         self.write(problem.key_slots[old], keys, values)
 
     def _equal_rows(self, count: int, number: float) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[count, Hkv, D]`` on the CPU in the layer's dtype; every element is ``number``."""
+        """Return keys and values ``[count, Hkv, D]`` on the CPU, in the layer's dtype; every element is ``number``."""
         heads, dtype = self.problem.layer.num_kv_heads, self.problem.dtype
         key, value = (
             torch.full((count, heads, size), number, dtype=dtype) for size in stored_sizes(self.problem.layer)
@@ -171,15 +183,16 @@ class KVPool:
 
 
 def _stored_as(problem: Problem) -> object:
-    """What of a layer and its cache says how rows are stored; scores and the place in the pool do not."""
+    """Return the facts of a layer and its cache that determine how rows are stored."""
     layer, cache = problem.layer, replace(problem.cache, num_blocks=None, first_block=None)
     return cache, layer.num_kv_heads, layer.head_size, layer.value_head_size, layer.dtype, layer.mla, layer.attn_type
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of as many bytes hold the same bits; eight bytes are compared at once where that is possible.
+    """Return whether two tensors of equal size in bytes hold the same bits.
 
-    torch.equal takes as long for one byte as for eight.
+    Bytes are compared eight at a time where size and offset permit, since torch.equal takes as long for one byte as for
+    eight.
     """
     a, b = (x.flatten().view(torch.uint8) for x in (a, b))
     if all(x.numel() % 8 == x.storage_offset() % 8 == 0 for x in (a, b)):
@@ -188,7 +201,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _first_occurrences(slots: Tensor) -> Tensor:
-    """Return where each distinct slot stands first: requests that share pages would write them twice."""
+    """Return the index at which each distinct slot occurs first; requests that share pages would write it twice."""
     distinct, inverse = slots.unique(return_inverse=True)
     first: Tensor = torch.full((len(distinct),), len(slots)).scatter_reduce(
         0, inverse, torch.arange(len(slots)), "amin", include_self=True

@@ -1,7 +1,7 @@
-"""Driving layers with a latent cache: what their impl and codec are handed in place of keys and values.
+"""Translate between heads and the arguments that impls and codecs of latent attention (MLA) take.
 
-Everything else of the harness sees heads: latent rows as keys ``[n, 1, L]``, rotated parts as values ``[n, 1, E]``, and
-outputs ``[n, H, V]``. The two classes here translate for the contract.
+The rest of the harness works with heads: latent rows as keys ``[n, 1, L]``, rotary parts as values ``[n, 1, E]``, and
+outputs ``[n, H, V]``.
 """
 
 from typing import Any
@@ -15,21 +15,19 @@ from attncheck.reference.spec import MLASpec
 
 
 class KVBProj:
-    """The fused up-projection, as a model's linear layer offers it."""
+    """The fused up-projection, called like a model's linear layer."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, None]:
-        """``[n, kv_lora_rank]`` projected to ``[n, num_heads * (qk_nope_head_dim + v_head_dim)]``; there is no bias.
-
-        Summed in float32 and rounded once, so that nothing but its own arithmetic is laid to a backend.
-        """
+        """Project ``[n, kv_lora_rank]`` to ``[n, num_heads * (qk_nope_head_dim + v_head_dim)]``; the bias is None."""
+        # Sum in float32 and round once, so that a backend's error contains only its own arithmetic.
         return torch.nn.functional.linear(latent.float(), self.weight.float()).to(latent.dtype), None
 
 
 def latent_keywords(mla: MLASpec, weights: UpProjections, device: torch.device) -> dict[str, Any]:
-    """What the constructor gets behind the ten arguments."""
+    """Return the keywords that an MLA impl's constructor takes after its ten positional arguments."""
     return {
         "q_lora_rank": None,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -42,7 +40,7 @@ def latent_keywords(mla: MLASpec, weights: UpProjections, device: torch.device) 
 
 
 class LatentImplView:
-    """An impl of latent attention as one that takes heads; other attributes are the impl's own."""
+    """An impl of latent attention behind an interface of heads; other attributes are those of the impl."""
 
     def __init__(self, impl: Any, act_dtype: torch.dtype) -> None:
         self._impl = impl
@@ -63,7 +61,7 @@ class LatentImplView:
         output: Tensor,
         **keywords: Any,
     ) -> object:
-        """``output [tokens, H, V]`` is handed on as ``[tokens, H * V]``, the same memory."""
+        """Call the impl with ``output [tokens, H, V]`` as ``[tokens, H * V]`` in the same memory."""
         latent = None if key is None else key[:, 0]
         return self._impl.forward(
             layer, query, latent, value, kv_cache, attn_metadata, output=output.flatten(1), **keywords
@@ -72,21 +70,21 @@ class LatentImplView:
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Latent rows ``[n, L]`` and rotated parts ``[n, 1, E]``, as ``forward`` gets them."""
+        """Pass the impl latent rows ``[n, L]`` and rotary parts ``[n, 1, E]``, as in :meth:`forward`."""
         self._impl.do_kv_cache_update(layer, key[:, 0], value, kv_cache, slot_mapping)
 
 
 class LatentCodecView:
-    """A codec of a latent cache as one that takes heads."""
+    """A codec of a latent cache behind an interface of heads."""
 
     def __init__(self, codec: KVCacheCodec) -> None:
         self.codec = codec
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """``key [n, 1, L]``, ``value [n, 1, E]``."""
+        """Store ``key [n, 1, L]`` and ``value [n, 1, E]`` at ``slots``."""
         self.codec.write(kv_cache, slots, key[:, 0], value[:, 0])
 
     def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`write` takes them."""
+        """Return ``key [n, 1, L]`` and ``value [n, 1, E]`` at ``slots``."""
         latent, rotary = self.codec.read(kv_cache, slots)
         return latent[:, None], rotary[:, None]

@@ -1,8 +1,8 @@
-"""A step of several layers or micro-batches, as a model makes it: what is built first, then turn by turn.
+"""Run one step over several layers or micro-batches, in the order in which a model builds and calls them.
 
-Sessions of one step over the same builder and batch share one metadata object. Every builder builds before the first
-layer runs, that of the sessions without a role first. A builder whose calls are built one by one builds the next when
-every layer had its turn.
+Sessions over the same builder and batch share one metadata object. Every builder builds before the first layer runs;
+that of the sessions without a role builds first. A builder that builds its calls one by one builds the next call after
+every layer has run the current one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ from attncheck.harness.driver.session import Session
 T = TypeVar("T")
 
 _DEPTH = 3
-"""How deep the objects within the metadata are looked at: the common metadata, and plans."""
+"""Levels of nested objects within the metadata that are compared: the common metadata, and plans."""
 
 
 def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> list[Observation]:
-    """Make one step in which each of ``sessions`` has its turn, in order; return what was seen of each.
+    """Run one step in which each of ``sessions`` makes its calls, in order; return their observations.
 
-    ``changes``: takes the fields of the metadata that a turn changes, each with the turn. Raises StageError, whose
-    stage names the session by its role.
+    ``changes``: a list that receives each metadata field that a call of ``forward`` changed, with the layer that
+    changed it. Raises StageError, whose stage includes the session's role.
     """
     turns = [(session, _named(session, partial(session.begin, images=False))) for session in sessions]
     built: dict[object, Iterator[tuple[ForwardCall, Any]]] = {}
@@ -50,7 +50,7 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
 
 
 def _batch_of(session: Session) -> object:
-    """What two sessions have in common whose metadata are one object."""
+    """Return a key that is equal for two sessions if they share one metadata object."""
     return id(session.builder), id(session.problem.layout)
 
 
@@ -64,7 +64,7 @@ def _named(session: Session, enter: Callable[[], T]) -> T:
 
 
 def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> dict[str, object]:
-    """Return what the fields of an object hold, and those of objects within it, by name; copies of tensors."""
+    """Return the values of an object's fields and of nested objects, by dotted name; tensors are copied."""
     if isinstance(metadata, Tensor):
         return {name: metadata.detach().clone()}
     members = getattr(metadata, "__dict__", None)
@@ -77,7 +77,7 @@ def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> 
 
 
 def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Names of what differs; of an object that is new as a whole, its name alone."""
+    """Return the names of the values that differ; if a whole object was replaced, only its own name."""
     names = dict.fromkeys((*before, *after))
     differ = [n for n in names if n not in before or n not in after or _differ(before[n], after[n])]
     return [name for name in differ if name.rpartition(".")[0] not in differ]

@@ -1,6 +1,6 @@
-"""What was seen when a backend was driven once: tensors, traces of misbehaviour, or the exception it raised.
+"""The result of driving a backend once: tensors, protocol violations, or the exception it raised.
 
-Importing this module loads no torch.
+Importing this module does not import torch.
 """
 
 import dis
@@ -20,68 +20,75 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DOCUMENTED_ERRORS = (ValueError, NotImplementedError, TypeError)
-"""What the contract lets a backend refuse with. RuntimeError is for calls in the wrong order, which the harness never
-makes; libraries raise it for anything."""
+"""Exception types with which the contract lets a backend refuse.
+
+RuntimeError is not one of them: it is for calls in the wrong order, which the harness never makes, and libraries raise
+it for any reason.
+"""
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-"""The instruction of a ``raise`` statement; what a function of C raises leaves another one behind."""
+"""The instruction of a ``raise`` statement; an exception from C code leaves a different one behind."""
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Folders of libraries."""
+"""Folders of installed libraries."""
 
 _TOOLS = frozenset({"torch", "triton", "numpy"})
-"""Packages that raise what says nothing of attention."""
+"""Packages whose exceptions say nothing about attention."""
 
 _DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
-"""Modules that drive a backend and are no part of it."""
+"""Modules that drive a backend but are not part of it."""
 
 _SIGNATURE = re.compile(
     r"(?:unexpected keyword argument|missing \d+ required .*arguments?:) .*"
     r"'(?:sinks|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
 )
-"""What Python says of a signature without a keyword that is handed over for one feature alone, or that requires it."""
+"""Python's message about a signature that lacks, or requires, a keyword that is passed for one feature only."""
 
 _AUTHORS = "attncheck.backends.candidates."
-"""Modules of ours that are an author's code; the others of ours serve authors."""
+"""Modules of attncheck that count as a backend author's code."""
 
 _LONGEST_MESSAGE, _LONGEST_TRACE = 2_000, 20_000
-"""Characters kept of what an exception says: some print a whole tensor."""
+"""Characters kept of a message and of a traceback; some exceptions print a whole tensor."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One call that returned. Rows stand in the problem's order, padding rows behind them."""
+    """The result of one step that returned. Rows are in the problem's order, followed by padding rows."""
 
     output: "Tensor"
     """``[T + padding, H, Dv]``"""
     lse: "Tensor | None"
-    """``[T + padding, H]``, for backends that declare it."""
+    """``[T + padding, H]``, or None if the backend does not declare it."""
     unwritten: "Tensor"
-    """bool ``[T]``: rows of which some element still holds the pattern put there before the call."""
+    """bool ``[T]``: rows in which some element still holds the pattern written before the call."""
     lse_unwritten: "Tensor | None"
-    """The same of the LSE."""
+    """The same for the LSE."""
     nth: "Tensor"
-    """int64 ``[T]``, on the host: how many rows of its request stood before a row in the call that answered it."""
+    """int64 ``[T]``, on the host: index of the row within its request, in the call that computed it."""
     position: "Tensor"
-    """Likewise its position in that call: an engine that cuts requests counts from the cut."""
+    """int64 ``[T]``, on the host: position of the row in that call.
+
+    An engine that cuts requests counts from the cut.
+    """
     pool_before: "Tensor | None"
-    """The cache's bytes before the call (uint8, flat), None without a pool."""
+    """The cache's bytes before the step (uint8, flat); None without a pool or if images were not kept."""
     pool_after: "Tensor | None"
     changed: tuple[str, ...] = ()
-    """Inputs and metadata fields that the call changed."""
+    """Inputs and metadata fields that the step changed."""
     breaches: tuple[str, ...] = ()
-    """Zones around the output buffers that the call wrote to."""
+    """Output buffers whose guard memory was written to."""
     protocol: tuple[str, ...] = ()
-    """Promises of the contract that the call broke in passing (such as not returning the buffer it was given)."""
+    """Other promises of the contract that were broken, such as returning the output buffer."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """A stage (construct, build, forward, ...) that raised. ``touched``: what it had changed before.
+    """An exception that a stage (construct, build, forward, ...) raised.
 
-    ``message`` is the exception in one line, ``trace`` its traceback from the first frame on that is not the harness's
-    own; both are cut where they are long, and free of what no file could hold. ``is_deliberate``: a ``raise`` of the
-    backend raised it, in words, or its signature leaves out a keyword of the contract that goes with one feature.
+    ``touched``: what the stage had changed before. ``message``: the exception in one line. ``trace``: its traceback,
+    starting at the first frame outside the harness. Both are cut if they are long, and contain no characters that a
+    file cannot hold. ``is_deliberate``: True if a ``raise`` statement of the backend raised it with a message, or if
+    its signature lacks a keyword of the contract that belongs to one feature.
     """
 
     stage: str
@@ -93,17 +100,17 @@ class Raised:
 
     @property
     def in_words(self) -> str:
-        """Where what was raised, in a line."""
+        """The stage and its exception, in one line."""
         return f"{self.stage} raised {type(self.error).__name__}: {self.message}"
 
     @property
     def is_refusal(self) -> bool:
-        """A documented error that the backend raised on purpose, before anything was changed."""
+        """Whether this is a documented error that the backend raised on purpose, before it changed anything."""
         return isinstance(self.error, DOCUMENTED_ERRORS) and self.is_deliberate and not self.touched
 
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
-    """What ``stage`` raised, told now: the traceback, whose frames hold a whole cache, is let go."""
+    """Return what ``stage`` raised, with its traceback as text."""
     lines, said = _formatted(error), _said(error)
     fault = kernel_fault(error)
     if fault is not None:
@@ -113,6 +120,7 @@ def capture_exception(stage: str, error: BaseException) -> Raised:
     by_signature = isinstance(error, TypeError) and _SIGNATURE.search(said) is not None
     is_deliberate = by_signature or (any(map(str.isalpha, said)) and _is_raised_on_purpose(error))
     message = " ".join(printable(said).split()) or "(no message)"
+    # Frames of the traceback would keep a whole cache alive.
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
             part.__traceback__ = None
@@ -120,9 +128,9 @@ def capture_exception(stage: str, error: BaseException) -> Raised:
 
 
 def _is_raised_on_purpose(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a ``raise`` statement of the backend, and not of a library it calls.
+    """Return whether a ``raise`` statement of the backend raised ``error``, and not one of a library it calls.
 
-    The backend is all code that is not installed, ours, and the package that the harness enters first.
+    The backend is all code that is not installed, attncheck's own code, and the package that the harness enters first.
     """
     frames = list(_frames(error.__traceback__))
     if not frames:
@@ -139,7 +147,7 @@ def _is_raised_on_purpose(error: BaseException) -> bool:
 
 
 def _frames(entry: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the entries of a traceback from the first frame on that does not drive the backend; all, if none does."""
+    """Yield a traceback's entries from the first frame that does not drive the backend, or all if every frame does."""
     first = entry
     while entry is not None and str(entry.tb_frame.f_globals.get("__name__", "")).startswith(_DRIVES):
         entry = entry.tb_next
@@ -157,7 +165,7 @@ def _said(error: BaseException) -> str:
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """The traceback, from the first frame on that is not the harness's own."""
+    """Return the traceback, starting at the first frame outside the harness."""
     entry = error.__traceback__
     ours = Path(__file__).parents[1]  # all of the harness
     while entry is not None and Path(entry.tb_frame.f_code.co_filename).is_relative_to(ours):
@@ -166,7 +174,7 @@ def _formatted(error: BaseException) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """``text`` as a file can hold it: lone surrogates, which no encoding has, spelled out."""
+    """Return ``text`` with lone surrogates, which no encoding has, written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,6 +1,6 @@
-"""The memory of query, key, value and output: the same values in another order, with room between them.
+"""Lay out query, key, value and output in memory: the same values with other strides and gaps.
 
-A model's layer hands over slices of one fused tensor. A kernel that takes a stride for granted reads other rows there.
+A model's layer passes slices of one fused tensor, so a kernel that assumes a stride reads the wrong rows.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from torch import Tensor
 from attncheck.reference.spec import StrideForm, StridesSpec
 
 _ROOM = 16
-"""Elements of room; kernels that load several elements at once stay aligned."""
+"""Elements of each gap. Kernels that load several elements at once stay aligned."""
 
 _ODD = 7
-"""The stride of a dimension of size 1, over which nothing ever steps."""
+"""Stride of a dimension of size 1, which no correct kernel uses."""
 
 
 def operand_views(rows: Sequence[Tensor], strides: StridesSpec) -> tuple[Tensor, ...]:
-    """Return query, key and value (``[T, H, D]`` each) with the same values in memory as ``strides`` has it.
+    """Return query, key and value (``[T, H, D]`` each) with the same values, in the memory layout of ``strides``.
 
-    Fused operands of equal row counts are slices of one tensor. What lies between rows is NaN.
+    Fused operands with equal row counts are slices of one tensor. Gaps hold NaN, except those of fused operands, which
+    hold the other operands or zeros.
     """
     forms: list[StrideForm] = [strides.query, strides.key, strides.value]
     views = [x if form == "fused" else _copied(x, form) for x, form in zip(rows, forms, strict=True)]
@@ -35,7 +36,7 @@ def operand_views(rows: Sequence[Tensor], strides: StridesSpec) -> tuple[Tensor,
 def empty_rows(
     shape: Sequence[int], form: StrideForm, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return an uninitialised tensor of ``shape`` (rows first) in memory of this form, and all of that memory, flat."""
+    """Return an uninitialised tensor of ``shape`` (rows first) in the layout ``form``, and all its memory, flat."""
     count, *sizes = shape
     width = 1
     for size in sizes:
@@ -63,7 +64,7 @@ def _copied(rows: Tensor, form: StrideForm) -> Tensor:
 
 
 def _fused(group: Sequence[Tensor]) -> list[Tensor]:
-    """Slices of one tensor, and room that nobody owns behind the last, so that rows of a group of one are strided."""
+    """Return slices of one tensor, with a gap of zeros after the last, so that a single operand is strided, too."""
     widths = [rows.shape[1] * rows.shape[2] for rows in group]
     whole = torch.cat([*(rows.flatten(1) for rows in group), group[0].new_zeros(len(group[0]), _ROOM)], dim=1)
     parts = whole.split([*widths, _ROOM], dim=1)

@@ -1,6 +1,6 @@
-"""Output buffers handed to a backend: what was written, what was not, and what was written beside them.
+"""Output buffers for a backend, which detect unwritten rows and writes outside the buffer.
 
-A backend gets an alias, so that what it does to the tensor object (resizing, rebinding) leaves ours alone.
+A backend gets an alias, so that resizing or rebinding the tensor object leaves the original alone.
 """
 
 import torch
@@ -10,7 +10,7 @@ from attncheck.harness.driver.operand_strides import empty_rows
 from attncheck.reference.spec import StrideForm
 
 CANARY = 1.5
-"""The value of the padding rows of the output before a call."""
+"""Value of the output's padding rows before a call."""
 
 _PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -20,19 +20,19 @@ _GUARD = 0.75
 
 
 def mark_unwritten(tensor: Tensor) -> None:
-    """Fill with a NaN whose bits no computation produces."""
+    """Fill the tensor with a NaN whose bit pattern no computation produces."""
     tensor.view(_INTEGERS[tensor.element_size()]).fill_(_PATTERNS[tensor.element_size()])
 
 
 def still_unwritten(tensor: Tensor) -> Tensor:
-    """bool, of the tensor's shape: elements that still hold the pattern."""
+    """Return a bool tensor of the same shape: True where an element still holds the pattern."""
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()]) == _PATTERNS[tensor.element_size()]
 
 
 class GuardedBuffer:
-    """A buffer between guard rows: real rows marked as unwritten, padding rows holding a finite canary.
+    """A buffer between guard rows: real rows are marked as unwritten, padding rows hold a finite canary.
 
-    ``form``: how it lies in memory; what lies between its rows is guarded, too.
+    ``form``: its memory layout. The gaps between its rows are guarded, too.
     """
 
     def __init__(
@@ -49,35 +49,35 @@ class GuardedBuffer:
         self.refill(real)
 
     def refill(self, real: int) -> None:
-        """As new, in the same memory, for a step of ``real`` rows."""
+        """Reset the buffer in the same memory, for a step of ``real`` rows."""
         self._memory.fill_(_GUARD)
         self.rows[real:] = CANARY
         self._real = self.rows[:real]
         mark_unwritten(self._real)
 
     def handed_out(self) -> Tensor:
-        """The same memory as ``rows``, as a tensor object of its own."""
+        """Return an alias of ``rows``: another tensor object over the same memory."""
         return self.rows.detach()
 
     def breached(self) -> bool:
-        """Whether memory beside the rows changed."""
+        """Return whether memory outside the rows changed."""
         beside = self._memory.clone()
         beside.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset()).fill_(_GUARD)
         return not bool((beside.float() == _GUARD).all())
 
     def touched(self) -> bool:
-        """Whether any real row was written."""
+        """Return whether any real row was written."""
         return not bool(still_unwritten(self._real).all())
 
     def unwritten_rows(self) -> Tensor:
-        """bool, one a row: some element still holds the pattern put there before the call."""
+        """Return bool ``[rows]``: True if some element still holds the pattern written before the call."""
         return still_unwritten(self.rows).flatten(1).any(dim=1)
 
 
 def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool) -> tuple[Tensor, tuple[str, ...]]:
-    """The rows of an answer, and in which way ``returned`` breaks the contract; then the buffer is what is judged.
+    """Return the rows to judge, and how ``returned`` breaks the contract; if it does, the rows are those of ``buffer``.
 
-    ``must_be_buffer``: the backend has ``accept_output_buffer``, so that only the buffer itself may come back.
+    ``must_be_buffer``: the backend has ``accept_output_buffer``, so that it must return the buffer itself.
     """
     rows = buffer.rows
     if not isinstance(returned, Tensor):

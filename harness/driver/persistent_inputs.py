@@ -1,6 +1,6 @@
-"""The memory a model runner keeps for a step's inputs: the same addresses at every step, new contents.
+"""Persistent input buffers of a model runner: every step uses the same addresses with new contents.
 
-Metadata are filled in first, and the rows of a layer come when it is its turn.
+Metadata are copied first; each layer's rows are copied when the layer runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ _ROWS = ("query", "key", "value")
 
 
 class PersistentInputs:
-    """The tensors of ``largest``, for calls that are no larger: a smaller one gets the front of each.
+    """Buffers of the size of ``largest``; a smaller call gets the front of each.
 
     A tensor that does not fit keeps its own memory.
     """
@@ -26,18 +26,18 @@ class PersistentInputs:
 
     @property
     def host_twins(self) -> tuple[Tensor, ...]:
-        """What lies on the host by the contract."""
+        """The metadata tensors that the contract puts on the host."""
         common = self._own.common
         return common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu
 
     def load(self, call: ForwardCall) -> ForwardCall:
-        """Copy the contents of ``call`` into these buffers, and return the call over them."""
+        """Copy the contents of ``call`` into these buffers; return the call over them."""
         held = self.load_metadata(call)
         self.load_rows(call)
         return held
 
     def load_metadata(self, call: ForwardCall) -> ForwardCall:
-        """Copy the metadata of ``call``, and return the call over these buffers; its rows hold what they held."""
+        """Copy the metadata of ``call``; return the call over these buffers, whose rows keep their old contents."""
         common: dict[str, Any] = {}
         for name, new in _tensors_of(call.common):
             own = getattr(self._own.common, name)
@@ -47,7 +47,7 @@ class PersistentInputs:
         return replace(call, common=replace(call.common, **common), **rows)
 
     def load_rows(self, call: ForwardCall) -> None:
-        """Copy query, key and value of ``call`` to where :meth:`load_metadata` said they lie."""
+        """Copy query, key and value of ``call`` into the buffers that :meth:`load_metadata` returned."""
         for name in _ROWS:
             own, new = getattr(self._own, name), getattr(call, name)
             if own is not None and new is not None and _fits(own, new):
@@ -58,9 +58,9 @@ class PersistentInputs:
         return map_tensors(self._own, Tensor.clone)
 
     def changed_behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[str]:
-        """Yield names of buffers that are not as in ``earlier``, a :meth:`copy`, behind what ``call`` was lent of them.
+        """Yield the names of buffers that differ from ``earlier``, a :meth:`copy`, behind the front that ``call`` uses.
 
-        A call of fewer requests or rows must not reach there.
+        A call of fewer requests or rows must not write there.
         """
         for name in _ROWS:
             if not _same_behind(getattr(earlier, name), getattr(self._own, name), getattr(call, name)):
@@ -70,20 +70,20 @@ class PersistentInputs:
                 yield f"metadata.{name}"
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Return the :func:`span` of query, key, value and each tensor of the metadata, by name."""
+        """Return the :func:`span` of query, key, value and each metadata tensor, by name."""
         named = {name: rows for name in _ROWS if (rows := getattr(self._own, name)) is not None}
         named |= {f"metadata.{name}": tensor for name, tensor in _tensors_of(self._own.common)}
         return {name: span(tensor) for name, tensor in named.items()}
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address, and the one behind the last, of the memory behind a tensor."""
+    """Return the address range ``[first, end)`` of the storage behind a tensor."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def map_tensors(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
-    """Return the call with other tensors: copies, to compare with later, or aliases to lend."""
+    """Return the call with ``change`` applied to every tensor, for instance to copy or to alias it."""
     common: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors_of(call.common)}
     rows: dict[str, Any] = {name: None if (x := getattr(call, name)) is None else change(x) for name in _ROWS}
     return replace(call, common=replace(call.common, **common), **rows)
@@ -110,7 +110,7 @@ def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
 
 
 def _with_own_lengths(call: ForwardCall) -> ForwardCall:
-    """Return the call with a copy of the one field of the metadata that is an array."""
+    """Return the call with a copy of ``encoder_seq_lens``, the only metadata field that is a NumPy array."""
     lens = call.common.encoder_seq_lens
     return call if lens is None else replace(call, common=replace(call.common, encoder_seq_lens=lens.copy()))
 
@@ -130,7 +130,7 @@ def _front_of(own: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 
 def _same_behind(was: Tensor | None, now: Tensor | None, lent: Tensor | None) -> bool:
-    """Whether the bytes of two buffers are equal behind the front that ``lent`` is of the second."""
+    """Return whether two buffers hold equal bytes behind the front that ``lent`` covers."""
     if was is None or now is None or lent is None or len(lent) == len(now) or not _fits(now, lent):
         return True
     behind = slice(len(lent), None)
@@ -138,9 +138,9 @@ def _same_behind(was: Tensor | None, now: Tensor | None, lent: Tensor | None) ->
 
 
 def _filled(own: Tensor, new: Tensor) -> Tensor:
-    """Return the front of ``own`` with the contents of ``new``.
+    """Return the front of ``own`` with the contents of ``new``, or ``new`` itself if it does not fit.
 
-    A narrower block table is widened by its last column: pages that no request here owns, as behind every request.
+    A narrower block table is widened by repeating its last column, whose pages no request of this step owns.
     """
     if new.ndim != own.ndim or any(n > o for n, o in zip(new.shape, own.shape, strict=True)):
         return new

@@ -1,6 +1,6 @@
-"""Makes pools: finds their codec, and where there is none has them filled by the backend's own writer.
+"""Make pools: find their codec, or have the backend's own writer fill them if there is none.
 
-A writer that is no method of its own is entered by prompts whose results are dropped.
+If ``forward`` includes the cache update, the writer runs as prefills whose outputs are dropped.
 """
 
 from collections.abc import Hashable
@@ -21,11 +21,17 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import CacheSpec
 
 _LONGEST = 1024
-"""Tokens of a prompt: a pool has many times as many slots, and attention over all of them would take too long."""
+"""Maximum tokens of a prefill.
+
+A pool has many times as many slots, and attention over all of them would take too long.
+"""
 
 
 class PoolFiller:
-    """Stores rows in a problem's cache, as the layer would that fills it; ``cache`` has the scales that it is told."""
+    """Store rows in a problem's cache as the layer that fills it would.
+
+    ``cache`` has the scales passed to the layer.
+    """
 
     def __init__(
         self, backend: type[AttentionBackend], problem: Problem, device: torch.device, cache: CacheSpec
@@ -36,13 +42,13 @@ class PoolFiller:
 
     @cached_property
     def _made(self) -> tuple[Any, Any]:
-        """Impl and builder. A builder may tell its layers what their writers need."""
+        """Return impl and builder; constructing a builder may set attributes of the layer that its writer needs."""
         impl = self._attn_layer.impl = construct_impl(self._backend, self._problem, self._device, writes=True)
         layer, capacity = self._attn_layer, self._capacity
         return impl, construct_builder(self._backend, (self._problem,), self._device, layer, fills=capacity)
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Rows ``key`` and ``value`` to ``slots``."""
+        """Store ``key`` and ``value`` at ``slots``."""
         impl, builder = self._made
         if not self._backend.forward_includes_kv_cache_update:
             impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
@@ -63,7 +69,7 @@ class PoolFiller:
 
 
 def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> KVPool:
-    """The problem's pool. Raises TypeError where there is neither a codec nor a writer to fill it with."""
+    """Return the problem's pool. Raises TypeError if the backend has neither a codec nor a writer."""
     codec = backend.kv_cache_codec(problem.layer, problem.cache)
     if codec is None and not impl.brings_writer:
         raise TypeError(f"{backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?")
@@ -72,7 +78,10 @@ def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.de
 
 
 def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> KVCacheCodec | NoCodec:
-    """What the backend's own writer tells of its cache; watched once a process for each layer and cache."""
+    """Return the codec learned from the backend's own writer, or a NoCodec with the reason why none could be learned.
+
+    A codec is learned once per process for each layer and cache.
+    """
     layer, cache = problem.layer, problem.cache
     known = _known_layouts(backend, layer, replace(cache, num_blocks=None), device)
     if known:
@@ -94,12 +103,12 @@ def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.de
 
 @lru_cache(maxsize=256)
 def _known_layouts(*geometry: Hashable) -> list[KVCacheCodec]:  # noqa: ARG001 (the key of the list)
-    """Return the list that holds what was learned of ``geometry``; empty: nothing was yet."""
+    """Return the list that holds the codec learned for ``geometry``; it is empty until one is learned."""
     return []
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:
-    """Metadata of one prompt whose K/V go to ``slots``."""
+    """Return the metadata of one prompt whose keys and values are stored at ``slots``."""
     count, size = len(slots), problem.cache.block_size
     starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
     return CommonAttentionMetadata(

@@ -1,6 +1,6 @@
-"""Copies of a cache's memory: of all of it, or, of a very large cache, of the pages that a step may reach.
+"""Copy a cache's memory: all of it, or only the pages that a step may reach if the cache is very large.
 
-A very large cache is reserved and hardly touched, so that copies of all of it would take memory that it does not.
+Most pages of a very large cache are reserved but never touched; copying all of it would take that memory.
 """
 
 import torch
@@ -9,19 +9,19 @@ from torch import Tensor
 from attncheck.harness.problem.memory_estimate import SMALL_POOL
 
 _MOST_COPIED = 2**30
-"""Bytes of a cache up to which all of it is copied, where its shape does not tell where a page lies."""
+"""Bytes of a cache up to which all of it is copied if its shape does not show which axis counts pages."""
 
 
 class PoolMemory:
-    """The memory behind a cache of ``num_blocks`` pages. An image of it is flat uint8.
+    """The memory behind a cache of ``num_blocks`` pages. An image of it is a flat uint8 tensor.
 
-    ``slots``: int64, those that a step may reach; of a cache of more than ``SMALL_POOL`` slots, an image has the pages
-    of these alone. Raises MemoryError for a very large cache whose shape has no axis of pages.
+    ``slots``: int64, the slots that a step may reach. If the cache has more than ``SMALL_POOL`` slots, an image holds
+    only the pages of these. Raises MemoryError for a very large cache whose shape has no single axis of pages.
     """
 
     def __init__(self, kv_cache: Tensor, num_blocks: int, block_size: int, slots: Tensor) -> None:
         self._cache, self._block_size = kv_cache, block_size
-        # Memory order, in which the pages keep their place: a codec may count elements.
+        # Keep the memory order of the axes, because a codec may compute element offsets.
         self._order = sorted(range(kv_cache.dim()), key=kv_cache.stride().__getitem__, reverse=True)
         self._pages: Tensor | None = None
         if num_blocks * block_size <= SMALL_POOL:
@@ -36,20 +36,20 @@ class PoolMemory:
             )
 
     def bytes(self) -> Tensor:
-        """Return the memory that an image copies: a view where that is all of it, else new."""
+        """Return the memory that an image copies: a view if that is all of it, else a copy."""
         if self._pages is None:
             return flat_bytes(self._cache)
         return self._physical().index_select(self._axis, self._pages).flatten().view(torch.uint8)
 
     def restore(self, image: Tensor) -> None:
-        """Write an image back."""
+        """Write an image back to the cache."""
         if self._pages is None:
             flat_bytes(self._cache).copy_(image)
         else:
             self._physical().index_copy_(self._axis, self._pages, self._shaped(image, self._pages))
 
     def view(self, image: Tensor) -> Tensor:
-        """Return an image in the shape and memory order of the cache, with fewer pages where it has fewer."""
+        """Return an image in the shape and memory order of the cache; it has fewer pages if the image has fewer."""
         if self._pages is not None:
             inverse = [self._order.index(axis) for axis in range(len(self._order))]
             return self._shaped(image, self._pages).permute(inverse)
@@ -58,7 +58,7 @@ class PoolMemory:
         return whole.set_(image.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride())
 
     def slots_in_image(self, slots: Tensor) -> Tensor:
-        """Return where ``slots`` (int64) of the cache lie in :meth:`view`, whose pages they are in."""
+        """Return the slots in :meth:`view` of ``slots`` (int64) of the cache, whose pages the image must hold."""
         if self._pages is None:
             return slots
         pages = torch.searchsorted(self._pages.to(slots.device), slots // self._block_size)
@@ -74,5 +74,5 @@ class PoolMemory:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """All memory behind a tensor as flat uint8, whatever its shape and strides; a view."""
+    """Return a view of all memory behind a tensor as flat uint8, for any shape and strides."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""What the calls of a step answered, put together into one answer: placed row by row, or merged by their LSE."""
+"""Combine the results of a step's calls: place them row by row, or merge them by their LSE."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ from attncheck.reference import merge_many
 
 @dataclass(frozen=True)
 class CallResult:
-    """One call's answer; rows as they were handed over, padding behind.
+    """The result of one call, in the row order of the call; padding rows come last.
 
-    output ``[rows, H, Dv]``, lse ``[rows, H]`` or None; unwritten, lse_unwritten: bool ``[rows]``, rows that hold what
-    stood there before.
+    output: ``[rows, H, Dv]``. lse: ``[rows, H]`` or None. unwritten, lse_unwritten: bool ``[rows]``, rows in which some
+    element was not written.
     """
 
     call: ForwardCall
@@ -31,30 +31,30 @@ class CallResult:
     protocol: tuple[str, ...] = ()
 
     def real(self, rows: Tensor) -> Tensor:
-        """Of one of the tensors, the part that belongs to requests."""
+        """Return the rows of one of these tensors that belong to requests."""
         return rows[: self.call.num_rows]
 
     def padding(self, rows: Tensor) -> Tensor:
-        """Of one of the tensors, the part that belongs to no request."""
+        """Return the rows of one of these tensors that belong to no request."""
         return rows[self.call.num_rows :]
 
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """The step's answer: real rows in the order of the step, the padding of every call behind them."""
+    """The result of a step: real rows in the order of the step, then the padding rows of every call."""
 
     output: Tensor
     lse: Tensor | None
     unwritten: Tensor
-    """bool, of the real rows; so is ``lse_unwritten``"""
+    """bool, for the real rows only; likewise ``lse_unwritten``."""
     lse_unwritten: Tensor | None
     nth: Tensor
-    """int64, of the real rows, as in :class:`ForwardCall`; so is ``position``"""
+    """int64, for the real rows only, as in :class:`ForwardCall`; likewise ``position``."""
     position: Tensor
 
 
 def placed(results: Sequence[CallResult]) -> StepAnswer:
-    """Results for different rows, each where the step has it."""
+    """Return the results of calls for different rows, each row at its place in the step."""
     calls = [result.call for result in results]
     rows = torch.cat([call.rows for call in calls])
     place = None if torch.equal(rows, torch.arange(len(rows))) else rows
@@ -75,9 +75,10 @@ def placed(results: Sequence[CallResult]) -> StepAnswer:
 
 
 def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswer:
-    """Results of the same rows over different keys: float64, the LSE to the base the backend has.
+    """Return the results of calls for the same rows over different keys, merged in float64 by their LSE.
 
-    NaN or Inf in a part makes the row NaN, even where the part saw nothing.
+    The merged LSE has the base of ``conventions``. NaN or Inf in the output of any part makes the row NaN, even if the
+    part has no visible keys. Raises ValueError if a result has no LSE.
     """
     unit = math.log(2) if conventions.lse_base == "2" else 1.0
     outs, lses, pads = [], [], []
@@ -88,7 +89,7 @@ def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswe
         lses.append(result.real(result.lse).double() * unit)
         pads.append((result.padding(result.output).double(), result.padding(result.lse).double()))
     output, lse = merge_many(outs, lses)
-    # Merging ignores what stands behind an LSE of -inf; other engines' merges multiply it by 0, and rows are never NaN.
+    # merge_many ignores the output where the LSE is -inf. Other engines multiply it by 0, so NaN or Inf must show here.
     output = output + torch.stack([torch.where(torch.isfinite(out), 0.0, torch.nan) for out in outs]).sum(0)
     unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
     lse_unwritten = torch.stack(_lse_flags(results)).any(0)
@@ -111,7 +112,7 @@ def observed(
     pool_after: Tensor | None,
     changed: Iterable[str],
 ) -> Observation:
-    """What was seen of a step: the answer put together of ``results``, its rows in the problem's order."""
+    """Return the observation of a step from its combined result, with rows in the problem's order."""
     return Observation(
         output=in_problem_order(whole.output, step),
         lse=None if whole.lse is None else in_problem_order(whole.lse, step),
@@ -128,7 +129,10 @@ def observed(
 
 
 def in_problem_order(rows: Tensor, step: Step) -> Tensor:
-    """Real rows of a step back where the problem has them; padding rows stay behind. ``rows``, if they are there."""
+    """Return ``rows`` with the step's real rows in the problem's order, and padding rows last.
+
+    ``rows`` itself is returned if it already has that order.
+    """
     if step.is_in_problem_order:
         return rows
     ordered = rows.clone()
@@ -137,9 +141,9 @@ def in_problem_order(rows: Tensor, step: Step) -> Tensor:
 
 
 def _at(place: Tensor | None, pieces: Sequence[Tensor]) -> Tensor:
-    """The rows of all pieces, the one at ``i`` put to ``place[i]``; ``place`` of None: as they stand.
+    """Return the rows of all pieces, row ``i`` moved to ``place[i]``, or in their own order if ``place`` is None.
 
-    One piece alone keeps its memory then.
+    A single piece is then returned without a copy.
     """
     rows = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
     if place is None:

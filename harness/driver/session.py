@@ -1,7 +1,7 @@
-"""Drives one backend through one problem, exactly as a model runner does, and never reaches around the contract.
+"""Drive one backend through one problem as a model runner does, using only the contract.
 
-A :class:`Session` constructs impl, builder and cache once; every :meth:`Session.run` refills the cache, hands over
-fresh tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in.
+A :class:`Session` constructs impl, builder and cache once. Every :meth:`Session.run` refills the cache, passes fresh
+tensors and returns an observation. It catches whatever the backend raises, and records the stage.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -32,7 +32,7 @@ from attncheck.harness.problem.problem import Problem
 
 
 class Session:
-    """One backend on one problem on one device. Raises StageError where the backend refuses or breaks at set-up."""
+    """One backend on one problem on one device. Raises StageError if the backend refuses or fails during set-up."""
 
     def __init__(
         self,
@@ -46,11 +46,12 @@ class Session:
         layers: Sequence[OtherLayer] = (),
         role: str = "",
     ) -> None:
-        """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all.
+        """``later``: problems for :meth:`beside`; the maxima passed to the builder cover them all.
 
-        ``capture_sizes``: tokens of the graphs that will be captured, ascending. ``pool``: of another session of this
-        backend, used again for the problem it was made for; its codec serves other problems of the layer and cache.
-        ``layers``: others that the builder serves, each a session of ``self.layers``. ``role``: how messages name it.
+        ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``pool``: the pool of another
+        session of this backend. It is reused for its own problem, and its codec for other problems of the same layer
+        and cache. ``layers``: further layers that the builder serves, each a session in ``self.layers``. ``role``: the
+        name in messages.
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._asked, self._capture_sizes = (problem, *later), capture_sizes
@@ -68,7 +69,7 @@ class Session:
             session._prepare()
 
     def beside(self, problem: Problem, *, is_judged: bool = False) -> "Session":
-        """A session for another problem of the same layer and cache, over the same impl and builder.
+        """Return a session for another problem of the same layer and cache, over the same impl and builder.
 
         ``is_judged``: foreign slots of a pool of its own hold stale rows, as those of the first session do.
         """
@@ -78,7 +79,7 @@ class Session:
         return other
 
     def in_flight(self, problem: Problem, role: str, first: "Session | None" = None) -> "Session":
-        """The same for a micro-batch that is built before this one has run, by a builder of its own.
+        """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
@@ -89,14 +90,14 @@ class Session:
         return other
 
     def following(self, problem: Problem) -> "Session":
-        """The same for a step over the cache as the step before leaves it."""
+        """Return a session for a step over the cache as the previous step leaves it."""
         other = copy(self)
         other.problem, other._known_pool, other._is_refilled = problem, self.pool, False
         other._prepare()
         return other
 
     def _of_layer(self, other: OtherLayer) -> "Session":
-        """A session of another layer over the same builders, still without a pool."""
+        """Return a session of another layer over the same builders, without a pool yet."""
         made = copy(self)
         made.problem, made.role = other.problem, other.role
         made._is_refilled, made._reads = not other.shares_cache, LAYER if other.shares_cache else None
@@ -104,7 +105,6 @@ class Session:
         return made
 
     def _construct(self) -> None:
-        """Impl and layer."""
         self.attn_layer = LayerStub(self.problem.cache, self.device)
         self.impl = self.attn_layer.impl = self._impl()
         self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, writes=self._reads is None)
@@ -115,18 +115,18 @@ class Session:
 
     @property
     def builder(self) -> Any:
-        """The builder of the first call, and of every call but those of further micro-batches."""
+        """The builder of every call, except those of micro-batches after the first."""
         return self._builders[0]
 
     @property
     def threshold(self) -> int | None:
-        """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None: none does."""
+        """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None if it has none."""
         threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
         return threshold
 
     @property
     def chosen_kernels(self) -> tuple[str, ...]:
-        """The kernels that the impl names so far, sorted; empty: not known. Raises StageError for what is no name."""
+        """Names of the kernels chosen so far, sorted; empty if not known. Raises StageError if they are not names."""
         return call_backend("chosen_kernels", self._kernel_names)
 
     @property
@@ -134,7 +134,7 @@ class Session:
         return is_merged(self.problem.case.batch, self.backend.features)
 
     def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:  # noqa: B008 (frozen)
-        """One step over a freshly filled cache.
+        """Run one step over a freshly filled cache.
 
         ``images``: keep the cache's memory before and after, and look for changed inputs.
         """
@@ -150,14 +150,14 @@ class Session:
         return self.finish(turn)
 
     def begin(self, fill: Fill = Fill(), *, images: bool = True) -> Turn:  # noqa: B008 (frozen)
-        """Make the inputs of a step, and fill the cache as ``fill`` wants it. Raises StageError."""
+        """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError."""
         prepared = self._prepared(fill)
         kv_cache = self._filled_cache(prepared.step, fill)
         before = self._image() if images else None
         return Turn(prepared.step, prepared.calls, copied_calls(prepared.calls), kv_cache, before, images)
 
     def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
-        """Each call with its metadata. Micro-batches are built before the first of them runs; others one by one."""
+        """Return each call with its metadata; micro-batches are all built before the first runs, others one by one."""
         built = ((call, self._build(call)) for call in calls)
         return list(built) if num_builders(self.problem) > 1 else built
 
@@ -166,7 +166,7 @@ class Session:
         turn.results.append(self._call(call, turn.kv_cache, metadata, turn.before))
 
     def finish(self, turn: Turn) -> Observation:
-        """Return what was seen of a turn whose calls are made."""
+        """Return the observation of a turn whose calls have all been made."""
         results = turn.results
         calls = zip(turn.pristine, turn.calls, strict=True) if turn.has_images else ()
         return observed(
@@ -179,7 +179,7 @@ class Session:
         )
 
     def run_without_metadata(self) -> Tensor | Raised:
-        """The profiling call: no metadata, an empty cache. The output, in the step's order."""
+        """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
         call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         try:
@@ -196,7 +196,7 @@ class Session:
         return tuple(sorted({printable(str(name)) for name in names}))
 
     def _prepare(self, *, is_judged: bool = False) -> None:
-        """Everything that depends on the problem."""
+        """Set up everything that depends on the problem."""
         for _ in range(len(self._builders), num_builders(self.problem)):
             self._add_builder()
         self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
@@ -227,7 +227,7 @@ class Session:
         )
 
     def _prepared(self, fill: Fill) -> PreparedStep:
-        """The step that ``fill`` asks for. The latest one is kept, unless ``fill`` brings rows of its own."""
+        """Return the step for ``fill``. The latest one is reused, unless ``fill`` brings rows of its own."""
         padding = self.problem.case.batch.padding
         is_padded = padding.query_rows or padding.key_rows
         facts = str(fill.padding) if is_padded else "", fill.loose, fill.strides
@@ -240,7 +240,7 @@ class Session:
         return made
 
     def _filled_cache(self, step: Step, fill: Fill) -> Tensor | None:
-        """The cache as ``fill`` wants it, or None where there is none; with the new rows, if no backend writes them."""
+        """Return the cache for ``fill``, with the step's new rows if the backend has no writer; None without a pool."""
         if self.pool is None:
             return None
         if self._is_refilled:
@@ -265,11 +265,10 @@ class Session:
         return self.layer.result_of(call, returned, buffers)
 
     def _image(self) -> Tensor | None:
-        """A copy of the cache's memory."""
         return None if self.pool is None else self.pool.bytes().clone()
 
     def _touched(self, buffers: OutputBuffers, before: Tensor | None) -> tuple[str, ...]:
-        """What a call changed before it raised; unknown where the device no longer answers after a fault on it."""
+        """Return what a call changed before it raised; "the device" if a fault on it prevents the check."""
         try:
             touched = ["the output"] if buffers.out.touched() else []
             if before is not None and self.pool is not None and not same_bytes(before, self.pool.bytes()):

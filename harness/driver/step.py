@@ -1,6 +1,6 @@
-"""What a model runner would hand to a backend for one problem: padded rows, metadata, views of fused tensors.
+"""The tensors and metadata that a model runner passes to a backend for one problem.
 
-Follows vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have
+They follow vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have
 slot -1 and rows of NaN.
 """
 
@@ -18,52 +18,52 @@ from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import FastPrefillOptions, StrideForm, StridesSpec
 
 _LOOSE = 7
-"""How much more than the batch's length a loose bound says, where the step has room for it."""
+"""By how much a loose maximum exceeds the batch's true one, if the step has room for it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's tensors on a device. ``T`` counts padding tokens, ``R`` padding requests."""
+    """One step's tensors on a device, including padding tokens and padding requests."""
 
     problem: Problem
     order: tuple[int, ...]
     """The problem's requests in the order of this step."""
     row_order: Tensor
-    """int64 ``[real rows]``: the problem's row that stands at each row of this step."""
+    """int64 ``[real rows]``: the problem's row at each row of this step."""
     query: Tensor
     key: Tensor | None
     value: Tensor | None
     slot_mapping: Tensor
     slot_keys: Tensor
-    """int64, on the host: the problem's key that each slot is of, -1 for none (padding too)."""
+    """int64, on the host: the problem's key written to each slot, or -1 for none (padding too)."""
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
     pad_seq_len: int
     loose: tuple[str, ...]
-    """The maxima of the metadata that are above the batch's."""
+    """The maxima of the metadata that are above the batch's true ones."""
     output_form: StrideForm
-    """How the output lies in memory."""
+    """Memory layout of the output."""
 
     @property
     def num_key_rows(self) -> int:
-        """Rows of key and value that are no padding."""
+        """Rows of key and value, without padding."""
         return 0 if self.key is None else len(self.problem.new_keys)
 
     @property
     def is_in_problem_order(self) -> bool:
-        """Whether the requests of this step have the order of the problem."""
+        """Whether the requests of this step are in the order of the problem."""
         return _is_as_given(self.order)
 
     @property
     def num_rows(self) -> int:
-        """Rows that belong to requests and are asked."""
+        """Rows that belong to requests and whose outputs are judged."""
         return len(self.row_order)
 
     def common_metadata(self, part: int | None = None) -> CommonAttentionMetadata:
-        """Fresh metadata of this step: the tensors are copies, so that what a backend does to them can be seen.
+        """Return fresh metadata of this step; the tensors are copies, so that a backend's changes to them show.
 
-        ``part``: of the call that attends to this part of the keys only, and writes those of them that are new.
+        ``part``: index of a part of the keys, for the call that attends to this part only and writes its new keys.
         """
         seq_lens, table, slots = self.seq_lens.clone(), self.block_table.clone(), self.slot_mapping.clone()
         is_aligned = True
@@ -95,9 +95,10 @@ class Step:
         return self.loosened(metadata)
 
     def loosened(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Metadata with exact maxima, made as loose as this step's are.
+        """Return metadata whose exact maxima are raised for the names in ``loose``.
 
-        Bounds stay true ones: no query is longer than the step has tokens, no request longer than its table.
+        They stay valid bounds: ``max_query_len`` is at most the step's tokens, ``max_seq_len`` at most what the table
+        holds.
         """
         tokens, room = common.num_actual_tokens, common.num_actual_tokens
         if self.problem.has_pool:
@@ -110,7 +111,7 @@ class Step:
         return replace(common, **looser)
 
     def _of_part(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``seq_lens``, block table and slots of one part of the keys; what the other parts write has slot -1."""
+        """Return ``seq_lens``, block table and slots of one part of the keys; keys of other parts have slot -1."""
         own, part_of_key = self.problem.parts[part], self.problem.layout.part_of_key
         if part_of_key is None:
             raise ValueError("the problem is not split into parts")
@@ -124,7 +125,7 @@ class Step:
         return lens.to(device), table.to(device), slots
 
     def _logits_indices(self) -> Tensor:
-        """int64: the tokens whose rows are asked, the last ones of each request; padded by token 0."""
+        """Return int64 token indices whose rows are judged, the last ones of each request, padded with token 0."""
         requests = [self.problem.requests[i] for i in self.order]
         ends = self.query_start_loc[1 : 1 + len(requests)].tolist()
         tokens = [torch.arange(end - r.rows, end) for r, end in zip(requests, ends, strict=True)]
@@ -133,7 +134,10 @@ class Step:
 
 
 def request_order(problem: Problem, threshold: int | None) -> list[int]:
-    """Requests with at most ``threshold`` new tokens first, as a runner sorts a batch; None: as they stand."""
+    """Return request indices with at most ``threshold`` new tokens first, as a runner sorts a batch.
+
+    None keeps the order of the problem.
+    """
     requests = range(len(problem.requests))
     if threshold is None:
         return list(requests)
@@ -141,7 +145,10 @@ def request_order(problem: Problem, threshold: int | None) -> list[int]:
 
 
 def strides_of(problem: Problem) -> StridesSpec:
-    """Return how the operands of a problem lie in memory: as its case says, else fused where it plants views."""
+    """Return the memory layout of a problem's operands.
+
+    It is the case's own; if the case has none, fused for inputs of kind ``views``, else contiguous.
+    """
     if problem.case.strides is not None:
         return problem.case.strides
     rows: StrideForm = "fused" if "views" in problem.inputs else "contiguous"
@@ -159,12 +166,12 @@ def make_step(
     strides: StridesSpec | None = None,
     new_rows: tuple[Tensor, Tensor] | None = None,
 ) -> Step:
-    """The step of ``problem`` on ``device``, its requests in ``order`` (default: as they stand in the case).
+    """Return the step of ``problem`` on ``device``, its requests in ``order`` (default: the order of the case).
 
-    Every call gives new tensors with equal contents; ``padding_fill`` stands in the padding rows of query, key, value,
-    ``pad_seq_len`` in the ``seq_lens`` of padding requests. ``loose`` names the maxima of the metadata that are
-    upper bounds, as in a step padded for a captured graph. ``new_rows`` replace the problem's keys and values, whose
-    shapes they have, in what the step brings. ``strides``: how the operands lie in memory; None: as the case has it.
+    Every call makes new tensors with equal contents. ``padding_fill``: value of the padding rows of query, key and
+    value. ``pad_seq_len``: ``seq_lens`` of padding requests. ``loose``: the maxima of the metadata that are loose upper
+    bounds, as in a step padded for a captured graph. ``new_rows``: keys and values of the same shapes as the problem's,
+    from which the step takes its new rows instead. ``strides``: memory layout of the operands; None for the case's own.
     """
     order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
@@ -174,7 +181,7 @@ def make_step(
     else:
         rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
     new_keys, slot_keys = _writes(problem, order)
-    # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
+    # In cross attention the key rows come from the encoder: the decoder's padding tokens add none.
     slot_padding, key_padding = (0, 0) if problem.is_cross else (padding.tokens, padding.query_rows)
     query = _padded(_rows_at(problem.query, rows), padding.query_rows, padding_fill).to(device)
     key, value = (
@@ -210,9 +217,9 @@ def _is_as_given(order: Sequence[int]) -> bool:
 
 
 def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Indices into the problem's keys: of the rows this step brings, and of its slots (-1: written nowhere).
+    """Return indices into the problem's keys: of the step's key rows, and of its slots (-1: not written).
 
-    A layer that shares another's cache brings none; the slots of the step's tokens are in the metadata all the same.
+    A layer that shares another layer's cache has no key rows, but the metadata still hold the slots of its tokens.
     """
     requests = [problem.requests[i] for i in order]
     if problem.writes_nothing:
@@ -234,19 +241,24 @@ def _slots_of(problem: Problem, index: Tensor) -> Tensor:
 
 
 def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]``; of no rows at all, zeros: a token before position 0 brings a key that is written nowhere."""
+    """Return ``rows[index]``, or zeros if there are no rows.
+
+    A token before position 0 has a key that is not written anywhere.
+    """
     if not len(rows):
         return rows.new_zeros(len(index), *rows.shape[1:])
     return rows.index_select(0, (index % len(rows)).to(rows.device))
 
 
 def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
-    """``rows``, with ``count`` rows of ``fill`` behind them."""
     return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)]) if count else rows
 
 
 def _slice_of_wider(table: Tensor, gap: int) -> Tensor:
-    """Return the table, or the same entries as a slice of a table with ``gap`` more columns, of page 0, and a row."""
+    """Return the table itself, or if ``gap`` > 0 a slice of a table that has ``gap`` more columns and one more row.
+
+    The additional entries name page 0.
+    """
     if not gap:
         return table
     wider = table.new_zeros(len(table) + 1, table.shape[1] + gap)

@@ -1,4 +1,4 @@
-"""What a session keeps of a step: its inputs as they were made, and its part of a step that has begun."""
+"""Inputs of a step, and the state of one session's part in a running step."""
 
 from dataclasses import dataclass, field
 
@@ -13,12 +13,12 @@ from attncheck.reference.spec import StridesSpec
 
 @dataclass(frozen=True)
 class Fill:
-    """What stands where nothing should be looked at.
+    """Contents of the memory that a backend must not depend on, and other variations of a step's inputs.
 
-    ``poison`` in foreign slots (None: plausible stale rows; only in ``regions``, where given), ``padding`` in the
-    padding rows of query, key and value. ``loose``: the maxima of the metadata that are upper bounds. ``strides``: how
-    the operands lie in memory; None: as the case has it. ``rows``: keys and values of which the step brings its part,
-    in place of the problem's.
+    ``poison``: value in foreign slots, or only in ``regions`` if given; None leaves stale rows there. ``padding``:
+    value of the padding rows of query, key and value. ``loose``: the maxima of the metadata that are loose upper
+    bounds. ``strides``: memory layout of the operands; None for the case's own. ``rows``: keys and values that replace
+    the problem's; the step takes its new rows from them.
     """
 
     poison: float | None = None
@@ -31,11 +31,11 @@ class Fill:
 
 @dataclass(frozen=True)
 class OtherLayer:
-    """A further layer of a step, asked ``problem`` over the same requests.
+    """A further layer of a step, which runs ``problem`` over the same requests.
 
-    ``role``: how messages name it. ``shares_cache``: it reads the cache of the session's own layer, and writes nothing,
-    whatever keys it is handed. ``has_own_group``: its cache has another shape, so it has pages and a builder of its
-    own; any other is served by the same builder over the same pages.
+    ``role``: its name in messages. ``shares_cache``: it reads the cache of the session's own layer and writes nothing,
+    whatever keys it is given. ``has_own_group``: its cache has another shape, so it has pages and a builder of its own.
+    Otherwise the same builder serves it over the same pages.
     """
 
     problem: Problem
@@ -46,7 +46,7 @@ class OtherLayer:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step and its calls, as the backend gets copies of them. ``facts``: what of the fill they depend on."""
+    """A step and its calls, of which the backend gets copies. ``facts``: the fields of the fill that they depend on."""
 
     step: Step
     calls: tuple[ForwardCall, ...]
@@ -57,9 +57,9 @@ class PreparedStep:
 class Turn:
     """A session's part of a step that has begun.
 
-    ``pristine``: the calls as they were made, ``calls``: the copies that the backend gets. ``before``: the cache's
-    memory before the first call. ``has_images``: whether the cache's memory is compared, and the inputs.
-    ``results``: those of the calls made so far.
+    ``pristine``: the original calls. ``calls``: the copies that the backend gets. ``before``: the cache's memory before
+    the first call. ``has_images``: whether the cache's memory and the inputs are compared afterwards. ``results``:
+    results of the calls made so far.
     """
 
     step: Step

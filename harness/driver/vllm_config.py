@@ -1,7 +1,6 @@
-"""The plain objects a model runner hands to a backend: the config a builder reads, and the layer ``forward`` reads.
+"""The config that a builder reads and the layer that ``forward`` reads, with only the attributes the contract names.
 
-They hold what the contract names and nothing else: reading another attribute fails with that name, so that a backend
-which leans on an undeclared fact says so at once.
+Reading any other attribute of a config fails with its name, so that a backend that relies on one fails at once.
 """
 
 import math
@@ -17,7 +16,7 @@ from attncheck.reference.spec import CacheSpec, LayerSpec, PathSpec, SpecDecodeO
 
 
 class ConfigNode:
-    """Attributes given at construction; any other is refused by name."""
+    """Attributes given at construction. Reading any other raises AttributeError with its name and the known ones."""
 
     def __init__(self, path: str, **values: object) -> None:
         self._path = path
@@ -42,9 +41,10 @@ def vllm_config(
     capture_sizes: tuple[int, ...] = (),
     layers: Mapping[str, "LayerStub"] = MappingProxyType({}),
 ) -> ConfigNode:
-    """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``.
+    """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
 
-    ``capture_sizes``: tokens of the graphs that will be captured, ascending. ``layers``: those made so far, by name.
+    ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
+    so far, by name.
     """
     model = ConfigNode(
         "vllm_config.model_config",
@@ -83,7 +83,7 @@ def vllm_config(
 
 
 def _speculative_config(path: PathSpec) -> ConfigNode | None:
-    """Where drafts are verified: how many a request, and for a tree which row follows which."""
+    """Return the config of a path that verifies drafts, with the tree of drafts if it has one; None for other paths."""
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
             tree = None
@@ -95,10 +95,10 @@ def _speculative_config(path: PathSpec) -> ConfigNode | None:
 
 
 class LayerStub:
-    """The ``AttentionLayer`` handed to ``forward``: scales as float32 tensors, and their host copies."""
+    """The ``AttentionLayer`` that ``forward`` takes: scales as float32 tensors, and their host copies."""
 
     impl: Any
-    """What runs its kernels, once that is made: builders find it by the layer's name."""
+    """The impl that runs the layer, set once it is constructed; builders find it by the layer's name."""
 
     def __init__(self, cache: CacheSpec, device: torch.device) -> None:
         self._q_scale, self._q_scale_float = _scale(cache.q_scale, device)
@@ -108,7 +108,7 @@ class LayerStub:
 
 
 def _scale(scale: float | tuple[float, ...], device: torch.device) -> tuple[Tensor, float]:
-    """A scale's tensor (one element, or one a KV head) and its host copy; per-head scales have no single number."""
+    """Return a scale's tensor (one element, or one per KV head) and its host copy, which is NaN for per-head scales."""
     values = scale if isinstance(scale, tuple) else (scale,)
     tensor = torch.tensor(values, dtype=torch.float32, device=device)
     return tensor, float(values[0]) if len(values) == 1 else math.nan

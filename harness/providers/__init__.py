@@ -1,6 +1,6 @@
-"""Examining providers: modules that offer the metadata utilities, such as vLLM, held against the reference.
+"""Compare providers, modules that offer the metadata utilities such as vLLM, with the reference.
 
-A *subject* is one public name and the questions about it; an *adapter* makes a foreign function look like the
-reference's; a *departure* is a known difference, with its reason. The verdict on a function says which it is.
-Begin with ``plan.py``, then ``examination.py``.
+A *subject* is one public name and the questions about it. An *adapter* makes a foreign function accept and return the
+reference's objects. A *departure* is a known difference, with its reason. The verdict on a function is whether it is
+equal, has known departures, or differs. Begin with ``plan.py``, then ``examination.py``.
 """

@@ -1,8 +1,8 @@
-"""What a function did, as plain values: its result or refusal, and what became of its arguments; and how two differ.
+"""The answer of a function as plain values: its result or refusal, and its arguments after the call.
 
-Two answers are compared field by field, so that a difference has a place (``returned.seq_lens[3]``) and both values.
-A reported maximum above the truth is an upper bound, which vLLM allows everywhere; one below is wrong. Whatever is
-raised is a refusal: which exception it is belongs to the implementation.
+Two answers are compared field by field, so that a difference has a place (``returned.seq_lens[3]``) and both values. A
+reported maximum above the truth is an upper bound, which vLLM allows everywhere; one below is wrong. Any exception
+counts as a refusal; its type is left to the implementation.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,18 +18,18 @@ from torch import Tensor
 from attncheck.errors import shorten
 
 UPPER_BOUNDS = frozenset({"max_query_len", "max_seq_len"})
-"""Numbers of which a larger one than the truth is no wrong answer."""
+"""Fields whose value may exceed the truth."""
 
 REFUSAL = "refusal"
-"""The place of a difference where one side refuses and the other does not."""
+"""The place of a difference where only one side refuses."""
 
 ABSENT = "nothing of that name"
-"""How a value that is not there is told."""
+"""The value reported for a missing attribute."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The function raised. ``error`` is the exception's class."""
+    """The function raised. ``error``: the name of the exception's class."""
 
     error: str
     message: str
@@ -41,7 +41,7 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A tensor or array as it was at one moment: its own copy on the host, its dtype and shape."""
+    """A snapshot of a tensor or array: its dtype, and a copy on the host."""
 
     dtype: str
     values: Tensor
@@ -50,18 +50,18 @@ class Values:
         return f"{self.dtype} {shorten(self.values.tolist())}"
 
     def first_difference(self, other: "Values") -> tuple[int, ...] | None:
-        """The index of the first element that differs; None where all are equal. The shapes must be."""
+        """Return the index of the first element that differs, or None if all are equal. The shapes must be equal."""
         unequal = (self.values != other.values).nonzero()
         return tuple(unequal[0].tolist()) if len(unequal) else None
 
 
 class NumpyInt(int):
-    """An integer that came as numpy's: as good as Python's in arithmetic, and no Python integer all the same."""
+    """A value that was a NumPy integer; it equals a Python integer but has another type."""
 
 
 @dataclass(frozen=True)
 class ProviderAnswer:
-    """``returned``: the result in plain values, or a :class:`Refusal`; ``arguments``: what they were afterwards."""
+    """``returned``: the result in plain values, or a :class:`Refusal`. ``arguments``: their values after the call."""
 
     returned: Any
     arguments: Any
@@ -74,7 +74,7 @@ class ProviderAnswer:
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """One place where two answers differ. ``tolerated``: worth telling, yet no wrong answer, such as an upper bound."""
+    """One place where two answers differ. ``tolerated``: reported but not wrong, such as an upper bound."""
 
     place: str
     expected: str
@@ -86,7 +86,7 @@ class AnswerDifference:
 
 
 def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> ProviderAnswer:
-    """Calls ``call`` with these keywords. Whatever it raises, short of an interrupt, is a refusal."""
+    """Call ``call`` with these keywords; any exception except KeyboardInterrupt becomes a refusal."""
     returned: Any
     try:
         returned = plain_value(call(**arguments))
@@ -96,7 +96,7 @@ def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> Provide
 
 
 def plain_value(value: Any) -> Any:
-    """``value`` as a snapshot of numbers, strings, lists, dicts and :class:`Values`, which share nothing with it."""
+    """Return a snapshot of ``value`` in numbers, strings, lists, dicts and :class:`Values`; it shares no memory."""
     match value:
         case None | str():
             return value
@@ -132,7 +132,7 @@ def plain_value(value: Any) -> Any:
 
 
 def answer_differences(expected: ProviderAnswer, seen: ProviderAnswer) -> list[AnswerDifference]:
-    """Where ``seen`` differs from ``expected``: nowhere if both refuse, unless an argument was changed."""
+    """Return the differences of ``seen`` from ``expected``. If both refuse, only the arguments are compared."""
     if expected.refused and seen.refused:
         found: list[AnswerDifference] = []
     elif expected.refused or seen.refused:
@@ -161,7 +161,7 @@ def _differences(place: str, expected: Any, seen: Any) -> Iterator[AnswerDiffere
 
 
 def is_bound(place: str) -> bool:
-    """Whether what stands there may be larger than the truth."""
+    """Return whether the value at ``place`` may exceed the truth."""
     return place.rpartition(".")[2] in UPPER_BOUNDS
 
 
@@ -187,7 +187,7 @@ def _with_shape(values: Values) -> str:
 
 
 def _told(value: Any) -> str:
-    """A value on one line, cut where it is long."""
+    """Return a value on one line, cut if it is long."""
     match value:
         case Refusal() | Values():
             return str(value)

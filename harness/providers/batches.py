@@ -1,6 +1,6 @@
-"""The batches a provider is asked about, in plain numbers: those of case files, those always asked, drawn ones.
+"""The batches that questions are made from, in plain numbers: from case files, from a fixed list, and drawn.
 
-Hypothesis draws the same batches for the same seed and the same hypothesis, and leaves no file behind.
+Hypothesis draws equal batches for the same seed and the same version of hypothesis, and leaves no file behind.
 """
 
 import importlib.util
@@ -15,17 +15,18 @@ from attncheck.cases.model import Case
 from attncheck.reference import CommonAttentionMetadata
 
 MAX_REQUESTS = 512
-"""Larger batches of case files are left out: they ask nothing that smaller ones do not, and cost minutes."""
+"""Larger batches of case files are left out: they test nothing more than smaller ones, and take minutes."""
 
 DRAWN_BATCHES = 150
-"""How many batches are drawn; some come twice."""
+"""Number of batches drawn, including duplicates."""
 
 
 @dataclass(frozen=True)
 class ProviderBatch:
-    """One step. Per request: new tokens and tokens in all; ``padding_tokens`` follow the last request's.
+    """One step. Per request: new tokens and total tokens; ``padding_tokens`` follow those of the last request.
 
-    Padding requests are the trailing ones of 0 and 0. ``index_dtype`` is that of every index tensor but the slots.
+    Padding requests are trailing ones with 0 new and 0 total tokens. ``index_dtype``: dtype of every index tensor
+    except ``slot_mapping``.
     """
 
     name: str
@@ -37,7 +38,7 @@ class ProviderBatch:
     index_dtype: torch.dtype = torch.int32
 
     def __str__(self) -> str:
-        """``name (q 1 5 / s 7 9, ...)``: enough to ask again by hand."""
+        """Return ``name (q 1 5 / s 7 9, ...)``, which is enough to make the batch by hand."""
         parts = [f"q {_listed(self.query_lens)} / s {_listed(self.seq_lens)}"]
         parts += [f"{self.padding_tokens} padding tokens"] if self.padding_tokens else []
         parts += [] if self.causal else ["not causal"]
@@ -46,7 +47,7 @@ class ProviderBatch:
 
     @property
     def num_reqs(self) -> int:
-        """Requests, padding included."""
+        """Requests, including padding."""
         return len(self.query_lens)
 
     @property
@@ -56,7 +57,7 @@ class ProviderBatch:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens, padding excluded."""
+        """New tokens, without padding."""
         return sum(self.query_lens)
 
     @property
@@ -66,20 +67,20 @@ class ProviderBatch:
 
     @property
     def size(self) -> tuple[int, int]:
-        """For putting small batches first: the first one that fails is then the easiest to read."""
+        """Sort key that puts small batches first, so that the first failing one is the easiest to read."""
         return (self.num_reqs, sum(self.seq_lens))
 
     def offsets(self) -> torch.Tensor:
-        """``query_start_loc`` on the host."""
+        """Return ``query_start_loc`` on the host."""
         return torch.tensor(self.starts, dtype=self.index_dtype)
 
     def metadata(self, device: torch.device) -> CommonAttentionMetadata:
-        """The batch as common attention metadata: fresh tensors on every call, no two sharing storage."""
+        """Return the batch as common attention metadata: new tensors on every call, no two of which share storage."""
         lens = torch.tensor(self.seq_lens, dtype=self.index_dtype)
         new = torch.tensor(self.query_lens, dtype=self.index_dtype)
         width = max(1, -(-max(self.seq_lens) // self.block_size))
         blocks = torch.arange(self.num_reqs * width).view(self.num_reqs, width)
-        # Every block once, none in its natural place: a table row or column taken from elsewhere shows.
+        # A permutation of the blocks, so that reading a wrong row or column of the table shows.
         table = 1 + (blocks * 7919 + 11) % max(self.num_reqs * width, 1)
         rows = torch.repeat_interleave(torch.arange(self.num_reqs), new.long())
         positions = (lens - new - self.offsets()[:-1])[rows] + torch.arange(self.num_tokens)
@@ -118,11 +119,14 @@ ALWAYS = (
     ProviderBatch("long cut request", (2, 8, 2), (4, 10, 2), block_size=4),
     ProviderBatch("wide indices", (1, 5, 2), (7, 9, 2), block_size=4, index_dtype=torch.int64),
 )
-"""Asked of every provider, whatever the suites: every known departure shows in one of them."""
+"""Batches for every provider and all suites; every known departure shows in one of them."""
 
 
 def batches_of(cases: Iterable[Case]) -> list[ProviderBatch]:
-    """The distinct batches of cases whose requests have no more new tokens than tokens, the small ones first."""
+    """Return the distinct batches of cases, small ones first.
+
+    Batches with more than ``MAX_REQUESTS`` requests, or with more new tokens than tokens in a request, are left out.
+    """
     found: dict[tuple[object, ...], ProviderBatch] = {}
     for case in cases:
         asked = case.batch
@@ -144,15 +148,15 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 
 def has_hypothesis() -> bool:
-    """Whether hypothesis is installed (the extra ``fuzz``)."""
+    """Return whether hypothesis is installed (the extra ``fuzz``)."""
     return importlib.util.find_spec("hypothesis") is not None
 
 
 def drawn_batches(seed: int, count: int = DRAWN_BATCHES) -> list[ProviderBatch]:
-    """``count`` distinct batches at most, the small ones first.
+    """Draw at most ``count`` distinct batches, small ones first.
 
-    Lengths lie near multiples of the block size, where edges are; some batches are sorted decodes first, some padded,
-    a few not causal, a few of int64 indices.
+    Lengths lie near multiples of the block size, where edge cases are. Some batches are sorted decodes first, some
+    padded, a few not causal, a few with int64 indices.
     """
     import hypothesis
     from hypothesis import strategies as st
@@ -160,7 +164,7 @@ def drawn_batches(seed: int, count: int = DRAWN_BATCHES) -> list[ProviderBatch]:
     T = TypeVar("T")
 
     def one_of(values: Sequence[T]) -> "st.SearchStrategy[T]":
-        """One of few values, drawn as bits: among integers hypothesis mixes numbers it finds in local source files."""
+        """Draw one of a few values as bits: into integers, hypothesis mixes numbers it finds in local source files."""
         bits = st.tuples(*[st.booleans()] * 12)
         return bits.map(lambda drawn: values[sum(bit << place for place, bit in enumerate(drawn)) % len(values)])
 

@@ -1,8 +1,8 @@
 """Known differences between a provider and the reference, each with its reason and exactly what it changes.
 
-A *drift* is a change of signature or meaning since the behaviour the reference describes. A *judgement* is a defect, or
-an input taken without a check, where the reference deliberately answers otherwise. A departure makes of the reference's
-object one that departs in this way alone. What that one answers is excused, and no other answer is. Departures are
+A *drift* is a change of signature or meaning since the version that the reference describes. A *judgement* is a defect,
+or an input accepted without a check, for which the reference deliberately has another answer. A departure turns the
+reference's object into one with this difference alone; only the answers of that object are excused. Departures are
 verified: one that does not show wherever it is predicted is stale.
 """
 
@@ -17,11 +17,11 @@ from attncheck.harness.providers.questions import SubjectCall
 
 @dataclass(frozen=True)
 class Departure:
-    """One known difference of one subject, told as what the provider does.
+    """One known difference of one subject; ``what`` describes what the provider does.
 
-    ``changes(object)`` returns the reference's object with this difference, for questions that have one of ``tags``, or
-    for all of them if there are none. ``parameters``: the parameters that differ, and what is found in their place.
-    ``shows(object)``: whether the provider's object has a difference of form that an adapter hides from the answers.
+    ``changes(object)``: returns the reference's object with this difference, for questions with one of ``tags``, or for
+    all of them if there are no tags. ``parameters``: pairs of a differing parameter and what the provider has instead.
+    ``shows(object)``: whether the provider's object has a difference of form, which an adapter hides from the answers.
     """
 
     subject: str
@@ -34,23 +34,23 @@ class Departure:
 
     @property
     def is_form(self) -> bool:
-        """Whether it is a matter of how the function is called, and no answer shows it."""
+        """Whether the difference is one of form, which no answer shows."""
         return self.changes is None
 
     def concerns(self, question: SubjectCall) -> bool:
-        """Return whether it may change the answer to this question."""
+        """Return whether this departure may change the answer to this question."""
         return self.changes is not None and (not self.tags or bool(self.tags & question.tags))
 
     def explains_parameter(self, difference: AnswerDifference) -> bool:
-        """Return whether this difference between parameters is this departure."""
+        """Return whether this departure is the cause of a difference between parameters."""
         return (difference.place, difference.seen) in self.parameters
 
 
 @dataclass(frozen=True)
 class Departures:
-    """The table of one provider, empty for one without known departures.
+    """The departures of one provider, made from ``version``; empty if none are known.
 
-    It was made from ``version``; ``gone`` says of names (shell patterns) of the reference why they are not there.
+    ``gone``: pairs of a shell pattern and a reason, for names of the reference that the provider no longer has.
     """
 
     version: str = ""
@@ -58,9 +58,9 @@ class Departures:
     gone: tuple[tuple[str, str], ...] = ()
 
     def of(self, subject: str) -> tuple[Departure, ...]:
-        """The departures of one subject."""
+        """Return the departures of one subject."""
         return tuple(departure for departure in self.known if departure.subject == subject)
 
     def why_gone(self, subject: str) -> str | None:
-        """Why a name is gone, if the table says so."""
+        """Return the reason why the provider lacks a name, or None if the table has none."""
         return next((why for pattern, why in self.gone if fnmatchcase(subject, pattern)), None)

@@ -1,4 +1,4 @@
-"""Asks one provider all questions about one subject, and counts what comes of it."""
+"""Put all questions about one subject to one provider, and count the results."""
 
 import inspect
 import warnings
@@ -27,12 +27,12 @@ Word = Literal["equal", "drifted", "judged", "differs"]
 
 
 class UnfitQuestionError(InternalError):
-    """The reference answered a question it should refuse, or refused one it should answer: a fault of attncheck."""
+    """The reference answered a question it should refuse, or refused one it should answer: a bug in attncheck."""
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One question that no known departure explains: where the answers differ."""
+    """A question whose answer no known departure explains, with the differences."""
 
     question: str
     differences: tuple[AnswerDifference, ...]
@@ -40,11 +40,11 @@ class Disagreement:
 
 @dataclass
 class SubjectResult:
-    """What came of one subject. ``place``: the module it was found in; ``shown``: how often each departure showed.
+    """The result of one subject. ``place``: the module it was found in. ``counts``: questions by result.
 
-    ``missed``: how often one was predicted, and the answer was right without it.
-
-    Questions are counted by how they were answered. The comparison of parameters is no question; ``first`` may be it.
+    ``shown``: how often each departure showed. ``missed``: how often a departure was predicted but did not show.
+    ``bounds``: number of upper bounds. ``first``: the first disagreement, which may come from the comparison of
+    parameters; that comparison is not counted as a question.
     """
 
     place: str
@@ -58,7 +58,7 @@ class SubjectResult:
 
     @property
     def verdict(self) -> Word:
-        """The most serious of what was seen; a judgement weighs more than a drift."""
+        """The most serious result; a judgement outranks a drift."""
         if self.first is not None:
             return "differs"
         kinds = {departure.kind for departure in self.shown}
@@ -68,17 +68,17 @@ class SubjectResult:
 
 
 def reference_targets(subject: Subject) -> list[Any]:
-    """The reference's own objects of a subject: itself, then its helpers."""
+    """Return the reference's own objects of a subject: the subject's, then its helpers."""
     home = attncheck.reference if subject.generation == "v1" else attncheck.reference.v0
     named, *helpers = [getattr(home, name) for name in (subject.name, *subject.helpers)]
     return [subject.ours or named, *helpers]
 
 
 def examine_subject(provider: Provider, subject: Subject, setting: SubjectSetting) -> SubjectResult | None:
-    """Every question about ``subject``, put to the reference and the provider; None where the provider lacks it.
+    """Put every question about ``subject`` to the reference and the provider; return None if the provider lacks it.
 
     Raises:
-        UnfitQuestionError: a question that does not fit the reference.
+        UnfitQuestionError: a question does not fit the reference.
     """
     generation: Generation = subject.generation
     offered = [provider.find(name, generation) for name in (subject.name, *subject.helpers)]
@@ -105,7 +105,7 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
         if departure.shows is not None and departure.shows(raw):
             examined.shown[departure] += 1
     examined.stale = tuple(each for each in known if examined.missed[each] or not examined.shown[each])
-    # In the order of the table: which departure of a question is seen first is a matter of chance.
+    # Sort by the table, since the order in which departures were seen depends on the questions.
     examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
     return examined
 
@@ -118,7 +118,7 @@ def _parameters_of(function: Any) -> frozenset[str]:
 
 
 def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departure, ...]) -> Explanation:
-    """Return which departures explain differences between parameters. Those tolerated are not counted."""
+    """Return which departures explain differences between parameters. Tolerated differences are ignored."""
     shown = tuple(each for each in known if any(map(each.explains_parameter, found)))
     wrong = [each for each in found if not each.tolerated and not any(one.explains_parameter(each) for one in shown)]
     return Explanation(shown, wrong=tuple(wrong))
@@ -127,7 +127,7 @@ def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departur
 def _explain(
     subject: Subject, question: SubjectCall, ours: list[Any], theirs: list[Any], known: tuple[Departure, ...]
 ) -> Explanation:
-    """Put one question to the reference, to the reference under the known departures, and to the provider."""
+    """Put one question to the reference, to the reference with known departures, and to the provider."""
     expected = _expected(subject, question, ours)
     seen = _seen(subject, question, theirs)
 
@@ -153,12 +153,12 @@ def _expected(subject: Subject, question: SubjectCall, targets: list[Any]) -> Pr
 
 def _seen(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a provider computes from malformed input may divide by zero
+        warnings.simplefilter("ignore")  # on malformed input, a provider may divide by zero
         return answer_of(partial(subject.ask, *targets), question.copies())
 
 
 def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> Word:
-    """Enter how one question was answered, and return the word for it."""
+    """Count the result of one question, and return its name."""
     examined.bounds += sum(is_bound(difference.place) for difference in explanation.tolerated)
     if explanation.wrong:
         if examined.first is None:

@@ -1,8 +1,8 @@
-"""Which known departures turn the reference's answer into the one that was seen: exactly these, or none.
+"""Find the known departures that turn the reference's answer into the observed one: exactly these, or none.
 
-Where departures change the right answer, the answers that are excused are that of the reference under all of them, and
-that under some of them, for a newer version may have mended one. An upper bound is no wrong answer, except where a
-departure says which bound it is.
+If departures change the right answer, two kinds of answers are excused: that of the reference with all departures, and
+with some of them, since a newer version may have fixed one. An upper bound is not wrong, unless a departure predicts
+its exact value.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,10 @@ Chosen = tuple[Departure, ...]
 
 @dataclass(frozen=True)
 class Explanation:
-    """``shown``: the departures seen; ``missed``: those predicted and not seen, ``tolerated`` and ``wrong``: the rest.
+    """``shown``: the departures that showed. ``missed``: those predicted that did not show.
 
-    ``kinds``: those of the departures seen that change an answer, and do not merely make it as good.
+    ``kinds``: kinds of the departures that showed and change an answer in more than a tolerated way. ``tolerated`` and
+    ``wrong``: the remaining differences.
     """
 
     shown: Chosen = ()
@@ -32,10 +33,10 @@ class Explanation:
 def explain_answer(
     expected: ProviderAnswer, seen: ProviderAnswer, known: Chosen, predict: Callable[[Chosen], ProviderAnswer]
 ) -> Explanation:
-    """Return what explains ``seen``, and what nothing explains.
+    """Return the departures that explain ``seen``, and the differences that none explains.
 
-    expected: the reference's answer. known: the departures that concern the question. predict: the reference's answer
-        under some of them.
+    expected: the reference's answer. known: the departures that concern the question. predict: returns the reference's
+    answer with some of them applied.
     """
     everything = predict(known) if known else expected
     bearing = tuple(each for each in known if answer_differences(predict(_without(known, each)), everything))
@@ -52,7 +53,7 @@ def explain_answer(
             return Explanation(chosen, missed, kinds, tolerated)
         if closest is None or len(wrong) <= len(closest.wrong):
             closest = Explanation(chosen, missed, frozenset(), tolerated, wrong)
-    assert closest is not None  # there is always the subset of none
+    assert closest is not None  # the empty subset is always tried
     return closest
 
 
@@ -61,7 +62,7 @@ def _without(chosen: Chosen, departure: Departure) -> Chosen:
 
 
 def _subsets(bearing: Chosen) -> Iterable[Chosen]:
-    """The largest first, and last of all none: the reference's own answer."""
+    """Return all subsets, the largest first; the empty one, which is the reference's own answer, comes last."""
     return (chosen for size in range(len(bearing), -1, -1) for chosen in combinations(bearing, size))
 
 

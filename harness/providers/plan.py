@@ -1,4 +1,4 @@
-"""From names and patterns to what is asked of which provider."""
+"""Resolve names and patterns to the questions for each provider."""
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from attncheck.reports.analysis.phrases import plural
 
 @dataclass(frozen=True)
 class ProviderPlan:
-    """What is asked: every subject of every provider, in one setting. ``notes``: where its batches come from."""
+    """Every subject of every provider, in one setting. ``notes``: where the batches come from."""
 
     providers: tuple[Provider, ...] = ()
     subjects: tuple[Subject, ...] = ()
@@ -30,12 +30,12 @@ class ProviderPlan:
 def plan_providers(
     refs: Sequence[str], patterns: Sequence[str], cases: Iterable[Case], device: str, seed: int
 ) -> ProviderPlan:
-    """The plan for providers ``refs`` and the functions that match one of ``patterns`` (none: every function).
+    """Return the plan for providers ``refs`` and the functions that match one of ``patterns`` (all if empty).
 
-    Without providers there is nothing to plan: an empty plan.
+    The plan is empty if ``refs`` is empty.
 
     Raises:
-        QuestionError: a provider that cannot be imported, two of one name, a pattern that matches nothing.
+        QuestionError: a provider cannot be imported, two have the same name, or a pattern matches nothing.
     """
     if not refs:
         return ProviderPlan()
@@ -69,7 +69,7 @@ def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
 
 
 def _age(provider: Provider) -> list[str]:
-    """What to know of the table of departures where it was made from another version."""
+    """Return a note if the table of departures was made from another version of the provider."""
     made_from = provider.departures.version
     if not made_from or made_from == provider.version:
         return []

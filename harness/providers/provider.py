@@ -1,8 +1,8 @@
-"""From a name to a provider: ``vllm``, a file of its functions, a module, a file or a mutant, and what it offers.
+"""Resolve a name to a provider, and find what it offers.
 
-A plain module offers objects under the reference's names, and under ``v0`` those of the first generation; it is asked
-in the reference's own objects. A package that needs more (objects of its own, several modules, known departures) is
-described in this package.
+A name stands for ``vllm``, a file of its functions, a module, a file or a mutant. A plain module offers objects under
+the reference's names, and those of the first generation under ``v0``; it takes and returns the reference's own objects.
+A package that needs more (objects of its own, several modules, known departures) is described in this package.
 """
 
 import importlib.util
@@ -21,15 +21,15 @@ from attncheck.errors import BackendLoadError, ProviderLoadError
 from attncheck.harness.providers.departures import Departures
 
 Adapter = Callable[[Any], Any]
-"""Makes a provider's object look like the reference's."""
+"""Makes a provider's object accept and return the reference's objects."""
 
 BUILTIN: Mapping[str, str] = {"vllm": "attncheck.harness.providers.vllm:load_vllm"}
-"""Packages that need more than their name, and who describes them."""
+"""Packages that need an adapter, and the function that returns their provider."""
 
 
 @dataclass(frozen=True)
 class ProviderObject:
-    """An object of a provider, and the module it was found in."""
+    """An object of a provider, and the name of the module it was found in."""
 
     target: Any
     place: str
@@ -37,10 +37,10 @@ class ProviderObject:
 
 @dataclass(frozen=True)
 class Provider:
-    """A module, or several, that offer metadata utilities.
+    """One or several modules that offer metadata utilities.
 
-    ``modules`` are searched in order, those of ``v0`` for the first generation; ``adapters`` by subject key, with
-    ``adapt`` for all others, if there is need for one.
+    ``modules`` are searched in order; for the first generation, those of ``v0`` are. ``adapters``: by subject key.
+    ``adapt``: for all other subjects, or None.
     """
 
     name: str
@@ -54,11 +54,14 @@ class Provider:
 
     @property
     def features(self) -> frozenset[str]:
-        """None: functions are offered, and no attention."""
+        """Empty, since a provider offers functions and no attention."""
         return frozenset()
 
     def find(self, name: str, generation: str = "v1") -> ProviderObject | None:
-        """The object called ``name``, or None. A name both generations have is looked for in its own modules only."""
+        """Return the object called ``name``, or None.
+
+        For the first generation, ``modules`` are searched after ``v0``, unless both generations have the name.
+        """
         modules = [*self.modules] if generation == "v1" else [*self.v0]
         if generation == "v0" and not hasattr(attncheck.reference, name):
             modules += self.modules
@@ -68,13 +71,13 @@ class Provider:
         return None
 
     def adapted(self, key: str, target: Any) -> Any:
-        """``target``, the object of subject ``key``, looking like the reference's."""
+        """Return ``target``, the object of subject ``key``, with the interface of the reference's object."""
         adapt = self.adapters.get(key, self.adapt)
         return target if adapt is None else adapt(target)
 
 
 def load_provider(ref: str) -> Provider:
-    """The provider ``ref`` names: ``vllm``, ``mutants:NAME``, ``package.module`` or ``path/to/file.py``.
+    """Return the provider for ``ref``: ``vllm``, ``mutants:NAME``, ``package.module`` or ``path/to/file.py``.
 
     ``vllm:path/to/file.py`` is a file of functions that take and return vLLM's objects.
 
@@ -101,14 +104,14 @@ def load_provider(ref: str) -> Provider:
 
 
 def _v0_of(found: ModuleType) -> Any:
-    """What a module offers under ``v0``: a submodule, or any object with attributes."""
+    """Return what a module offers as ``v0``: a submodule, or any object with attributes."""
     if hasattr(found, "__path__") and importlib.util.find_spec(f"{found.__name__}.v0") is not None:
         return _module(f"{found.__name__}.v0")
     return getattr(found, "v0", None)
 
 
 def provider_file(ref: str, path: str) -> ModuleType:
-    """Return the module that a file holds, for provider ``ref``.
+    """Return the module in a file, for provider ``ref``.
 
     Raises:
         ProviderLoadError: it cannot be read or imported.

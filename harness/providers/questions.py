@@ -1,4 +1,4 @@
-"""What a provider is asked: a subject is one public name, a question one call of it."""
+"""Subjects and their questions: a subject is one public name, a question is one call of it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -15,9 +15,10 @@ Generation = Literal["v1", "v0"]
 
 @dataclass(frozen=True)
 class SubjectCall:
-    """One call, its arguments by keyword in the reference's objects.
+    """One call, with keyword arguments in the reference's objects.
 
-    ``tags`` say what is special about it, for departures to refer to. ``refused``: the reference must refuse this one.
+    ``tags``: special properties of the call, which departures refer to. ``refused``: whether the reference must refuse
+    it.
     """
 
     text: str
@@ -26,31 +27,31 @@ class SubjectCall:
     refused: bool = False
 
     def copies(self) -> dict[str, Any]:
-        """The arguments for one call: deep copies, for a provider may write into them."""
+        """Return deep copies of the arguments for one call, since a provider may write into them."""
         return deepcopy(dict(self.arguments))
 
 
 @dataclass(frozen=True)
 class SubjectSetting:
-    """What questions are made from: the batches of the run, and the device of their tensors."""
+    """The batches of the run, and the device of their tensors."""
 
     batches: Sequence[ProviderBatch]
     device: torch.device
 
 
 def call_directly(target: Callable[..., Any], **arguments: Any) -> Any:
-    """The plain way to ask: ``target(**arguments)``."""
+    """Return ``target(**arguments)``, the default way to put a question."""
     return target(**arguments)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One public name of the reference and how it is examined.
+    """One public name of the reference, and how it is examined.
 
-    ``ask(target, *helpers, **arguments)`` puts a question to the object of that name and returns what is compared;
-    ``helpers`` are further names of the same module it needs. ``is_function``: its parameters are compared, too.
-    ``newer``: parameters that older versions lack. A function without one is not asked about it. ``ours``: the
-    reference's object that has them, where the one of that name has not.
+    ``ask(target, *helpers, **arguments)`` puts a question to the object of that name and returns the value to compare.
+    ``helpers``: further names of the same module that it needs. ``is_function``: whether its parameters are compared,
+    too. ``newer``: parameters that older versions lack; questions that use them are skipped for such versions.
+    ``ours``: the reference's object that has these parameters, if the public one lacks them.
     """
 
     name: str
@@ -64,15 +65,15 @@ class Subject:
 
     @property
     def key(self) -> str:
-        """The name, with its generation where that is not today's: several names mean something else in v0."""
+        """The name, prefixed by its generation if that is v0, since several names have another meaning there."""
         return self.name if self.generation == "v1" else f"{self.generation}.{self.name}"
 
 
 def are_apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share no storage, so that writing into one leaves the other alone."""
+    """Return whether two tensors share no storage, so that writing into one does not change the other."""
     return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 def subject_call(text: str, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
-    """A question, its arguments as keywords."""
+    """Return a question with its arguments as keywords."""
     return SubjectCall(text, arguments, frozenset(tags), refused)

@@ -1,4 +1,4 @@
-"""From what came of a subject to a record, and how a run with providers announces itself."""
+"""Turn the result of a subject into a record, and add providers to the header of a run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ SHOWN_DIFFERENCES = 5
 
 @dataclass(frozen=True)
 class SubjectIdentity:
-    """A subject as records name it; its hash covers the name alone, since its questions come from many places."""
+    """A subject as records name it. Its hash covers only the name, since its questions come from many sources."""
 
     id: str
     suite: str = UTILITIES
@@ -37,7 +37,7 @@ class SubjectIdentity:
 
 @dataclass(frozen=True)
 class PlannedProviders:
-    """A plan as plain data. ``subjects``: the keys of those asked, of all that are ``known``."""
+    """A plan as plain data. ``subjects``: keys of the examined ones, out of all that are ``known``."""
 
     infos: tuple[BackendInfo, ...] = ()
     subjects: tuple[str, ...] = ()
@@ -61,10 +61,10 @@ def describe_plan(plan: ProviderPlan) -> PlannedProviders:
 
 
 def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeader:
-    """The header of a run that examines providers, too; without backends, of one that examines nothing else.
+    """Return the header of a run that also examines providers, or only these if it has no backends.
 
     Raises:
-        SelectionError: a provider and a backend, or a suite and the functions, have one name.
+        SelectionError: a provider and a backend have the same name, or a suite has the name of the functions' suite.
     """
     if not plan.infos:
         return header
@@ -89,9 +89,9 @@ def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeade
 def examine_providers(
     plan: ProviderPlan, circumstances: Circumstances, first: int = 0, begin: Callable[[str], None] | None = None
 ) -> Iterator[Record]:
-    """Yield a record for each subject and provider, from that of index ``first`` on.
+    """Yield a record for each subject and provider, from index ``first`` on.
 
-    What a provider does is a record. ``begin`` is called with the name of each function before it is examined.
+    ``begin``: called with the name of each function before it is examined.
     """
     pairs = [(provider, subject) for provider in plan.providers for subject in plan.subjects]
     for provider, subject in pairs[first:]:
@@ -107,7 +107,7 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
     try:
         examined = examine_subject(provider, subject, plan.setting)
         finding = _finding(provider, subject, examined)
-    except Exception as error:  # noqa: BLE001 (ours: one function is lost and told, the rest of the run is not)
+    except Exception as error:  # noqa: BLE001 (ours: only this function's result is lost, and reported as an error)
         finding = capture_exception(OURSELVES, error)
     record = record_of(
         circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
@@ -120,7 +120,10 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
 
 
 def _is_stale(provider: Provider, examined: SubjectResult) -> bool:
-    """Whether the table is wrong about the very version it was made from; of others it is told in a note."""
+    """Return whether a departure is stale in the very version that the table was made from.
+
+    For other versions, a note states it.
+    """
     return bool(examined.stale) and provider.version == provider.departures.version
 
 
@@ -148,7 +151,7 @@ def _finding(provider: Provider, subject: Subject, examined: SubjectResult | Non
 
 
 def _notes(provider: Provider, examined: SubjectResult) -> tuple[str, ...]:
-    """Every departure that showed, with how often; the upper bounds; what no longer shows."""
+    """Return a note for every departure that showed, with how often, for upper bounds, and for stale departures."""
     notes = [
         f"{departure.kind}: {departure.what}{_how_often(departure, count, examined)}"
         for departure, count in examined.shown.items()

@@ -1,4 +1,4 @@
-"""The parameters of two functions compared: what one may call by name must be there, in its place, with its default."""
+"""Compare the parameters of two functions: each must exist by name, in its position, with its default."""
 
 import inspect
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 from attncheck.harness.providers.answers import ABSENT, AnswerDifference
 
 PARAMETERS = "parameters"
-"""What the places of these differences begin with."""
+"""Prefix of the places of these differences."""
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -15,10 +15,10 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 def signature_differences(
     ours: Callable[..., Any], theirs: Callable[..., Any], newer: frozenset[str] = frozenset()
 ) -> list[AnswerDifference]:
-    """Parameters of ``ours`` that ``theirs`` lacks, has elsewhere or with another default; and further required ones.
+    """Return parameters of ``ours`` that ``theirs`` lacks or has with another position or default, and additional ones.
 
-    A further optional parameter is tolerated, and so is the absence of a ``newer`` one. A function that takes anything
-    (``*args, **kwargs``), or whose parameters Python cannot tell, is judged by its answers alone.
+    An additional optional parameter is tolerated, and so is the absence of a ``newer`` one. Empty for a function that
+    takes ``*args`` or ``**kwargs``, or whose signature Python cannot determine; it is judged by its answers alone.
     """
     try:
         known, seen = (inspect.signature(function).parameters for function in (ours, theirs))

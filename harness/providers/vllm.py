@@ -1,7 +1,7 @@
-"""vLLM as a provider: where its utilities live, and how its objects are turned into the reference's and back.
+"""vLLM as a provider: where its utilities are, and how its objects are translated to the reference's and back.
 
-Written so that a change of form which an adapter can see (a pair where one object was, a field that is gone) does not
-break it: vLLM is translated as it is found. Importing this module imports no vLLM.
+The adapters accept several versions of vLLM: a pair instead of one object, or a missing field, does not break them.
+Importing this module does not import vLLM.
 """
 
 import importlib
@@ -28,7 +28,7 @@ MODULES = (
     "vllm.v1.worker.ubatch_utils",
     "vllm.v1.worker.ubatch_splitting",
 )
-"""Where today's generation is looked for; some of them exist in some versions only."""
+"""Modules searched for the current generation; some exist only in some versions."""
 
 V0_MODULES = (
     "vllm.attention.backends.utils",
@@ -36,16 +36,16 @@ V0_MODULES = (
     "vllm.attention.backends.mla.utils",
     "vllm.multimodal.base",
 )
-"""Where the first generation was."""
+"""Modules of the first generation."""
 
 
 def load_vllm(ref: str) -> Provider:
-    """Return the vLLM that is installed, or a file of functions in its objects: ``vllm:path/to/file.py``.
+    """Return the installed vLLM as a provider, or a file of functions in its objects: ``vllm:path/to/file.py``.
 
-    A file is held against the same known departures. One that mends them is no failure.
+    A file is compared under the same known departures; fixing one of them is not a failure.
 
     Raises:
-        ProviderLoadError: vLLM is not installed, or does not import; the file does not.
+        ProviderLoadError: vLLM is not installed, or vLLM or the file cannot be imported.
     """
     try:
         package = importlib.import_module("vllm")
@@ -79,7 +79,7 @@ def load_vllm(ref: str) -> Provider:
 
 
 def _module(name: str) -> ModuleType | None:
-    """The module, or None where this version has none of that name; what it raises otherwise is no absence."""
+    """Return the module, or None if this version has none of that name; other import errors are raised."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -89,24 +89,24 @@ def _module(name: str) -> ModuleType | None:
 
 
 class _Nowhere:
-    """Stands for a class that this version does not have: nothing is an instance of it."""
+    """A placeholder for a class that this version lacks; nothing is an instance of it."""
 
 
 @cache
 def _their(name: str) -> Any:
-    """The class of this name, from wherever this version has it."""
+    """Return the class of this name from the first module that has it."""
     modules = [module for place in MODULES if (module := _module(place)) is not None]
     return next((getattr(module, name) for module in modules if hasattr(module, name)), _Nowhere)
 
 
 class _Translation:
-    """One call: what was handed over, so that an object which comes back unchanged is recognised."""
+    """The translation of one call; it maps an object that is returned unchanged back to the original."""
 
     def __init__(self) -> None:
         self._handed_over: list[tuple[Any, Any]] = []
 
     def to_vllm(self, value: Any) -> Any:
-        """The value in vLLM's objects."""
+        """Return the value in vLLM's objects."""
         if isinstance(value, list):
             return [self.to_vllm(item) for item in value]
         if isinstance(value, UBatchSlice):
@@ -118,7 +118,7 @@ class _Translation:
         return value
 
     def from_vllm(self, value: Any) -> Any:
-        """The value in the reference's objects; what was handed over comes back as itself."""
+        """Return the value in the reference's objects; an object made by :meth:`to_vllm` is mapped to its original."""
         if isinstance(value, list):
             return [self.from_vllm(item) for item in value]
         if isinstance(value, _their("CommonAttentionMetadata")):
@@ -130,7 +130,10 @@ class _Translation:
 
 
 def _our_metadata(theirs: Any) -> CommonAttentionMetadata:
-    """Their metadata as ours; the lengths on the host are its upper bound, the computed tokens follow from them."""
+    """Return vLLM's metadata as the reference's.
+
+    A missing ``seq_lens_cpu`` is vLLM's upper bound, or a copy of ``seq_lens`` if that is None.
+    """
     given = {
         field.name: getattr(theirs, field.name)
         for field in fields(CommonAttentionMetadata)
@@ -145,7 +148,7 @@ def _our_metadata(theirs: Any) -> CommonAttentionMetadata:
 
 
 def with_reference_objects(target: Any) -> Any:
-    """A function of vLLM's that takes and returns the reference's objects; a class stays as it is."""
+    """Return a function of vLLM's that takes and returns the reference's objects; a class is returned as it is."""
     if not inspect.isfunction(target):
         return target
 
@@ -158,7 +161,7 @@ def with_reference_objects(target: Any) -> Any:
 
 
 def _first_of_pair(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Newer versions return the metadata, and a function that makes such a block table of any other."""
+    """Newer versions return the metadata, and a function that maps any other block table to a virtual one."""
 
     def call(**arguments: Any) -> Any:
         one = _Translation()
@@ -176,7 +179,7 @@ def _first_of_pair(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_mamba_spec(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the cache's specs only one of state-space layers is taken."""
+    """Pass the cache's spec as a MambaSpec, the only kind that vLLM accepts here."""
 
     def call(kv_cache_spec: Any, **arguments: Any) -> Any:
         home = _module("vllm.v1.kv_cache_interface")
@@ -192,7 +195,7 @@ def _with_mamba_spec(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_device(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Newer versions want the start locations on the host, and are told where the results go."""
+    """Newer versions take the start locations on the host, and the device of the results."""
 
     def call(query_start_loc_p: torch.Tensor) -> Any:
         if "device" in inspect.signature(target).parameters:
@@ -203,7 +206,7 @@ def _with_device(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_attention_layers(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Newer versions recognise an attention layer by its base class, not by its attribute."""
+    """Newer versions recognise an attention layer by its base class, and not by its attribute."""
 
     def call(vllm_config: Any, layer_names: list[str], cls_: type) -> Any:
         ours = vllm_config.compilation_config.static_forward_context
@@ -215,7 +218,7 @@ def _with_attention_layers(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention_layer(layer: Any) -> Any:
-    """``layer`` as an object of vLLM's base class, if there is one."""
+    """Return ``layer`` as an instance of vLLM's base class, if that exists."""
     home = _module("vllm.model_executor.layers.attention_layer_base")
     if home is None:
         return layer
@@ -226,7 +229,7 @@ def _attention_layer(layer: Any) -> Any:
 
 
 def _with_translating_builder(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The backend made, with a builder that takes the reference's metadata."""
+    """Return the backend with a builder that accepts the reference's metadata."""
 
     def call(prefix: str, underlying_attn_backend: type) -> Any:
         backend: Any = target(prefix, underlying_attn_backend)

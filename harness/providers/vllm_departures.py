@@ -1,4 +1,4 @@
-"""The one table of how vLLM is known to depart from the reference, and from which version it was made.
+"""The table of vLLM's known departures from the reference, and the version of vLLM from which it was made.
 
 Every entry is verified whenever vLLM is examined.
 """
@@ -16,7 +16,7 @@ _ONE_STORAGE = "host and device tensors share storage where the device is the ho
 
 
 def _of_micro_batches(subject: str) -> tuple[Departure, ...]:
-    """What holds for one micro-batch and for many alike."""
+    """Return the departures that a function for one micro-batch and a function for several have in common."""
     return (
         Departure(
             subject,

@@ -1,5 +1,5 @@
-"""The right answer to a problem, the error it allows, and the wrong answers that faults produce.
+"""The float64 truth of a problem, the error budget around it, and the wrong outputs that known faults produce.
 
-Begin with ``truth``. ``tolerance`` holds the whole error budget. ``hypotheses`` and its neighbours compute what faulty
-backends answer; ``explain`` compares a wrong output with them.
+Begin with ``truth``. ``tolerance`` holds the whole error budget. ``hypotheses`` and the modules named like it compute
+the outputs of faulty backends; ``explain`` compares a wrong output with them.
 """

@@ -1,8 +1,8 @@
-"""Explains why an output is wrong: which fault produces this answer, and which key does not belong.
+"""Explain a wrong output: name the fault that produces it, or the keys, rows, heads and channels that are wrong.
 
-Runs only after a failure, so it may be slow; names no fault rather than the wrong one. A fault is named only if its
-answer is far from the truth where the output is wrong, and the output is far nearer to it than to the truth: on some
-batches a fault leaves the answer right, and would "explain" any error.
+This runs only after a failure, so it may be slow. It names no fault rather than the wrong one. A fault is named only if
+its output is far from the truth where ``output`` is wrong, and ``output`` is far nearer to it than to the truth: on
+some batches a fault leaves the output right, and would "explain" any error.
 """
 
 import math
@@ -37,21 +37,22 @@ from attncheck.harness.truth.wrong_rows import pattern
 from attncheck.reports.run_file.causes import EVIDENCE, UNKNOWN
 
 _FEW_WORK = 2**31
-"""Rows x keys x head size above which explaining would take longer than the run."""
+"""Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
 
 _LSE_SLACK = 4.0
-"""Budgets allowed around another log-sum-exp."""
+"""Budgets by which an LSE may differ from that of a fault."""
 
 _ALIKE, _MOST = 4.0, 0.75
-"""An arithmetic is as inexact as an output if in most rows and heads their errors are within this factor."""
+"""A coarser arithmetic is named if errors agree within the factor ``_ALIKE`` in a share ``_MOST`` of rows and heads."""
 
 Asked = tuple[Tensor, Tensor]
 
 
 def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
-    """One line that explains ``output`` (``[T, H, Dv]``, codes perhaps), whose errors in budgets are ``shares``.
+    """Return one line that explains ``output``, or None.
 
-    Where some rows and heads hold NaN or Inf, and others are wrong, the line is about the others.
+    ``output``: ``[T, H, Dv]``, as codes if the layer quantises it. ``shares``: its errors in budgets, ``[T, H]``. If
+    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others.
     """
     values = output_values(output, truth.codes)
     is_finite = torch.isfinite(values).all(dim=-1)
@@ -96,16 +97,17 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
 
 
 def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> str | None:
-    """Return what is wrong in words, where no known fault fits: which keys, and which rows, heads and channels."""
+    """Return which keys, rows, heads and channels are wrong, for an output that no known fault fits."""
     keys = None if _too_much_work(truth) else key_pattern(problem, truth, values, shares)
     words = [each for each in (keys, pattern(problem, truth, values - truth.out, shares)) if each]
     return f"{UNKNOWN}{'; '.join(words)}" if words else None
 
 
 def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = ()) -> str | None:
-    """One line that explains a natural log-sum-exp ``got`` (float64 ``[T, H]``), or None.
+    """Return one line that explains a wrong LSE, or None.
 
-    ``others``: (meaning, LSE) of faults that concern the LSE alone; they are tried first.
+    ``got``: natural LSE, float64 ``[T, H]``. ``others``: (meaning, LSE) of faults of the LSE alone, which are tried
+    first.
     """
     shares = _lse_error(got, truth.lse, truth)
 
@@ -125,7 +127,7 @@ def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tu
 
 
 def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> tuple[str, ...]:
-    """Return the declared features that a likely cause, as :func:`explain` words it, is about; empty: none."""
+    """Return the declared features that a cause returned by :func:`explain` concerns; empty if none."""
     words = (meaning or "").partition(EVIDENCE)[0]
     if not words or _too_much_work(truth):
         return ()
@@ -135,7 +137,7 @@ def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> t
 
 
 def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
-    # Of scales first: a k_scale of 1/8 left out is a softmax scale of 1/8 left out.
+    # Scales come first, because leaving out a k_scale of 1/8 equals leaving out a softmax scale of 1/8.
     yield from scale_explanations(problem, truth.params, truth.rows)
     yield from latent_explanations(problem, truth.params, truth.rows)
     yield from explanations(truth.params, truth.rows, problem.cache.block_size)
@@ -148,9 +150,10 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> Iterator[Hypothesis]:
-    """Yield the hypotheses that stand in the wrong rows of the smallest request of one kind or another.
+    """Yield the hypotheses that fit the smallest request with wrong rows of some kind.
 
-    To try the others on all rows would take most of the time.
+    Requests are of one kind if they agree in having one new token, and in having a context. The other hypotheses are
+    skipped, since trying them on all rows would take most of the time.
     """
     smallest: dict[tuple[bool, bool], int] = {}
     work = [request.rows * request.num_keys for request in problem.requests]
@@ -183,7 +186,7 @@ def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) ->
 
 
 def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:
-    """(meaning, output) of what goes wrong with the scale of a quantised output, the likelier first."""
+    """Return (meaning, output) of faults in the scale of a quantised output, the nearest first."""
     codes = truth.codes
     if codes is None:
         return []
@@ -199,20 +202,22 @@ def _too_much_work(truth: Truth) -> bool:
 
 
 def _slack(out: Tensor, right: Tensor) -> Tensor:
-    """Budgets allowed around another answer: more where it is larger than the truth the budget was made for."""
+    """Return the budgets by which the output of a fault may be missed: more if it is larger than the truth."""
     size, usual = torch.linalg.vector_norm(out, dim=-1), torch.linalg.vector_norm(right, dim=-1)
+    # The budget was computed for an output of the size of the truth.
     slack: Tensor = 2 * (size / usual.clamp(min=1e-30)).clamp(min=1.0)
     return slack
 
 
 def _lse_error(a: Tensor, b: Tensor, truth: Truth) -> Tensor:
-    """In budgets; infinite where only one of the two is -inf, and where one is NaN."""
+    """Return the error in budgets; infinite where only one of the two is -inf, or one is NaN."""
     error = torch.where(a == b, torch.zeros_like(a), (a - b).abs() / truth.budget.lse)
     return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
 
 
 def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
-    """NaN or Inf, and what it could be. It is not a slot that nobody owns: in this step these hold finite numbers."""
+    """Return where NaN or Inf occur, and the likely reasons."""
+    # Reading a foreign slot is not a likely reason, because in this step foreign slots hold finite numbers.
     rows_and_heads = (~torch.isfinite(output)).any(dim=-1)
     rows = rows_and_heads.any(dim=1)
     empty = torch.isneginf(truth.lse).all(dim=1)
@@ -231,9 +236,9 @@ def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
 
 
 def _imprecision(truth: Truth, dtype: torch.dtype, shares: Tensor, measure: Callable[[Asked], Tensor]) -> str | None:
-    """The coarser arithmetic that is off by about as much wherever either is outside the budget, if there is one.
+    """Return the coarser arithmetic whose error is about as large wherever either exceeds the budget, or None.
 
-    ``measure``: how far in budgets the answer of such an arithmetic is from the truth.
+    ``measure``: returns the error, in budgets, of the output of such an arithmetic.
     """
     found: list[tuple[float, str]] = []
     for hypothesis in imprecisions(truth.params, truth.rows, dtype):

@@ -1,6 +1,6 @@
-"""Which of several answers an output shows: those that stand wherever it is wrong, far nearer to it than the truth.
+"""Select the answers that fit a wrong output: those that agree wherever it is wrong, far better than the truth does.
 
-On some batches a fault leaves the answer right, and would "explain" any error: such an answer is not named.
+On some batches a fault leaves the output right, and would "explain" any error. Such an answer is not named.
 """
 
 import math
@@ -16,27 +16,31 @@ from attncheck.harness.truth.wrong_rows import shared_by, which_heads
 from attncheck.reports.run_file.causes import ALTERNATIVE, EVIDENCE
 
 _APART = 3.0
-"""Budgets between an answer and the truth from which on an output tells them apart."""
+"""Budgets between an answer and the truth from which on an output can distinguish them."""
 
 _NEARER = 4.0
-"""How many times nearer than the truth an answer has to be to the wrong rows, all together."""
+"""How many times nearer than the truth an answer must be to the wrong rows, in the 2-norm over all of them."""
 
 _BEYOND_DOUBT = 1000.0
-"""How many times nearer an answer may be further off than its budget: the truth's is small where scores are capped."""
+"""An answer this many times nearer than the truth fits even beyond its slack.
+
+Where scores are capped, the budget of the truth is too small for the answer.
+"""
 
 _AS_NEAR, _NEAR = 2.0, 0.1
-"""Answers fit equally well if they are off by this factor of the nearest, and so many budgets a row and head more."""
+"""Answers fit equally well up to this factor of the smallest error, plus ``_NEAR`` budgets a row and head (2-norm)."""
 
 _MOST_NAMED = 3
-"""Answers that are named where several fit equally well."""
+"""Maximum number of answers named if several fit equally well."""
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """How far an answer is from what was seen, and from the truth; float64 ``[T, H]`` in budgets.
+    """Distances of an answer from the observed output and from the truth, float64 ``[T, H]`` in budgets.
 
-    ``fitted``: what was chosen to come near, so that a fit says less: nothing, one number for all rows, or something in
-    each row.
+    ``against``: from the observed output. ``apart``: from the truth. ``slack``: how far ``against`` may be for a fit.
+    ``fitted``: what was chosen to come near the output: nothing, one number for all rows, or something in each row. The
+    more was fitted, the less a fit means.
     """
 
     meaning: str
@@ -46,11 +50,11 @@ class Misfit:
     fitted: Literal["", "number", "rows"] = ""
 
     def fits(self, shares: Tensor) -> Tensor:
-        """Where what was seen may be this answer; ``shares``: how far it is from the truth."""
+        """Return where the output agrees with this answer. ``shares``: the output's distance from the truth."""
         return self.against <= torch.maximum(self.slack, shares / _BEYOND_DOUBT)
 
     def explains(self, shares: Tensor, wrong: Tensor) -> bool:
-        """Whether this answer, and not the truth, stands in all rows and heads that are ``wrong`` (bool ``[T, H]``)."""
+        """Return whether all rows and heads in ``wrong`` (bool ``[T, H]``) fit this answer, and not the truth."""
         if not bool((self.fits(shares) & (self.against < shares))[wrong].all()):
             return False
         far = bool((self.apart[wrong] >= _APART).any())
@@ -59,7 +63,7 @@ class Misfit:
 
 @dataclass(frozen=True)
 class _Fit:
-    """An answer that stands in all wrong rows: in which rows it stands, and by how many budgets it is off in all."""
+    """An answer that fits all wrong rows: ``where`` it fits, in words, and its total error ``off`` in budgets."""
 
     meaning: str
     where: str
@@ -67,9 +71,9 @@ class _Fit:
 
 
 def best_fit(problem: Problem, misfits: Iterable[Misfit], shares: Tensor) -> str | None:
-    """Return the best of the answers that stand in all wrong rows, and others that fit as well; None if none does.
+    """Return the best answer that fits all wrong rows, with others that fit as well, or None.
 
-    Best is what stands in all rows, with nothing fitted or one number; then what stands just in rows of one kind.
+    Answers rank by how little was fitted, and by where they fit: in all rows, or only in rows with a common property.
     """
     wrong = shares > 1
     ranked: dict[int, list[_Fit]] = {}
@@ -94,7 +98,10 @@ _EVERYWHERE = "all rows"
 
 
 def _where(problem: Problem, misfit: Misfit, shares: Tensor) -> tuple[str, bool]:
-    """Return the rows that an answer stands in, and whether words tell them from rows where the fault would show."""
+    """Return the rows that an answer fits, in words.
+
+    The flag states whether the words separate them from rows in which the fault would show.
+    """
     if bool(misfit.fits(shares).all()):
         return _EVERYWHERE, True
     wrong, telling = (shares > 1).cpu(), (misfit.apart >= _APART).cpu()
@@ -110,7 +117,7 @@ def _where(problem: Problem, misfit: Misfit, shares: Tensor) -> tuple[str, bool]
 
 
 def _by_kind(problem: Problem, misfits: list[Misfit], shares: Tensor) -> str | None:
-    """Return one answer for each kind of request with wrong rows, where another one stands in each kind."""
+    """Return one answer for each kind of request with wrong rows, if different answers fit different kinds."""
     wrong, found = shares > 1, []
     kinds: dict[str, list[int]] = {}
     for request in problem.requests:

@@ -1,7 +1,7 @@
-"""By which factor scale, soft cap or ALiBi slopes are wrong, where the output is the right one of another number.
+"""Find the factor by which scale, soft cap or ALiBi slopes are wrong, if the output is right for another number.
 
-The factor is looked for on the smallest requests with wrong rows, first on a grid and then between two of its points,
-and made exact on all rows.
+The factor is searched for on the smallest requests with wrong rows, on a grid and then between two of its points, and
+is then refined on all rows.
 """
 
 import math
@@ -19,19 +19,19 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.reference import AttentionParams
 
 _REACH, _STEP = math.log(4.0), 0.05
-"""Natural logarithms: of the largest factor that is looked for, and between two points of the grid."""
+"""Natural logarithms: of the largest factor tried, and of the step between two points of the grid."""
 
 _FINEST = 2e-6
 """Difference of two logarithms below which the search ends."""
 
 _LEAST = 2e-4
-"""Share by which a factor has to differ from 1."""
+"""Natural logarithm that a factor must exceed in absolute value; below it, the factor counts as 1."""
 
 _NEARER = 2.0
-"""How many times nearer than the truth the best answer has to be on the smallest requests."""
+"""How many times nearer than the truth the best answer must be on the smallest requests."""
 
 _FEW_SCORES, _MOST_SCORES = 2**17, 2**20
-"""Scores ``H * rows * keys``: of the smallest requests together, and of a request that is looked at in any case."""
+"""Scores ``H * rows * keys``: maximum for the smallest requests together, and for a single request."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -39,7 +39,7 @@ Altered = Callable[[float], AttentionParams]
 
 
 def other_factors(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output ``[T, H, Dv]``) of the factor on each number of the layer that is nearest to ``values``.
+    """Yield (meaning, output ``[T, H, Dv]``) of the factor nearest to ``values``, for each number of the layer.
 
     ``shares``: the errors of ``values`` in budgets, ``[T, H]``.
     """
@@ -71,7 +71,7 @@ def other_factors(problem: Problem, truth: Truth, values: Tensor, shares: Tensor
 
 
 def _numbers(params: AttentionParams) -> Iterator[tuple[str, Altered]]:
-    """Yield what may be wrong by a factor, in words, and the parameters for each factor."""
+    """Yield each number that may be wrong by a factor, in words, with a function from the factor to the parameters."""
     yield "scale is", lambda factor: replace(params, scale=params.softmax_scale * factor)
     cap, slopes = params.soft_cap, params.alibi_slopes
     if cap is not None:
@@ -81,7 +81,7 @@ def _numbers(params: AttentionParams) -> Iterator[tuple[str, Altered]]:
 
 
 def _smallest_wrong(problem: Problem, truth: Truth, shares: Tensor) -> list[int]:
-    """Return the requests with wrong rows that have the fewest scores; none where these are too many."""
+    """Return the requests with wrong rows that have the fewest scores; empty if even the smallest has too many."""
     wrong = (shares > 1).any(dim=1)
     scores = {
         index: request.rows * request.num_keys * truth.params.num_heads
@@ -96,7 +96,7 @@ def _smallest_wrong(problem: Problem, truth: Truth, shares: Tensor) -> list[int]
 
 
 def _narrowed(off: Callable[[float], float], middle: float, reach: float) -> float:
-    """Return where ``off`` is least within ``reach`` of ``middle``, by golden sections."""
+    """Return the minimum of ``off`` within ``reach`` of ``middle``, by golden-section search."""
     low, high = middle - reach, middle + reach
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = off(left), off(right)

@@ -1,4 +1,4 @@
-"""Which KV head each wrong query head reads, where its output is the right one of another KV head."""
+"""Find which KV head each wrong query head reads, if its output is right for another KV head."""
 
 from dataclasses import replace
 
@@ -10,17 +10,17 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
 
 _MOST_REQUESTS = 4
-"""Requests in whose rows other KV heads are tried."""
+"""Maximum number of requests in whose rows other KV heads are tried."""
 
 _NAMED = 4
 """Heads that a message names one by one."""
 
 
 def other_heads(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> list[tuple[str, Tensor]]:
-    """Return (meaning, output ``[T, H, Dv]``) of the head map that comes nearest to ``values``.
+    """Return (meaning, output ``[T, H, Dv]``) of the map from query heads to KV heads that comes nearest to ``values``.
 
-    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong heads are mapped anew. Empty where no map
-    could be told from another.
+    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong heads are remapped. Empty for a single KV
+    head, for latent attention, and if the worst rows of the wrong heads are in more than ``_MOST_REQUESTS`` requests.
     """
     params = truth.params
     wrong = (shares > 1).any(dim=0).nonzero().flatten().tolist()
@@ -44,7 +44,7 @@ def _request_of(problem: Problem, row: int) -> int:
 
 
 def _nearest(problem: Problem, truth: Truth, values: Tensor, own: Tensor, request: int) -> Tensor:
-    """int64 ``[H]``: for each query head the other KV head whose answers in ``request`` are nearest to ``values``."""
+    """Return int64 ``[H]``: for each query head, the other KV head whose output in ``request`` is nearest."""
     asked, params = problem.requests[request], truth.params
     taken, keys = slice(asked.first_row, asked.first_row + asked.rows), slice(asked.base, asked.base + asked.num_keys)
     rows = truth.rows
@@ -70,7 +70,7 @@ def _reading(truth: Truth, reads: Tensor) -> UnpagedAttention:
 
 
 def _words(found: list[tuple[int, int, int]]) -> str:
-    """What (query head, KV head it reads, KV head it should read) come to."""
+    """Return the head map in words, from triples (query head, KV head it reads, KV head it should read)."""
     heads, read = [each[0] for each in found], [each[1] for each in found]
     if len(found) > 1 and len(set(read)) == 1:
         return f"query heads {', '.join(map(str, heads))} read KV head {read[0]} in place of their own"

@@ -1,9 +1,9 @@
-"""What a faulty backend may have computed in place of the right answer.
+"""Outputs that a faulty backend may have computed instead of the right one.
 
-Each :class:`Hypothesis` is the problem with one thing changed: a window one key longer, the soft cap left out, the last
-key lost. They have two uses. A case must notice those that concern its modifiers, or it is blind. A wrong output that
-fits one of them can be explained. The right problem in coarser arithmetic is among them. To add a modifier of scores,
-add a row to ``_LEFT_OUT``; one that hides keys needs toggles that move its edge as well.
+Each :class:`Hypothesis` is the problem with one change: a window one key longer, no soft cap, the last key lost. They
+have two uses. A case that does not notice those that concern its modifiers is blind. A wrong output that fits one of
+them can be explained. Coarser arithmetic is among them. To add a modifier of scores, add a row to ``_LEFT_OUT``; a
+modifier that hides keys also needs toggles that move its edge.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ from attncheck.reference import AttentionParams, Precision, visible
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What a faulty backend may have done: ``meaning`` names it, ``compute`` gives its output and LSE.
+    """A fault of a backend: ``meaning`` names it, ``compute`` returns the output and LSE it produces.
 
-    ``features``: the declared features that a backend with this fault does not have.
+    ``features``: the declared features that a backend with this fault lacks.
     """
 
     meaning: str
@@ -35,8 +35,8 @@ class Hypothesis:
 class Toggle:
     """A modifier of the layer changed by the smallest step, or turned off.
 
-    ``acts`` (bool ``[T]``): the rows whose answer it can change at all. ``mostly``: whether most of these have to
-    notice before the case counts as able to see it, not only one.
+    ``acts`` (bool ``[T]``): rows whose output it can change. ``mostly``: whether more than half of these must notice
+    the change for the case not to be blind, or only one.
     """
 
     subject: str
@@ -50,14 +50,14 @@ _LEFT_OUT = (
     ("alibi_slopes", "alibi", "the ALiBi bias is missing", 2),
     ("sinks", "sinks", "the sinks are ignored", 1),
 )
-"""Modifiers of scores: field, feature, what a backend does that ignores it, keys a row needs to notice."""
+"""Modifiers of scores: field, feature, the fault of ignoring it, and how many keys a row needs to notice."""
 
 _HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
-"""Head sizes whose usual scale a kernel may hold fast, or take from padded tensors."""
+"""Head sizes whose default scale a kernel may hard-code, or derive from padded tensors."""
 
 
 def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
-    """The changes a case with these parameters must notice."""
+    """Yield the changes that a case with these parameters must notice."""
     seen = keys_seen(rows, params)
     for field, subject, meaning, fewest_keys in _LEFT_OUT:
         if getattr(params, field) not in (None, 0):
@@ -73,7 +73,7 @@ def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]
 
 
 def causal_toggle(params: AttentionParams, rows: UnpagedAttention) -> Toggle:
-    """What a decoder layer without a causal mask must notice: the mask that kernels for decoders have."""
+    """Return the causal mask that decoder kernels have, which a decoder layer without one must notice."""
     causal = replace(params, causal=True)
     fewer = keys_seen(rows, causal) < keys_seen(rows, params)
     return Toggle("causal", _altered("a causal mask is applied", rows, causal, "non_causal"), fewer, mostly=True)
@@ -119,7 +119,7 @@ def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tenso
 
 
 def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
-    """Common faults in the order in which they are tried on a wrong output; some equal the truth of some batches."""
+    """Yield common faults in the order in which they are tried; on some batches, some of them equal the truth."""
     yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     for toggle in toggles(params, rows):
         yield toggle.hypothesis
@@ -184,9 +184,9 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
 
 
 def imprecisions(params: AttentionParams, rows: UnpagedAttention, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """The right question in coarser arithmetic than a good kernel of ``dtype`` uses: what matters is how far it is off.
+    """Yield the right problem in coarser arithmetic than a good kernel of ``dtype`` uses, to compare sizes of errors.
 
-    TF32 and float16 keep as many bits, and cannot be told apart by their errors.
+    TF32 and float16 have equally many significant bits, so their errors look alike.
     """
     for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
         if torch.finfo(coarse).eps > torch.finfo(dtype).eps:
@@ -206,7 +206,7 @@ def _coarse(meaning: str, rows: UnpagedAttention, params: AttentionParams, preci
 
 
 def _rounded(x: Tensor, coarse: torch.dtype) -> Tensor:
-    """``x`` with as many bits as ``coarse`` keeps, and its own range."""
+    """Return ``x`` rounded to the precision of ``coarse``, with the exponent range of its own dtype."""
     fraction, exponent = torch.frexp(x.double())
     grid = 2 / torch.finfo(coarse).eps
     return torch.ldexp(torch.round(fraction * grid) / grid, exponent).to(x.dtype)
@@ -217,7 +217,7 @@ def _altered(meaning: str, rows: UnpagedAttention, params: AttentionParams, *fea
 
 
 def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield the faults of a backend that ignores several modifiers of the layer, pairs first."""
+    """Yield the faults of ignoring several modifiers of the layer at once, pairs first."""
     off: dict[str, dict[str, Any]] = {
         feature: {field: None} for field, feature, _, _ in _LEFT_OUT if getattr(params, field) not in (None, 0)
     }
@@ -231,7 +231,7 @@ def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterat
 
 
 def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
-    """Keys that faulty kernels lose: (meaning, predicate of request, row and key positions that hides a key)."""
+    """Yield (meaning, predicate that hides a key) of keys that faulty kernels lose."""
     query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
@@ -245,18 +245,18 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
 
 
 def masked(meaning: str, rows: UnpagedAttention, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
-    """The fault of losing the keys that are ``hidden``."""
+    """Return the fault of losing the keys for which ``hidden`` is true."""
     return Hypothesis(meaning, lambda: rows.attend(params, hidden=hidden))
 
 
 def _moved_mask(meaning: str, rows: UnpagedAttention, params: AttentionParams, shift: int) -> Hypothesis:
-    """The mask of rows ``shift`` positions further on, over the same keys."""
+    """Return the fault of using the mask of the row ``shift`` positions later, over the same keys."""
     every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
     return masked(meaning, rows, every, lambda _r, q, k: ~visible(params, q + shift, k))
 
 
 def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield the faults of a tile of rows under one window."""
+    """Yield the faults of using one row's window for a whole tile of rows."""
     left, right = params.window
     if left < 0:
         return
@@ -281,7 +281,7 @@ def _zeros(rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
 
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
-    """int64 ``[T]``: how many keys each row sees."""
+    """Return int64 ``[T]``: how many keys each row sees."""
     num_keys, _, node, context_len = rows.places
     first, last = visible_span(params, context_len + node, num_keys)
     count = (last - first + 1).clamp(min=0)

@@ -1,7 +1,7 @@
-"""Which span of keys each wrong row sees, where its output is the right one of other neighbouring keys.
+"""Find the span of keys each wrong row sees, if its output is right for a span with another start or end.
 
-A mask that is left out in one tile, a window that begins at a page, a lost tail: each row then sees more or fewer keys
-at one end of its span than it should, and how many differs from row to row.
+Examples are a mask left out in one tile, a window that begins at a page boundary, and a lost tail: each row then sees
+more or fewer keys at one end of its span, and how many differs from row to row.
 """
 
 import torch
@@ -13,23 +13,23 @@ from attncheck.harness.truth.softmax_hypotheses import parts_of_request, unmaske
 from attncheck.harness.truth.truth import Truth
 
 WINDOW_START = "the window begins"
-"""How the meaning begins of a fault at the first key of a sliding window."""
+"""Prefix of the meaning of a fault at the first key of a sliding window."""
 
 _MOST_ROWS = 128
-"""Wrong rows of one answer for which spans are tried."""
+"""Maximum number of wrong rows for which spans are tried."""
 
 _MOST_SCORES = 2**24
-"""Scores ``H * rows * keys`` of a request above which they are not held at once."""
+"""Scores ``H * rows * keys`` of a request above which spans are not tried, because all are held at once."""
 
 _MOST_KEYS = 8192
-"""Keys of a request above which no spans are tried: each end is tried in turn."""
+"""Keys of a request above which spans are not tried, because every possible end is tried in turn."""
 
 
 def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> list[tuple[str, Tensor]]:
-    """Return (meaning, output ``[T, H, Dv]``) of the spans that come nearest to ``values``: other ends, other starts.
+    """Return (meaning, output ``[T, H, Dv]``) of the spans nearest to ``values``: with other ends, with other starts.
 
-    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong rows get another span. Empty where the rows
-    have no such span, or are too many.
+    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong rows get another span. Empty if no other
+    span comes nearer, if the layer has a tree, or if there are too many rows or keys.
     """
     wrong = (shares > 1).any(dim=1)
     if truth.rows.tree is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
@@ -56,7 +56,10 @@ def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
 def _nearest(
     truth: Truth, index: int, request: Request, own: Tensor, values: Tensor, shares: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return, for rows ``own [r]`` of a request, the nearest output ``[r, H, Dv]`` and by how many keys it is moved."""
+    """Return the nearest outputs ``[r, H, Dv]`` for rows ``own [r]`` of a request, and how many keys the end was moved.
+
+    The dict has one entry for spans with other ends, and one for other starts.
+    """
     params = truth.params
     scores = unmasked_scores(params, truth.rows, index)[:, own]
     held = parts_of_request(truth.rows, index)[2].repeat_interleave(params.group_size, dim=1).transpose(0, 1)
@@ -90,7 +93,7 @@ def _nearest(
 
 
 def _words(place: str, shifts: list[int], *, has_window: bool) -> str:
-    """Return the fault in words; a shift above 0 is a span with more keys than the right one."""
+    """Return the fault in words; a shift above 0 means more keys than in the right span."""
     low, high = min(shifts), max(shifts)
     if place == "start":
         name = WINDOW_START if has_window else "the keys begin"

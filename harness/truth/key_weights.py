@@ -1,8 +1,8 @@
-"""Which keys weigh too much or too little where no known fault fits, and what their places share.
+"""Find which keys weigh too much or too little if no known fault fits, and what their positions have in common.
 
-Every row and head points at one key, so a fault that hides, shows or weighs keys moves a row's output towards one value
-or away from it. That key is looked for in each wrong row; the heaviest keys of the right rows are what it is held
-against.
+In the inputs, each row and head gives most weight to one key. A fault that hides, shows or reweighs keys therefore
+moves the row's output towards one value, or away from it. Each wrong row blames that key; the heaviest keys of the
+right rows serve as a control.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,27 +23,27 @@ _CLEAR = 0.75
 """Cosine between an error and the move towards one value from which on that key is blamed."""
 
 _MOSTLY = 0.75
-"""Share of the wrong rows and heads in which a key has to be found."""
+"""Share of the wrong rows and heads that must blame a key."""
 
 _HEAVY = 0.3
-"""Weight from which on a right row would show that its key is lost."""
+"""Weight of a key above which its loss would show in a right row."""
 
 _NEARLY_ALL = 0.8
-"""Share of the blamed keys that a property has to hold for."""
+"""Share of the blamed keys that a property must hold for."""
 
 _MOST_TRIED = 12
-"""Properties for which the output without these keys is computed."""
+"""Maximum number of properties for which the output without these keys is computed."""
 
 _BOUNDS = (1024, 512, 256, 128, 64, 32)
-"""Keys that a kernel may have room for."""
+"""Numbers of keys that a kernel may have room for."""
 
 _STEPS = (256, 128, 64, 32, 16, 8, 4, 2)
-"""Keys of a tile, a page or a vector."""
+"""Numbers of keys in a tile, a page or a vector."""
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of rows and heads, int64 ``[n]`` each: position of the key and of the row, and the request's sizes."""
+    """Keys of rows and heads, int64 ``[n]`` each: positions of the key and the row, and facts of the request."""
 
     key: Tensor
     row: Tensor
@@ -53,7 +53,7 @@ class _Keys:
 
 
 Property = Callable[[_Keys], Tensor]
-"""Keys -> bool ``[n]``."""
+"""A predicate of keys; returns bool ``[n]``."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class WrongKeys:
 
     blamed: _Keys
     is_seen: Tensor
-    """Bool ``[n]``: whether the row sees the key it blames."""
+    """bool ``[n]``: whether the row sees the key it blames."""
     likeness: Tensor
-    """Float64 ``[n]``: above 0 where the key weighs too much."""
+    """float64 ``[n]``: cosine of the error with the move towards the key's value; > 0 if the key weighs too much."""
     spared: _Keys
     num_wrong: int
-    """Wrong rows and heads, those that blame no key among them."""
+    """Wrong rows and heads, including those that blame no key."""
 
 
 def wrong_keys(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> WrongKeys | None:
-    """Return the keys that the wrong rows of ``values [T, H, Dv]`` blame; None: none do, or they cannot be looked for.
+    """Return the keys that the wrong rows of ``values [T, H, Dv]`` blame, or None.
 
-    ``shares``: the errors of ``values`` in budgets, ``[T, H]``.
+    None if no row blames a key, or for layers with a tree. ``shares``: the errors of ``values`` in budgets, ``[T, H]``.
     """
     if truth.rows.tree is not None:
         return None
@@ -100,7 +100,7 @@ def wrong_keys(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -
 
 
 def lost_keys(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output) of losing all keys that share a property with those that weigh too little."""
+    """Yield (meaning, output) of losing all keys that share a property with the keys that weigh too little."""
     found = wrong_keys(problem, truth, values, shares)
     if found is None:
         return
@@ -126,7 +126,7 @@ def _is_lost(has: Property, sizes: Sequence[tuple[int, int]], request: int, rows
 
 
 def key_pattern(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> str | None:
-    """Return which keys weigh too much or too little in the wrong rows of ``values``, in words, or None."""
+    """Return in words which keys weigh too much or too little in the wrong rows of ``values``, or None."""
     found = wrong_keys(problem, truth, values, shares)
     if found is None or len(found.blamed.key) < _MOSTLY * found.num_wrong:
         return None
@@ -146,7 +146,7 @@ def key_pattern(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
 
 
 def _likeness(truth: Truth, index: int, taken: slice, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines ``[H, rows, keys]`` between the errors and the moves towards each value; bool ``[rows, keys]``."""
+    """Return cosines ``[H, rows, keys]`` of errors with the moves towards each value, and which keys each row sees."""
     rows = truth.rows
     held = parts_of_request(rows, index)[2].repeat_interleave(truth.params.group_size, dim=1).transpose(0, 1)
     right = truth.out[taken].transpose(0, 1)
@@ -183,7 +183,7 @@ def _joined(parts: list[_Keys]) -> _Keys:
 
 
 def _properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Property]]:
-    """Yield (what keys may share, whether they do); ``found``: the blamed ones."""
+    """Yield (property in words, predicate) of properties that keys may share. ``found``: the blamed keys."""
     size = problem.cache.block_size
     yield "of the context", lambda k: k.key < k.cached
     yield "of this step", lambda k: k.key >= k.cached

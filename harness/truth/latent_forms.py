@@ -1,8 +1,8 @@
-"""The two forms in which kernels answer a question of latent attention, what each loses, and faults that are theirs.
+"""The two forms in which kernels compute latent attention, what each loses to rounding, and faults specific to them.
 
 The truth is the naive form in float64. A kernel may up-project keys and values and keep them in its dtype, as is usual
-for prompts, or move the query into the latent space and attend over the cache rows themselves, as is usual for decodes;
-what is rounded on the way differs.
+for prompts. It may also project the query into the latent space and attend over the cache rows themselves, as is usual
+for decodes. The two forms round different intermediate results.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, Precision, merge_attn_states, mla_params
 
 LATENT_ROUNDINGS = 4
-"""Roundings of the output that are always allowed: two as everywhere, one of the values, one of what is merged."""
+"""Roundings of the output that are always allowed: two as for any layer, one of the values, one of merged results."""
 
 _OTHER_GRID = 1.3
-"""Rounded to the dtype's numbers divided by this, just as dense, a kernel is as good, and its errors are others."""
+"""Divisor of the dtype's numbers for a second rounding grid, which is as dense but gives other rounding errors."""
 
 Answer = tuple[Tensor, Tensor]
 """Output ``[T, H, Dv]`` and LSE ``[T, H]``."""
@@ -33,21 +33,21 @@ Attend = Callable[[UnpagedAttention, AttentionParams], Answer]
 
 @dataclass(frozen=True)
 class CacheRows:
-    """What stands in the cache, float64: latent rows ``[N, 1, L]`` and rotated parts ``[N, 1, E]``."""
+    """The contents of the cache in float64: latent rows ``[N, 1, L]`` and rotary parts ``[N, 1, E]``."""
 
     latent: Tensor
     rotary: Tensor
 
 
 def cache_rows(problem: Problem, device: torch.device) -> CacheRows:
-    """The cache's rows in exact numbers."""
+    """Return the exact values of the cache's rows."""
     layer, cache = problem.layer, problem.cache
     latent = key_storage(layer, cache).exact(problem.keys.to(device))
     return CacheRows(latent.double(), value_storage(layer, cache).exact(problem.values.to(device)).double())
 
 
 def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> UnpagedAttention:
-    """The question as ordinary attention over float64 keys and values: exact."""
+    """Return the problem as ordinary attention over exact float64 keys and values."""
     device = cached.latent.device
     weights = weights.to(device)
     keys, values = weights.keys(cached.latent, cached.rotary), weights.values(cached.latent)
@@ -57,7 +57,7 @@ def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> U
 
 
 def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: UnpagedAttention) -> UnpagedAttention:
-    """The same over cache rows: float64 queries ``[T, H, L + E]``, one KV head whose values are the latent part."""
+    """Return the problem over cache rows: float64 queries ``[T, H, L + E]``, and one KV head with latent values."""
     w_uk = weights.w_uk.to(rows.query)
     nope, rope = rows.query.split([w_uk.shape[2], cached.rotary.shape[2]], dim=-1)
     query = torch.cat([torch.einsum("thp,lhp->thl", nope, w_uk), rope], dim=-1)
@@ -72,12 +72,12 @@ def latent_answers(
     params: AttentionParams,
     attend: Attend,
 ) -> Iterator[Answer]:
-    """What low-precision runs of both forms answer; all that a kernel keeps is rounded to the dtype.
+    """Yield outputs and LSEs of low-precision runs of both forms; all that a kernel keeps is rounded to the dtype.
 
-    ``attend``: a low-precision run of an ordinary question. ``cached``: the cache's rows as a kernel reads them.
-    ``rows`` and ``params`` are those of the naive form, which is answered a second time with the context apart, as
-    engines do with prompts that have one, and with roundings of its own, since what these cost a row is a matter of
-    luck.
+    ``attend``: a low-precision run of ordinary attention. ``cached``: the cache's rows as a kernel reads them. ``rows``
+    and ``params`` belong to the naive form. That form is run a second time as engines run prompts that have a context:
+    with the context attended separately. The second run rounds to another grid, since the loss of a row in one run is
+    random.
     """
     dtype, nope = problem.dtype, weights.w_uk.shape[2]
     yield attend(_kept(rows, nope, dtype), params)
@@ -92,13 +92,13 @@ def latent_answers(
 
 
 def _kept(rows: UnpagedAttention, nope: int, dtype: torch.dtype, grid: float = 1.0) -> UnpagedAttention:
-    """What a kernel keeps of up-projected keys (their first ``nope`` channels) and values."""
+    """Return the rows with up-projected keys (the first ``nope`` channels) and values rounded to ``dtype``."""
     keys = torch.cat([_through(rows.keys[..., :nope], dtype, grid), rows.keys[..., nope:]], dim=-1)
     return replace(rows, keys=keys, values=_through(rows.values, dtype, grid))
 
 
 def _in_pieces(rows: UnpagedAttention, params: AttentionParams, workspace: int | None, precision: Precision) -> Answer:
-    """New keys first, then the context in pieces that every row sees; each result and each merge is rounded."""
+    """Attend over the new keys, then merge the context piece by piece; each result and each merge is rounded."""
     length, starts = rows.num_keys, rows.cu_seqlens_k[:-1]
     context = (length - rows.num_rows).clamp(min=0)
     longest = int(context.max())
@@ -110,6 +110,7 @@ def _in_pieces(rows: UnpagedAttention, params: AttentionParams, workspace: int |
         index = torch.arange(int(ends[-1]), device=counts.device)
         index = index + (starts + first - ends + counts).repeat_interleave(counts)
         part = replace(rows, keys=rows.keys[index], values=rows.values[index], cu_seqlens_k=_with_zero(ends))
+        # A piece of the context has no causal mask and no tree: every row sees all of it.
         return (part if how is params else replace(part, tree=None)).attend(how, precision)
 
     answer = state(context, length, params)
@@ -124,7 +125,7 @@ def _with_zero(ends: Tensor) -> Tensor:
 
 
 def latent_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Faults that only layers with a latent cache can have; ``params`` and ``rows``: those of the naive form."""
+    """Yield faults that only layers with a latent cache can have. ``params`` and ``rows`` belong to the naive form."""
     mla, weights = problem.layer.mla, problem.up_projections
     if mla is None or weights is None:
         return
@@ -152,7 +153,7 @@ def latent_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
 def _piece_explanations(
     problem: Problem, params: AttentionParams, rows: UnpagedAttention, size: int
 ) -> Iterator[Hypothesis]:
-    """Yield faults of a context taken in pieces of ``size`` keys, in requests of several rows."""
+    """Yield faults in attending over the context in pieces of ``size`` keys."""
     cached = [request.cached for request in problem.requests]
     starts = [request.first_position for request in problem.requests]
 
@@ -183,7 +184,7 @@ def _piece_explanations(
 
 
 def _cut_in_halves(weights: UpProjections) -> UpProjections:
-    """What becomes of the weights when the fused ones are not cut head by head."""
+    """Return the weights that result if the fused ones are split into all keys and all values, and not head by head."""
     sizes, heads = (weights.w_uk.shape[2], weights.w_uv.shape[2]), weights.w_uk.shape[1]
     halves = weights.fused().split([heads * size for size in sizes])
     w_uk, w_uv = (half.unflatten(0, (heads, size)).permute(2, 0, 1) for half, size in zip(halves, sizes, strict=True))
@@ -191,5 +192,5 @@ def _cut_in_halves(weights: UpProjections) -> UpProjections:
 
 
 def _through(x: Tensor, dtype: torch.dtype, grid: float = 1.0) -> Tensor:
-    """``x`` rounded to ``dtype``, or to the numbers of ``dtype`` times ``1 / grid``."""
+    """Return ``x`` rounded to ``dtype``, or to the numbers of ``dtype`` divided by ``grid``."""
     return (x * grid).to(dtype).to(x.dtype) / grid

@@ -1,4 +1,4 @@
-"""Faults of the log-sum-exp alone: another base, a term left out, the number of another row or head."""
+"""Faults of the LSE alone: another base, a term left out, or the LSE of another row or head."""
 
 import math
 from collections.abc import Iterator
@@ -11,9 +11,10 @@ from attncheck.harness.truth.truth import Truth
 
 
 def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, LSE ``[T, H]``) of what goes wrong with the LSE alone; ``got``: the wrong one.
+    """Yield (meaning, LSE ``[T, H]``) of faults of the LSE alone. ``got``: the wrong LSE.
 
-    ``output_holds``: whether the output is right. If not, the LSE may be wrong for the same reason.
+    ``output_holds``: whether the output is right. If not, both may be wrong for the same reason, and few faults are
+    tried.
     """
     right = truth.lse
     for base, name in ((2, "2"), (10, "10")):

@@ -1,4 +1,4 @@
-"""Faults of scale, soft cap, ALiBi and sinks that make the scores others, without leaving a modifier out."""
+"""Faults of scale, soft cap, ALiBi and sinks that change the scores without ignoring the modifier."""
 
 import math
 from collections.abc import Iterator
@@ -26,23 +26,23 @@ _FACTORS = (
     (0.25, "1/4"),
     (-1.0, "-1"),
 )
-"""Factors on the scores that kernels leave out or apply once too often: (factor, in words)."""
+"""Factors on the scores that kernels leave out or apply once too often: (factor, its name)."""
 
 _CAPS = (1.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
-"""Soft caps that models have, and that a kernel may hold fast."""
+"""Soft caps that models use, and that a kernel may hard-code."""
 
 _PARTS = (16, 32, 64, 128, 256, 512)
-"""Keys of a tile or split that may count the sinks."""
+"""Numbers of keys in a tile or split, each of which may count the sinks once."""
 
 _LIKE = 0.02
-"""Difference of two sinks, or share of two factors, below which they are taken for equal."""
+"""Difference of two sinks below which they count as equal."""
 
 _TELLING = 0.05
-"""Share of the weights that keys and sinks each need, for their ratio to say what the sink is."""
+"""Share of the weights that the keys and the sink each need before their ratio determines the sink."""
 
 
 def modifier_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """The faults that these parameters allow; those of sinks are told by :func:`other_sinks`."""
+    """Yield the faults that these parameters allow, except those of sinks, which :func:`other_sinks` yields."""
 
     def asked(meaning: str, *features: str, **changes: object) -> Hypothesis:
         return Hypothesis(meaning, lambda: rows.attend(replace(params, **changes)), features)  # type: ignore[arg-type]
@@ -108,15 +108,13 @@ def _slopes(params: AttentionParams, slopes: tuple[float, ...]) -> Iterator[tupl
 
 
 def other_sinks(params: AttentionParams, rows: UnpagedAttention) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output ``[T, H, Dv]``) of what goes wrong with sinks.
-
-    A sink divides the output of the keys alone by ``1 + exp(sink - lse)``.
-    """
+    """Yield (meaning, output ``[T, H, Dv]``) of faults of sinks."""
     if params.sinks is None:
         return
     bare, lse = rows.attend(replace(params, sinks=None))
     sinks = torch.tensor(params.sinks, dtype=torch.float64, device=bare.device)
 
+    # A sink divides the output without it by 1 + exp(sink - lse).
     def with_sinks(other: Tensor) -> Tensor:
         return bare * torch.sigmoid(lse - other)[..., None]
 
@@ -131,7 +129,7 @@ def other_sinks(params: AttentionParams, rows: UnpagedAttention) -> Iterator[tup
 
 
 def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, _shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output) of the sink of each head that ``values`` tell of, one for all rows."""
+    """Yield (meaning, output) of the sinks that fit ``values``, one per head for all rows."""
     params = truth.params
     if params.sinks is None:
         return

@@ -1,7 +1,7 @@
-"""Faults of pages and splits: keys read at wrong slots, and parts of the keys never read.
+"""Faults of pages and splits: keys read at wrong slots, and parts of the keys that are never read.
 
-A wrong slot holds a key of another position or request, or a stale row; what stands there is known, so that the answer
-of such a kernel can be computed. They explain outputs, as :mod:`attncheck.harness.truth.hypotheses` does.
+A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such a
+kernel can be computed. Like :mod:`attncheck.harness.truth.hypotheses`, these explain wrong outputs.
 """
 
 import math
@@ -21,32 +21,35 @@ from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, visible
 
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
-"""Tokens a page may have in a kernel that does not take their number from the cache."""
+"""Page sizes in tokens that a kernel may assume without reading the cache's."""
 
 _COLUMNS = (1, 2, 4, 8, 16, 32, 64)
-"""Columns of a block table that a kernel may have room for."""
+"""Numbers of block-table columns that a kernel may have room for."""
 
 _FEW_PAGES = 4
-"""The largest of the columns of a block table of which any two are exchanged."""
+"""Highest column index of the block table up to which every two columns are exchanged."""
 
 _PAGE_BITS = (8, 15, 16, 24)
-"""Bits that a page number may be cut to."""
+"""Numbers of bits that page numbers may be truncated to."""
 
 _SPLITS = (2, 4, 8, 16)
 """Numbers of splits of the keys among programs."""
 
 _SPLIT_KEYS = (64, 128, 256, 512, 1024)
-"""Keys a split may have in a kernel that fixes them."""
+"""Keys per split, in kernels that fix this number."""
 
 
 def paging_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """The faults of a cache in pages; none for layers without one, and for questions that a path splits."""
+    """Yield the faults of a paged cache.
+
+    There are none for layers without a pool, for latent attention, and for problems split into parts.
+    """
     if not problem.has_pool or problem.parts or problem.layer.mla is not None:
         return
     for meaning, hidden in _unread_keys(problem):
         yield masked(meaning, rows, params, hidden)
     if key_storage(problem.layer, problem.cache).is_fp8:
-        return  # a stale row is held as codes that depend on the backend's rounding
+        return  # the codes of a stale row depend on the backend's rounding
     for meaning, slots in _wrong_slots(problem):
         found = None if slots is None or torch.equal(slots, problem.key_slots) else rows_in_pool(problem, slots)
         if found is not None:
@@ -59,7 +62,7 @@ def paging_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
 
 
 def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield what comes of reading the slots of this step's keys before they are written."""
+    """Yield the faults of reading the slots of this step's keys before they are written."""
     new = problem.new_keys[problem.new_keys >= 0]
     if not len(new):
         return
@@ -78,7 +81,10 @@ def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttentio
 
 
 def _keys_behind(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield what comes of slots behind the last key: seen by every row, or taken for keys of the request."""
+    """Yield the faults of reading slots after the last key.
+
+    These are seen by every row, or counted as keys of the request.
+    """
     if params.attn_chunk_size is not None or rows.tree is not None:
         return
     size, num_keys = problem.cache.block_size, rows.num_keys.tolist()
@@ -101,7 +107,7 @@ def _longer(
     *,
     seen_by_all: bool = True,
 ) -> Iterator[Hypothesis]:
-    """Yield the fault of ``extra`` keys of each request, those in the slots behind its own."""
+    """Yield the fault of reading ``extra`` more keys for each request, from the slots after its own."""
     size, table, num_keys = problem.cache.block_size, problem.block_table.long(), rows.num_keys.tolist()
     slots = [
         table[r, position // size] * size + position % size
@@ -122,7 +128,7 @@ def _longer(
         return
 
     def hidden(r: int, q: Tensor, k: Tensor) -> Tensor:
-        # Rows are aligned to the end of the keys, and so of the longer ones.
+        # Rows are aligned to the end of the keys, which has moved by the extra ones.
         end: int = num_keys[r]
         return ~(visible(params, q - extra[r], k) | (k >= end))
 
@@ -130,7 +136,7 @@ def _longer(
 
 
 def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
-    """(meaning, int64 ``[N]``: the slot at which each key is looked for; None where that cannot be said)."""
+    """Yield (meaning, int64 ``[N]``: the slot read for each key, or None if a slot lies outside the block table)."""
     size, table = problem.cache.block_size, problem.block_table.long()
     lengths = torch.tensor([request.num_keys for request in problem.requests])
     request = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -147,7 +153,7 @@ def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
     behind = (table[request, 0] + page) % problem.num_blocks
     yield "pages are taken to lie behind one another, from the first of the request on", behind * size + offset
     for other in _PAGE_SIZES:
-        if other < size:  # of larger ones, some pages would begin behind the pool
+        if other < size:  # with larger ones, some pages would begin after the end of the pool
             yield f"page p is read from slot {other} * p on, not {size} * p", slots(request, page, offset, other)
         if other != size:
             column, offset_in = position // other, position % other
@@ -193,7 +199,10 @@ def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def _exchanged_pages(page: Tensor, last: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (which pages of a request, int64 ``[N]``: the page read for each key); ``last``: of the key's request."""
+    """Yield (which pages are exchanged, int64 ``[N]``: the page read for each key).
+
+    ``last``: the last page of its request.
+    """
 
     def exchanged(one: Tensor, other: Tensor) -> Tensor:
         both = (one <= last) & (other <= last) & (one >= 0) & (other >= 0)
@@ -211,7 +220,7 @@ def _exchanged_pages(page: Tensor, last: Tensor) -> Iterator[tuple[str, Tensor]]
 
 
 def _short_numbers(problem: Problem, pages: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(meaning, int64 ``[N]``: the page read in place of each of ``pages``), where numbers have too few bits."""
+    """Yield (meaning, int64 ``[N]``: the page read instead of each of ``pages``) if numbers have too few bits."""
     size, layer = problem.cache.block_size, problem.layer
     for bits in _PAGE_BITS:
         yield f"page numbers are kept in {bits} bits", pages % 2**bits
@@ -228,7 +237,7 @@ def _short_numbers(problem: Problem, pages: Tensor) -> Iterator[tuple[str, Tenso
 
 
 def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
-    """(meaning, which keys are never read)."""
+    """Yield (meaning, predicate of keys that are never read)."""
     size = problem.cache.block_size
     lengths = [request.num_keys for request in problem.requests]
     pages = [-(-n // size) for n in lengths]

@@ -1,6 +1,6 @@
-"""Faults that only a path can have: parts lost or counted twice, rows placed as if nothing had been cut.
+"""Faults specific to an execution path: parts lost or counted twice, rows placed as if nothing had been cut.
 
-They explain an output that is wrong but fits one of them, as those of :mod:`attncheck.harness.truth.hypotheses` do.
+Like :mod:`attncheck.harness.truth.hypotheses`, these explain wrong outputs.
 """
 
 import math
@@ -18,15 +18,15 @@ from attncheck.reference import AttentionParams, merge_many, visible
 from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions
 
 Places = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(request, row positions, key positions) -> the positions that a mask is told in their stead."""
+"""``(request, row positions, key positions)`` -> the positions that a faulty mask uses instead."""
 
 
 def path_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """The faults that the problem's path suggests; ``params`` and ``rows``: what the truth was made of."""
+    """Yield the faults that the problem's path can have. ``params`` and ``rows`` are those of the truth."""
     if problem.layout.part_of_key is not None and len(problem.parts) > 1:
         yield from _part_explanations(problem.layout.part_of_key, params, rows)
     if params.alibi_slopes is not None:
-        return  # what follows moves the mask alone, and would leave the bias where it is
+        return  # the faults below move only the mask; a kernel with such a fault would move the ALiBi bias, too
     context = [request.num_keys - request.query_len for request in problem.requests]
     if params.attn_chunk_size is not None:
         meaning = "chunks are counted from the first new row, not from position 0"
@@ -88,7 +88,7 @@ def _merged(
 def _pieces_before(
     problem: Problem, cuts: tuple[int, ...], params: AttentionParams, rows: UnpagedAttention
 ) -> Hypothesis:
-    """Of rows that were cut where requests stand in the order of the case."""
+    """Return the fault of missing the keys of earlier micro-batches of the same request."""
     total, device = len(problem.query), rows.query.device
     edges = torch.tensor([0, *cuts, total], device=device)
     start = edges[torch.bucketize(torch.arange(total, device=device), edges[1:], right=True)]
@@ -102,6 +102,6 @@ def _pieces_before(
 
 
 def _placed(meaning: str, rows: UnpagedAttention, params: AttentionParams, places: Places) -> Hypothesis:
-    """The mask of other positions, over the same keys."""
+    """Return the fault of using the mask of other positions, over the same keys."""
     every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
     return Hypothesis(meaning, lambda: rows.attend(every, hidden=lambda r, q, k: ~visible(params, *places(r, q, k))))

@@ -1,4 +1,4 @@
-"""Right numbers in wrong places: rows, heads and channels of output or query that are those of others, or lost."""
+"""Right numbers in wrong places: rows, heads and channels of output or query that are exchanged or lost."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,20 +13,20 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.wrong_rows import places
 
 _ALIKE = 0.05
-"""Relative difference below which a channel is taken for that of another one, and factors for one."""
+"""Relative difference below which a channel counts as equal to another one, and factors count as one."""
 
 _WIDTHS = (8, 16, 32, 64, 128, 256)
-"""Channels that a kernel may take a head to have, or a tile of a head."""
+"""Numbers of channels that a kernel may assume for a head, or for a tile of a head."""
 
 _MOST_ROWS = 512
-"""Rows among which the place of a wrong one is looked for."""
+"""Rows of a step up to which the source of a wrong row is searched for."""
 
 _NAMED = 3
 """Places that a message names one by one."""
 
 
 def query_explanations(truth: Truth) -> Iterator[Hypothesis]:
-    """Yield what comes of queries of other rows, and of products over a part of the channels."""
+    """Yield the faults of using queries of other rows or heads, and of products over some of the channels."""
     rows, params = truth.rows, truth.params
     starts, number = rows.cu_seqlens_q[:-1], rows.num_rows
     first, length = (each.repeat_interleave(number) for each in (starts, number))
@@ -58,7 +58,7 @@ def query_explanations(truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _head_orders(number: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield (of which head head h has the query, these heads)."""
+    """Yield (name of the head whose query head h gets, list of these heads)."""
     if number > 1:
         yield "h - 1", [(head - 1) % number for head in range(number)]
         yield "num_heads - 1 - h", list(reversed(range(number)))
@@ -67,7 +67,7 @@ def _head_orders(number: int) -> Iterator[tuple[str, list[int]]]:
 
 
 def packed_queries(truth: Truth) -> Iterator[Hypothesis]:
-    """Yield what comes of a query that is read as if every request had as many rows."""
+    """Yield the faults of reading the query as if every request had equally many rows."""
     rows = truth.rows
     number = rows.num_rows
     place = torch.arange(len(rows.query), device=rows.query.device)
@@ -83,7 +83,6 @@ def packed_queries(truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _orders(channel: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, order of channels)."""
     size = len(channel)
     yield "in one of them the halves are exchanged", channel.roll(size // 2)
     yield "in one of them they are in reversed order", channel.flip(0)
@@ -163,7 +162,7 @@ def _rows(problem: Problem, truth: Truth, values: Tensor, wrong: Tensor) -> Iter
 
 
 def rescaled(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output) of the right output times a factor: one for all wrong rows, and one a head."""
+    """Yield (meaning, output) of the right output times a factor: one for all wrong rows, and one per head."""
     wrong = shares > 1
     own = (truth.out**2).sum(dim=-1).clamp(min=1e-300)
     factor = torch.where(wrong, (values * truth.out).sum(dim=-1) / own, torch.nan)

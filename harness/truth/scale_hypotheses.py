@@ -1,6 +1,6 @@
-"""Faults of scales: left out, applied twice, exchanged, of one head for all, applied where no codes are.
+"""Faults of scales: left out, applied twice, exchanged, that of one head for all, or applied where there are no codes.
 
-The keys and values of the rows are numbers, ``code * scale``; so each fault is a factor a head on them.
+The keys and values of the rows are numbers, ``code * scale``, so each fault is a factor per head on them.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from attncheck.reference import AttentionParams
 
 
 def scale_toggles(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
-    """What a case with an FP8 cache must notice: each scale left out, and that heads have scales of their own."""
+    """Yield the changes that a case with an FP8 cache must notice: each scale left out, and one scale for all heads."""
     key, value = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     if not key.is_fp8:
         return
     seen = keys_seen(rows, params)
-    if problem.layer.mla is not None:  # keys and values are made of the same codes
+    if problem.layer.mla is not None:  # keys and values come from the same codes
         if bool((key.scale != 1).any()):
             unscaled = 1 / key.scale.double()
             yield Toggle("k_scale", _both("k_scale is left out", params, rows, unscaled, unscaled), seen > 0, True)
@@ -38,7 +38,7 @@ def scale_toggles(problem: Problem, params: AttentionParams, rows: UnpagedAttent
 
 
 def scale_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Faults of scales, for explaining a wrong output."""
+    """Yield faults of scales, for explaining a wrong output."""
     storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     key, value = (storage.scale.double() for storage in storages)
     if storages[0].is_fp8 and problem.layer.mla is not None:
@@ -76,7 +76,7 @@ def scale_explanations(problem: Problem, params: AttentionParams, rows: UnpagedA
 def _lost_subnormals(
     params: AttentionParams, rows: UnpagedAttention, storages: tuple[Storage, Storage]
 ) -> Iterator[Hypothesis]:
-    """Yield what comes of codes below the smallest normal one that are read as 0."""
+    """Yield the faults of reading codes below the smallest normal number as 0."""
     flushed = [
         part.masked_fill(
             part.abs() < float(torch.finfo(storage.held).tiny) * storage.scale.double().to(part.device), 0.0
@@ -93,7 +93,7 @@ def _lost_subnormals(
 
 
 def _scaled(meaning: str, params: AttentionParams, rows: UnpagedAttention, name: str, factor: Tensor) -> Hypothesis:
-    """One of key, value and query times ``factor`` (``[1 or Hkv, 1]``)."""
+    """Return the fault of multiplying keys, values or query by ``factor`` (``[1 or Hkv, 1]``)."""
     part = {"k_scale": "keys", "v_scale": "values", "q_scale": "query"}[name]
     per_head = factor.repeat_interleave(params.group_size, 0) if name == "q_scale" and len(factor) > 1 else factor
 
@@ -105,7 +105,7 @@ def _scaled(meaning: str, params: AttentionParams, rows: UnpagedAttention, name:
 
 
 def _both(meaning: str, params: AttentionParams, rows: UnpagedAttention, key: Tensor, value: Tensor) -> Hypothesis:
-    """Keys and values times a factor each."""
+    """Return the fault of multiplying keys and values by one factor each."""
 
     def ask() -> tuple[Tensor, Tensor]:
         device = rows.keys.device

@@ -1,4 +1,4 @@
-"""Faults in how scores are made and summed: order of cap and bias, masks after the softmax, sums left out."""
+"""Faults in computing and summing scores: order of cap and bias, masks after the softmax, sums left out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,14 +18,14 @@ from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
 _FEW_CAPS = 5.0
-"""Soft caps below which no dtype overflows in a tanh."""
+"""Score in soft caps below which ``exp`` inside ``tanh`` overflows in no dtype."""
 
 Scores = Callable[[int], Tensor]
-"""Request -> scores ``[H, rows, keys]``, -inf where a key is hidden."""
+"""``request`` -> scores ``[H, rows, keys]``, -inf where a key is hidden."""
 
 
 def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """The faults that these parameters allow; none where the scores are too many to hold."""
+    """Yield the faults that these parameters allow; none if there are too many scores to hold at once."""
     most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
     if not longest or most * longest * params.num_heads > MOST_SCORES:
         return
@@ -85,7 +85,10 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
 
 
 def largest_scores(params: AttentionParams, rows: UnpagedAttention) -> Tensor | None:
-    """Return the largest score of each row and head, ``[T, H]``; -inf where a row sees nothing; None: too many."""
+    """Return the largest score of each row and head, ``[T, H]``, or None if there are too many scores to hold at once.
+
+    It is -inf if the row sees no key and has no sink.
+    """
     if int(rows.num_rows.max()) * int(rows.num_keys.max()) * params.num_heads > MOST_SCORES:
         return None
     tops = []
@@ -98,9 +101,10 @@ def largest_scores(params: AttentionParams, rows: UnpagedAttention) -> Tensor | 
 
 
 def overflowing_caps(params: AttentionParams, rows: UnpagedAttention, wrong: Tensor) -> float | None:
-    """Return the number of soft caps from which on a score makes its row and head ``wrong`` (bool ``[T, H]``).
+    """Return how many soft caps a score must reach to make its row and head ``wrong`` (bool ``[T, H]``).
 
-    None where no such number tells the wrong ones from the right ones, or the scores are too many to hold.
+    None if no such number separates wrong rows and heads from right ones, or if there are too many scores to hold at
+    once.
     """
     bare = replace(params, logits_soft_cap=None, alibi_slopes=None, sinks=None)
     tops = [largest_scores(asked, rows) for asked in (bare, replace(bare, scale=-bare.softmax_scale))]

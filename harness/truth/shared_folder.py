@@ -1,7 +1,8 @@
-"""Files of bytes that processes of one user share: each whole, checked, and the least recently used deleted first.
+"""A folder of files shared by the processes of one user; each file is written whole and checked when it is read.
 
-A file is read only if it belongs to the user of this process, has the size that is asked for, and its checksum fits its
-name and content. It is written under another name first, and so appears whole.
+A file is read only if the user of this process owns it, it has the expected size, and its checksum matches its name and
+content. It is written under a temporary name first, so that it appears whole. The least recently used are deleted
+first.
 """
 
 import os
@@ -16,17 +17,17 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 MOST_BYTES = 512 * 2**20
-"""What all files together may take."""
+"""Maximum total size of all files."""
 
 LONGEST_FILE = 64 * 2**20
-"""Bytes of the largest content: a longer one is not written."""
+"""Maximum bytes of one entry's content; longer content is not written."""
 
 _CHECKSUM_BYTES = 32
 _FRESH_S = 3600.0
-"""Seconds for which a use of a file is not noted again."""
+"""Seconds during which another use of a file does not update its modification time."""
 
 _NO_CACHE = "ATTNCHECK_NO_CACHE"
-"""The environment variable that does what ``--no-cache`` does, if it has any value."""
+"""Environment variable that acts like ``--no-cache`` if it is not empty."""
 
 
 def user_cache() -> Path:
@@ -40,18 +41,18 @@ def user_cache() -> Path:
 
 
 def truths_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of truths, whether it exists yet or not; None where the environment asks for none."""
+    """Return the folder of truths, which may not exist yet, or None if the environment disables it."""
     return None if environment.get(_NO_CACHE) else user_cache() / "truths"
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A folder of entries by key. No method raises OSError: an entry that cannot be read or written is not there."""
+    """A folder of entries by key. An entry that cannot be read counts as missing; no method raises OSError for it."""
 
     path: Path
 
     def fault(self) -> str | None:
-        """Return why the folder is not used; None: it is used, or will be made."""
+        """Return why the folder is not used, or None if it is used or will be made."""
         try:
             state = self.path.lstat()
         except FileNotFoundError:
@@ -67,7 +68,7 @@ class SharedFolder:
         return None
 
     def lacks_room(self) -> str | None:
-        """Return why no file can be written; None: files of the largest size can."""
+        """Return why no file can be written, or None if files of the largest size can."""
         place = next(place for place in (self.path, *self.path.parents) if place.is_dir())
         if not os.access(place, os.W_OK | os.X_OK):
             return f"{place} is read-only"
@@ -75,7 +76,7 @@ class SharedFolder:
         return None if free >= LONGEST_FILE else f"the disk has {free / 2**20:.0f} MiB left"
 
     def read(self, key: str, num_bytes: int) -> bytearray | None:
-        """Return the ``num_bytes`` stored under ``key``; None where there is no such entry, or it is damaged."""
+        """Return the ``num_bytes`` stored under ``key``, or None if there is no such entry, or it is damaged."""
         try:
             descriptor = os.open(self.path / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 (Path.open takes no descriptor)
@@ -94,7 +95,10 @@ class SharedFolder:
             return None
 
     def write(self, key: str, content: bytes) -> bool:
-        """Store ``content`` under ``key``, whole or not at all; return whether more can be stored."""
+        """Store ``content`` under ``key``, whole or not at all; return whether more can be stored.
+
+        Content longer than ``LONGEST_FILE`` is not stored.
+        """
         if len(content) > LONGEST_FILE:
             return True
         part = self.path / f"{key}.{os.getpid()}"
@@ -112,7 +116,7 @@ class SharedFolder:
         return True
 
     def sizes(self) -> dict[Path, int]:
-        """Return the bytes of each file, the least recently used first."""
+        """Return the size in bytes of each file, the least recently used first."""
         found: list[tuple[float, int, Path]] = []
         with suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
@@ -122,7 +126,7 @@ class SharedFolder:
         return {path: size for _, size, path in sorted(found)}
 
     def trim(self, most_bytes: int = MOST_BYTES) -> None:
-        """Delete the least recently used files if all take more than ``most_bytes``; an eighth is then free."""
+        """Delete the least recently used files if all together exceed ``most_bytes``, until an eighth of it is free."""
         sizes = self.sizes()
         total = sum(sizes.values())
         if total <= most_bytes:

@@ -1,7 +1,7 @@
-"""Faults of an online softmax: what was summed before is not rescaled when a tile of keys raises the maximum.
+"""Faults of an online softmax: earlier sums are not rescaled when a tile of keys raises the maximum.
 
-With ``m_t`` the maximum after tile ``t`` and ``m`` the last one, a right kernel ends with ``sum exp(s - m) V`` over
-``sum exp(s - m)``. Where one of the two is not rescaled, the keys of tile ``t`` stay in it with ``exp(s - m_t)``.
+With ``m_t`` the maximum after tile ``t`` and ``m`` the final one, a correct kernel ends with ``sum exp(s - m) V`` over
+``sum exp(s - m)``. If one of the two is not rescaled, the keys of tile ``t`` stay in it with ``exp(s - m_t)``.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
 _TILES = (16, 32, 64, 128)
-"""Keys of a tile, besides those of a page."""
+"""Numbers of keys in a tile, besides the page size."""
 
 MOST_SCORES = 2**25
-"""Scores ``H * rows * keys`` of a request above which they are not held at once."""
+"""Scores ``H * rows * keys`` of a request above which they are not all held at once."""
 
 _FAULTS = (
     ("the accumulator is not rescaled", True, False),
     ("the sum of the weights is not rescaled", False, True),
     ("neither the accumulator nor the sum of the weights is rescaled", True, True),
 )
-"""(meaning, whether the accumulator keeps old weights, whether their sum does)."""
+"""(meaning, whether the accumulator keeps old weights, whether the sum of the weights does)."""
 
 
 def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
-    """The faults for each usual size of tiles that cuts the longest request, tiles counted from position 0."""
+    """Yield the faults for each usual tile size shorter than the longest request; tiles are counted from position 0."""
     most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
     if most * longest * params.num_heads > MOST_SCORES:
         return
@@ -81,9 +81,10 @@ def attend_scores(
     spoils_acc: bool = False,
     spoils_sum: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` of ``scores`` (of a request, ``[H, rows, keys]``).
+    """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` from ``scores``, which maps a request to ``[H, rows, keys]``.
 
-    ``spoils_acc``, ``spoils_sum``: a kernel with tiles of ``tile`` keys leaves out a rescaling.
+    ``spoils_acc``, ``spoils_sum``: do not rescale the accumulator, or the sum of the weights, between tiles of ``tile``
+    keys.
     """
     outs, lses = [], []
     for request in range(len(rows.cu_seqlens_q) - 1):

@@ -1,20 +1,24 @@
-"""How far from the truth a correct kernel of a dtype may be: the error budget, in one place.
+"""The error budget: how far from the truth a correct kernel of a dtype may be. It is defined in this module alone.
 
 Fixed ``atol/rtol`` go blind as the context grows, since outputs shrink like ``1/sqrt(n)``. The budget of a row and head
-is what an honest low-precision run of the same reference loses (L), a few times over, with two floors: the rounding of
-the output itself, and the rounding float32 scores suffer before ``exp``::
+is a multiple of the loss L of an honest low-precision run of the same reference. It is at least the rounding of the
+output itself. To this is added the rounding of float32 scores before ``exp``::
 
     error <= max(k L, 2 u |t|) + c * 2**-24 * (1 + S) * |sum P |V||,    S = scale |q| max|k|
 
-in the 2-norm and likewise in the max norm, with ``u`` half the dtype's epsilon and ``max|k|`` over the keys the row
-sees. ``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one
-by one, was seen to be off by up to D/8 roundings. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``:
+This holds in the 2-norm and in the max norm. ``t`` is the truth, ``u`` half the dtype's epsilon, and ``max|k|`` is
+taken over the keys the row sees.
+
+``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one by one,
+was observed to be off by up to D/8 roundings. Under a soft cap, ``S`` is at most the cap. ALiBi adds ``|slope| * n``:
 kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for keys of every
-weight. Beside this stands what vanishes in the dtype altogether. Below 8 columns L is a matter of luck, and may be
-none; there ``k L`` is at least what rounding each weight the wrong way would lose. The log-sum-exp may be off by the
-rounding of one score, of the sum of n exponentials, by what the low-precision run loses, and by ``u``: fast kernels sum
-the softmax after rounding it to the dtype. A backend owns no tolerance; a case may multiply the budget, visibly, with a
-reason.
+weight. A last term, not in the formula, allows for numbers that vanish in the dtype (``_VANISHING``). Below 8 columns,
+L is random and may be zero; there, ``k L`` is at least the loss from rounding every weight the wrong way.
+
+The LSE may be off by the rounding of one score, the rounding of the sum of n exponentials, ``k`` times the loss of the
+low-precision run, and ``u``: fast kernels sum the softmax after rounding it to the dtype.
+
+A backend has no tolerance of its own. A case may multiply the budget, visibly and with a reason.
 """
 
 import math
@@ -28,25 +32,28 @@ from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, Precision
 
 K = 3.0
-"""How many times the loss of an honest low-precision run is allowed."""
+"""``k`` of the formula: the multiple of an honest low-precision run's loss that is allowed."""
 
 ROUNDINGS = 2
-"""How many roundings of the output are allowed in any case; of latent attention more, since more is rounded."""
+"""Roundings of the output that are always allowed; latent attention has more, since it rounds more results."""
 
 _FLOAT32 = 2.0**-24
 
 _NARROW = 8
-"""Columns of an output from which on what one run loses tells what another may lose."""
+"""Columns of an output from which on the loss of one run predicts that of another."""
 
 _AREA_TOGETHER = 2**14
-"""Rows times keys up to which several requests are looked at together: most of this is rows beside others' keys."""
+"""Rows times keys up to which several requests share one block, most of which pairs rows with other requests' keys."""
 
 _SCORES_AT_ONCE = 2**22
-"""Rows times keys times KV heads of what is looked at together, beyond one row."""
+"""Rows times keys times KV heads up to which a block has more than one row."""
 
 _VANISHING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120, torch.float32: 2.0**-120}
-"""What may be lost of a number that is almost none: the step between float16's smallest numbers; for the others what
-float32 flushes to zero, summed over many keys. A row whose sink outweighs every key by far comes out as zeros."""
+"""What may be lost of a number close to zero.
+
+It is the smallest positive number of float16. For the other dtypes, it is what float32 flushes to zero, summed over
+many keys. For example, a row whose sink far outweighs every key comes out as zeros.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,15 +65,15 @@ class Budget:
     lse: Tensor
 
     def to(self, device: torch.device) -> "Budget":
-        """The same on a device."""
+        """Return the budget on ``device``."""
         return Budget(self.norm.to(device), self.peak.to(device), self.lse.to(device))
 
     def of_rows(self, rows: Tensor | slice) -> "Budget":
-        """The budget of some rows."""
+        """Return the budget of some rows."""
         return Budget(self.norm[rows], self.peak[rows], self.lse[rows])
 
     def scaled(self, factor: float) -> "Budget":
-        """The budget of a case that multiplies it."""
+        """Return the budget times the factor of a case."""
         return Budget(self.norm * factor, self.peak * factor, self.lse * factor)
 
 
@@ -81,12 +88,12 @@ def budget_of(
     forms: Iterable[tuple[UnpagedAttention, AttentionParams]] = (),
     roundings: int = ROUNDINGS,
 ) -> Budget:
-    """The budget of a kernel in ``dtype`` around a truth: ``out``, ``lse``, ``weighted`` of ``Rows.attend_weighted``.
+    """Return the budget of a kernel in ``dtype`` around a truth.
 
-    ``honest``: what low-precision runs of the question answer (output, LSE), where kernels may go about it in more than
-    one way: the largest loss counts. By default one plain run. ``forms``: other questions with the same scores, which
-    kernels may ask instead: the largest bound on the scores and the longest products count. ``roundings``: how many of
-    the output are allowed in any case.
+    ``out``, ``lse``, ``weighted``: from :meth:`UnpagedAttention.attend_weighted`. ``honest``: outputs and LSEs of
+    low-precision runs, one for each way in which kernels may compute the problem; the largest loss counts. Default: one
+    plain run. ``forms``: other formulations with the same scores, which kernels may use; the largest bound on scores
+    and sums counts. ``roundings``: roundings of the output that are always allowed.
     """
     runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
     losses = [low_out.double() - out for low_out, _ in runs]
@@ -109,9 +116,9 @@ def allowed_errors(
     dtype: torch.dtype,
     roundings: int = ROUNDINGS,
 ) -> tuple[Tensor, Tensor]:
-    """The module's formula: allowed 2-norm and max norm of the error of each row and head, float64 ``[T, H]``.
+    """Return the module's formula: allowed 2-norm and max norm of the error per row and head, float64 ``[T, H]`` each.
 
-    ``losses`` of honest runs, ``truth`` and ``weighted`` (what would come of absolute values), ``[T, H, Dv]`` each.
+    ``losses`` of honest runs, ``truth`` and ``weighted`` (the output if all values were absolute): ``[T, H, Dv]`` each.
     """
     u = torch.finfo(dtype).eps / 2
     vanishing = truth.new_full((1, 1, truth.shape[-1]), _VANISHING[dtype])
@@ -125,18 +132,18 @@ def allowed_errors(
 
 
 def float32_bracket(reach: Tensor, terms: int) -> Tensor:
-    """Relative error of weights and sums in float32: exponents up to ``reach``, sums of so many products."""
+    """Return the relative error of float32 weights and sums, for exponents up to ``reach`` and sums of ``terms``."""
     return max(8.0, terms / 4) * _FLOAT32 * (1 + reach)
 
 
 def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
-    """The error (float64 ``[T, H, Dv]``) in budgets, per row and head; above 1 is wrong, no error is 0 of anything."""
+    """Return the error (float64 ``[T, H, Dv]``) in budgets, ``[T, H]``; above 1 is wrong, and an error of 0 is 0."""
     shares = [_ratio(_norm(error), budget.norm), _ratio(_peak(error), budget.peak)]
     return torch.maximum(*shares)
 
 
 def score_bound(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
-    """``S`` of the module's formula, float64 ``[T, H]``: how large a score each row and head can meet."""
+    """Return ``S`` of the module's formula, float64 ``[T, H]``: a bound on the scores of each row and head."""
     key_norm = _norm(rows.keys.double()).t().contiguous()
     longest = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
     for some, keys in _pieces(rows):
@@ -153,9 +160,9 @@ def score_bound(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
 
 
 def _pieces(rows: UnpagedAttention) -> Iterator[tuple[slice, slice]]:
-    """Yield rows, and the keys of their requests: short requests together, a long one in pieces.
+    """Yield blocks of rows and the keys of their requests: short requests together, a long one in pieces.
 
-    Rows of requests without keys are left out, or stand beside keys that they do not see.
+    Rows of requests without keys are left out, or share a block with keys that they do not see.
     """
 
     def area(first: int, end: int) -> int:
@@ -176,13 +183,13 @@ def _pieces(rows: UnpagedAttention) -> Iterator[tuple[slice, slice]]:
 
 
 def _sum_rounding(rows: UnpagedAttention, lse: Tensor) -> Tensor:
-    """What summing n exponentials in float32, in any sensible order, and rounding the logarithm may cost."""
+    """Return the LSE error from summing n exponentials in float32 in any sensible order, and rounding the logarithm."""
     growth = torch.sqrt(torch.ceil(rows.places.num_keys.double() / 16)).clamp(min=1)[:, None]
     return 2 * K * _FLOAT32 * growth * lse.abs().nan_to_num(posinf=1.0).clamp(min=1)
 
 
 def _lse_loss(lse: Tensor, low: Tensor) -> Tensor:
-    """What an honest low-precision run loses, a few times over."""
+    """Return ``K`` times the LSE error of an honest low-precision run."""
     return K * torch.where(lse == low, 0.0, (lse - low).abs())
 
 
@@ -196,6 +203,6 @@ def _peak(x: Tensor) -> Tensor:
 
 
 def _ratio(error: Tensor, budget: Tensor) -> Tensor:
-    """``error / budget`` with 0/0 = 0; NaN errors count as infinite."""
+    """Return ``error / budget`` with 0/0 = 0; NaN errors count as infinite."""
     share = torch.where(error == 0, torch.zeros_like(error), error / budget)
     return torch.nan_to_num(share, nan=math.inf, posinf=math.inf)

@@ -1,9 +1,9 @@
-"""The right answer to a problem, the error budget around it, and whether the case can notice a wrong answer.
+"""The right answer to a problem, the error budget around it, and a check that the case can notice wrong answers.
 
-The truth is computed without pages, from all keys in one row: a second formulation beside the paged one that candidates
-are driven through. A backend may hold keys in another form than the truth uses: as codes, as latent rows, in parts
-whose results are merged. The functions behind :func:`truth_of` give what such a form means exactly, and what a good
-kernel of the layer's dtype loses on it.
+The truth is computed without pages, from contiguous keys: a formulation independent of the paged one that backends are
+driven through. A backend may hold keys in other forms: as codes, as latent rows, or in parts whose results are merged.
+The functions below :func:`truth_of` return the exact meaning of such a form, and what a good kernel of the layer's
+dtype loses on it.
 """
 
 import math
@@ -37,7 +37,7 @@ from attncheck.reference import AttentionParams, Precision, layer_params, merge_
 from attncheck.reference.spec import AttentionType
 
 NOTICEABLE = 10.0
-"""A change counts as noticed where it moves the truth by this many budgets."""
+"""Budgets by which a change must move the truth to count as noticed."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Truth:
     lse: Tensor
     budget: Budget
     codes: OutputCodes | None = None
-    """How the output is quantised; the truth itself never is."""
+    """How the output is quantised, or None; ``out`` itself is not quantised."""
     computed_s: float = 0.0
-    """Seconds that its computation took; 0: not measured."""
+    """Seconds that computing it took; 0 if not measured."""
 
     def to(self, device: torch.device) -> "Truth":
-        """The same on a device."""
+        """Return the truth on ``device``."""
         return replace(
             self,
             rows=self.rows.to(device),
@@ -65,18 +65,18 @@ class Truth:
         )
 
     def of_requests(self, first: int, end: int) -> "Truth":
-        """The truth of requests ``first .. end - 1`` alone; the tensors share memory."""
+        """Return the truth of requests ``first .. end - 1``; the tensors share memory."""
         rows = slice(int(self.rows.cu_seqlens_q[first]), int(self.rows.cu_seqlens_q[end]))
         asked = self.rows.of_requests(first, end)
         return replace(self, rows=asked, out=self.out[rows], lse=self.lse[rows], budget=self.budget.of_rows(rows))
 
 
 def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool = True) -> Truth:
-    """The truth of ``problem``, on ``device``. It is computed where that takes less time: see :func:`truth_device`.
+    """Return the truth of ``problem``, on ``device``. :func:`truth_device` chooses where it is computed.
 
-    With ``refuse_blindness``, raises BlindCaseError where turning off a modifier of the layer, or moving a window's
-    edge by one, hardly moves the truth: then a pass would say nothing about it. Likewise in any case where a good
-    kernel overflows, so that nothing is expected of any.
+    With ``refuse_blindness``, raises BlindCaseError if turning off a modifier of the layer, or moving a window's edge
+    by one, hardly moves the truth. A pass would then prove nothing about the modifier. Always raises BlindCaseError if
+    a good kernel overflows, because no output can then be expected.
     """
     place = truth_device(problem.case, device)
     if place == device:
@@ -107,7 +107,7 @@ def _truth_on(problem: Problem, device: torch.device, refuse_blindness: bool) ->
 
 def _refuse_blindness(problem: Problem, truth: Truth) -> None:
     if "needles" not in problem.inputs:
-        return  # the case asks for plain inputs, and has to live with what they cannot show
+        return  # the case chose plain inputs, which cannot show every fault
     _refuse_equal_codes(problem, truth)
     layer = problem.layer
     asked = [toggles(truth.params, truth.rows), scale_toggles(problem, truth.params, truth.rows)]
@@ -150,12 +150,12 @@ def _refuse_equal_codes(problem: Problem, truth: Truth) -> None:
 
 
 def params_of(problem: Problem) -> AttentionParams:
-    """The parameters of the attention that :func:`rows_of` asks."""
+    """Return the parameters of the attention over :func:`rows_of`."""
     return layer_params(naive_layer(problem.layer))
 
 
 def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
-    """The question in exact numbers."""
+    """Return the problem's query, keys and values in exact numbers."""
     if problem.up_projections is not None:
         return naive_rows(problem, problem.up_projections, cache_rows(problem, device))
     layer, cache = problem.layer, problem.cache
@@ -170,11 +170,11 @@ def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
 
 
 def other_forms(problem: Problem, rows: UnpagedAttention) -> tuple[tuple[UnpagedAttention, AttentionParams], ...]:
-    """The question as kernels may put it to themselves besides :func:`rows_of`: the scores are the same.
+    """Return formulations other than :func:`rows_of` that kernels may compute, with the same scores.
 
-    What float32 may lose of a score of products ``a_i b_i`` is bounded by roundings of ``sum |a_i b_i| <= |a| |b|``. A
-    latent query and a cache row are longer than query and key, by about ``sqrt(L / P)``, though their product is the
-    same: the bound of the absorbed form is the larger one.
+    The float32 rounding of a score of products ``a_i b_i`` is bounded by roundings of ``sum |a_i b_i| <= |a| |b|``. A
+    latent query and a cache row are longer than query and key, by about ``sqrt(L / P)``, though their product is equal.
+    The bound of the absorbed form is therefore larger.
     """
     if problem.up_projections is None:
         return ()
@@ -183,12 +183,12 @@ def other_forms(problem: Problem, rows: UnpagedAttention) -> tuple[tuple[Unpaged
 
 
 def roundings_of(problem: Problem) -> int:
-    """How many roundings of the output are allowed in any case."""
+    """Return how many roundings of the output are always allowed."""
     return ROUNDINGS if problem.up_projections is None else LATENT_ROUNDINGS
 
 
 def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionParams) -> Iterator[Answer]:
-    """What low-precision runs answer, one for each way in which a good kernel may go about it."""
+    """Yield outputs and LSEs of low-precision runs, one for each way in which a good kernel may compute the problem."""
     precision = Precision.kernel(problem.dtype)
 
     def attend(asked: UnpagedAttention, how: AttentionParams) -> Answer:
@@ -209,7 +209,7 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
 
 
 def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAttention]:
-    """The rows as kernels may take them out of the cache: exactly, or where codes are held, rounded to the dtype."""
+    """Yield the rows as kernels may read them from the cache: exactly, and for codes, also rounded to the dtype."""
     yield rows
     if key_storage(problem.layer, problem.cache).is_fp8:
         device = rows.keys.device
@@ -217,12 +217,12 @@ def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAtten
 
 
 def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, precision: Precision) -> Answer:
-    """Each part attended on its own, its output rounded to the dtype, and the results merged without further loss."""
+    """Attend to each part separately, round its output to the dtype, and merge the results without further loss."""
     part_of_key = problem.layout.part_of_key
     if part_of_key is None:
         raise ValueError("the problem is not split into parts")
     by_request = part_of_key.to(rows.keys.device).split(rows.num_keys.tolist())
-    bare = replace(params, sinks=None)  # of several parts, one carries the sinks
+    bare = replace(params, sinks=None)  # only the first part counts the sinks
 
     def state(part: int) -> Answer:
         return rows.attend(params if part == 0 else bare, precision, lambda r, _q, k: by_request[r][k] != part)

@@ -1,8 +1,8 @@
-"""Truths on disk: what one process of a machine has computed, the others read.
+"""A cache of truths on disk, shared by the processes of a machine.
 
-An entry is a file named by a digest of all that the answer depends on: the case and the bytes of its inputs, seed,
+An entry is a file named by a digest of all that the truth depends on: the case and the bytes of its inputs, seed,
 tolerance, attncheck's sources, torch, machine and number of threads. It holds a checksum and plain float64 numbers, so
-that nothing in it is executed. An entry that is damaged, or belongs to another user, is not used.
+that loading it executes nothing. Entries that are damaged, or that belong to another user, are not used.
 """
 
 import json
@@ -22,14 +22,15 @@ from attncheck.harness.truth.tolerance import Budget
 from attncheck.harness.truth.truth import Truth, params_of, rows_of, truth_of
 
 SOURCES = ("cases", "harness/problem", "harness/truth", "reference", "backends/dtypes.py")
-"""What truths are computed by, relative to the package: an edit there leaves all entries behind."""
+"""Sources that compute truths, relative to the package; an edit to one invalidates all entries."""
 
 
 class TruthCache:
-    """The truths of problems on ``device``, each read from ``folder`` or computed; None: each is computed.
+    """Truths of problems on ``device``, read from ``folder`` or computed; all are computed if ``folder`` is None.
 
-    ``machine``: names what rounds float64 sums: versions, processor, device. ``stores``: whether truths computed here
-    are stored. Only a process without foreign code may: a backend may alter what torch does in its process.
+    ``machine``: names what affects the rounding of float64 sums: versions, processor, device. ``stores``: whether
+    truths computed here are stored. Only a process without foreign code may store them, since a backend may change how
+    torch behaves in its process.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class TruthCache:
         self._folder = None if folder is None else SharedFolder(folder)
         self._sources = ""
         if self._folder is not None:
-            try:  # now, and not when a truth is stored: the sources may be edited meanwhile
+            try:  # now rather than when a truth is stored, since the sources may be edited in between
                 self._sources = digest_of_sources()
             except OSError:
                 self._folder = None
@@ -93,7 +94,7 @@ class TruthCache:
 
 
 def digest_of_sources() -> str:
-    """Return a digest of the files below :data:`SOURCES`. Raises OSError where one cannot be read."""
+    """Return a digest of the files below :data:`SOURCES`. Raises OSError if one cannot be read."""
     package = Path(__file__).resolve().parents[2]
     digest = sha256()
     for name in SOURCES:
@@ -129,7 +130,7 @@ def _to_bytes(truth: Truth) -> bytes:
 
 
 def _from_bytes(problem: Problem, content: bytearray, device: torch.device) -> Truth | None:
-    """Return the truth that an entry holds; None where its numbers cannot be a truth's."""
+    """Return the truth that an entry holds, or None if its numbers cannot be those of a truth."""
     rows, heads, size = _shape(problem)
     numbers = torch.frombuffer(content, dtype=torch.float64)
     computed_s, numbers = float(numbers[-1]), numbers[:-1].to(device)
@@ -148,7 +149,7 @@ def _timed_truth_of(problem: Problem, device: torch.device, *, refuse_blindness:
 
 
 def _may_be_truth(out: Tensor, lse: Tensor, budgets: Tensor) -> bool:
-    """Whether outputs are finite, no LSE is NaN or +inf, and all budgets are finite and above 0."""
+    """Return whether outputs are finite, no LSE is NaN or +inf, and all budgets are finite and above 0."""
     inf = math.inf
     (lowest, highest), (least, most) = out.aminmax(), budgets.aminmax()  # NaN if any number is
     return bool((-inf < lowest) & (highest < inf) & (lse.max() < inf) & (least > 0) & (most < inf))

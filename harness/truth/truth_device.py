@@ -1,7 +1,7 @@
-"""Where a truth is computed: on the device of the run, or on the host where that takes less time.
+"""Choose where a truth is computed: on the device of the run, or on the host if that takes less time.
 
-A GPU of consumer class computes float64 at 1/64 of the rate of float32, so that many cores of a host are faster. The
-seconds are estimated from the case and the GPU's properties, never measured: equal machines choose alike.
+A consumer GPU computes float64 at 1/64 of its float32 rate, so a host with many cores is faster. Times are estimated
+from the case and the GPU's properties, never measured, so that equal machines make the same choice.
 """
 
 import os
@@ -16,26 +16,26 @@ from attncheck.harness.problem.layer_sizes import naive_layer
 from attncheck.reference.spec import AttentionType
 
 _PER_CYCLE = {(6, 0): 32, (7, 0): 32, (8, 0): 32, (9, 0): 64, (10, 0): 64}
-"""Float64 multiply-adds a cycle of an SM, by compute capability (CUDA programming guide): data-centre parts."""
+"""Float64 multiply-adds per cycle of an SM, by compute capability, of data-centre GPUs (CUDA programming guide)."""
 
 _PER_CYCLE_OF_OTHERS = 2
-"""The same of every other GPU: some of before capability 7 have 4."""
+"""The same for every other GPU; some with a capability below 7 have 4."""
 
 _SHARE_OF_PEAK = 0.5
-"""Of a GPU's float64 rate, what attention in torch reaches; of the host's the same is in ``_HOST_RATE``."""
+"""Share of a GPU's peak float64 rate that attention in torch reaches; ``_HOST_RATE`` includes that of the host."""
 
 _USUAL_CLOCK_KHZ = 1_500_000
-"""Where torch does not know the clock."""
+"""Clock assumed if torch does not report it."""
 
 _HOST_RATE = 16e9
-"""Float64 operations a second of one core."""
+"""Float64 operations per second of one core."""
 
 _BYTES_A_SECOND, _LATENCY = 10e9, 0.0002
-"""Of the copies that bring a truth from the host to the device."""
+"""Bandwidth, and latency in seconds, of copying a truth from the host to the device."""
 
 
 class GpuProperties(Protocol):
-    """What is read of ``torch.cuda.get_device_properties``; ``clock_rate`` (kHz) is read where it is there."""
+    """The fields read from ``torch.cuda.get_device_properties``; ``clock_rate`` (kHz) is read if it exists."""
 
     major: int
     minor: int
@@ -43,7 +43,7 @@ class GpuProperties(Protocol):
 
 
 def truth_device(case: Case, device: torch.device) -> torch.device:
-    """Return ``device``, or the CPU where it gives the truth of ``case`` to ``device`` sooner."""
+    """Return ``device``, or the CPU if it is estimated to deliver the truth of ``case`` to ``device`` sooner."""
     if device.type != "cuda" or torch.version.hip is not None:
         return device
     properties = torch.cuda.get_device_properties(device)
@@ -52,7 +52,7 @@ def truth_device(case: Case, device: torch.device) -> torch.device:
 
 
 def device_seconds(case: Case, properties: GpuProperties) -> float:
-    """Estimated seconds of a truth on a GPU; what takes equally long on the host is left out."""
+    """Return the estimated seconds of a truth on a GPU, without work that takes equally long on the host."""
     per_cycle = _PER_CYCLE.get((properties.major, properties.minor), _PER_CYCLE_OF_OTHERS)
     clock = 1000 * getattr(properties, "clock_rate", _USUAL_CLOCK_KHZ)
     rate = 2 * per_cycle * properties.multi_processor_count * clock
@@ -60,7 +60,10 @@ def device_seconds(case: Case, properties: GpuProperties) -> float:
 
 
 def host_seconds(case: Case, cores: int) -> float:
-    """Estimated seconds of a truth on so many cores, and of its copies to a GPU; left out is the same."""
+    """Return the estimated seconds of a truth on ``cores`` cores, including its copies to a GPU.
+
+    Work that takes equally long on the GPU is left out.
+    """
     layer = naive_layer(case.layer)
     # Two float32 operations take as long as one of float64. Output, LSE and three budgets are copied.
     operations = _operations(case, 2) + _operations(case, 1) / 2
@@ -69,7 +72,7 @@ def host_seconds(case: Case, cores: int) -> float:
 
 
 def truth_notes(case: Case, device: torch.device) -> tuple[str, ...]:
-    """Return what a record says of the place where its truth was computed; empty: on ``device``."""
+    """Return the notes of a record on where its truth was computed; empty if on ``device``."""
     if truth_device(case, device) == device:
         return ()
     return ("the float64 truth was computed on the CPU: by estimate, this GPU takes longer",)
@@ -77,7 +80,7 @@ def truth_notes(case: Case, device: torch.device) -> tuple[str, ...]:
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Use every core of the host for torch's operators on the CPU."""
+    """Use every core of the host for torch's CPU operators."""
     before = torch.get_num_threads()
     torch.set_num_threads(_num_cores())
     try:
@@ -87,12 +90,14 @@ def all_cores() -> Iterator[None]:
 
 
 def _num_cores() -> int:
-    """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _operations(case: Case, num_values: int) -> float:
-    """Multiplications and additions of one attention with so many tensors of values: output alone, or its bound too."""
+    """Return the multiplications and additions of one attention.
+
+    ``num_values``: 1 for the output alone, 2 for the output and its bound.
+    """
     layer, is_cross = naive_layer(case.layer), case.layer.attn_type == AttentionType.ENCODER_DECODER
     pairs = 0.0
     for each in case.batch.requests:

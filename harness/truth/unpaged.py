@@ -1,7 +1,7 @@
-"""A question of attention without pages: rows, keys and values behind one another, and who sees whom.
+"""Attention without pages: contiguous rows, keys and values, and which row sees which key.
 
-What truth, budget and hypotheses are computed from, by a formulation beside the paged one that candidates are driven
-through.
+Truths, budgets and hypotheses are computed from it, by a formulation independent of the paged one that backends are
+driven through.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from torch import Tensor
 from attncheck.reference import AttentionParams, Precision, paged_attention, varlen_attention, visible
 
 HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
-"""(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool, broadcastable to ``[a, b]``: lost keys."""
+"""``(request, row positions [a, 1], key positions [1, b])`` -> bool, True for lost keys; broadcasts to ``[a, b]``."""
 
 
 class RowPlaces(NamedTuple):
-    """Of each row, int64 ``[T]``.
+    """The place of each row, int64 ``[T]`` each.
 
-    num_keys: of its request. first_key: where these begin among all keys. node: which row of its request it is.
-    context_len: position of the first row of its request.
+    num_keys: keys of its request. first_key: index of the request's first key among all keys. node: index of the row
+    within its request. context_len: position of the first row of its request.
     """
 
     num_keys: Tensor
@@ -35,8 +35,7 @@ class RowPlaces(NamedTuple):
 class UnpagedAttention:
     """The arguments of one unpaged attention: ``query [T, H, D]``, ``keys [N, Hkv, D]``, ``values [N, Hkv, Dv]``.
 
-    ``tree``: bool ``[Q, Q]``, row ``i`` of a request may see its new key ``m`` only where ``tree[i, m]``; None: no
-    tree.
+    ``tree``: bool ``[Q, Q]``; row ``i`` of a request sees its new key ``m`` only if ``tree[i, m]``. None for no tree.
     """
 
     query: Tensor
@@ -47,7 +46,7 @@ class UnpagedAttention:
     tree: Tensor | None = None
 
     def to(self, device: torch.device) -> "UnpagedAttention":
-        """The same on a device."""
+        """Return the same arguments on ``device``."""
         return UnpagedAttention(
             self.query.to(device),
             self.keys.to(device),
@@ -58,7 +57,7 @@ class UnpagedAttention:
         )
 
     def of_requests(self, first: int, end: int) -> "UnpagedAttention":
-        """The question of requests ``first .. end - 1`` alone; the tensors share memory."""
+        """Return the arguments of requests ``first .. end - 1``; the tensors share memory."""
         rows, keys = self.cu_seqlens_q[first : end + 1], self.cu_seqlens_k[first : end + 1]
         own_rows, own_keys = slice(int(rows[0]), int(rows[-1])), slice(int(keys[0]), int(keys[-1]))
         return replace(
@@ -73,9 +72,9 @@ class UnpagedAttention:
     def attend(
         self, params: AttentionParams, precision: Precision | None = None, hidden: HiddenKeys | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference, in float64 unless ``precision`` says otherwise.
+        """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference, in float64 unless ``precision`` is given.
 
-        Keys that are ``hidden`` are lost; positions stay what they are.
+        Keys for which ``hidden`` is True are not seen; positions do not change.
         """
         precision = precision or Precision()
         if self.tree is None and hidden is None:
@@ -84,7 +83,7 @@ class UnpagedAttention:
             )
         starts, lens = self.cu_seqlens_k[:-1], self.num_keys
         width = max(int(lens.max()), 1)
-        # Pages of one token: the keys as they stand are a cache, and its table is arithmetic.
+        # Use pages of one token: the contiguous keys are then a cache, and its block table is simple arithmetic.
         table = torch.minimum(starts[:, None] + torch.arange(width, device=starts.device), self.cu_seqlens_k[-1] - 1)
         mask = None if hidden is None else (lambda r, q, k: visible(params, q, k) & ~hidden(r, q, k))
         return paged_attention(
@@ -101,9 +100,9 @@ class UnpagedAttention:
         )
 
     def attend_weighted(self, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Output and LSE in float64, and what the output would be if all values were positive, ``[T, H, Dv]``.
+        """Return output and LSE in float64, and the output for absolute values, ``sum P |V|``, ``[T, H, Dv]``.
 
-        ``sum P |V|`` bounds what roundings of the products can do; it shares the weights with the output.
+        ``sum P |V|`` bounds the effect of rounding the products; it has the weights of the output.
         """
         size = params.value_head_size
         both = replace(self, values=torch.cat([self.values, self.values.abs()], dim=-1))
@@ -122,16 +121,17 @@ class UnpagedAttention:
 
     @cached_property
     def places(self) -> RowPlaces:
-        """Where each row stands."""
+        """The place of each row."""
         fields = torch.stack([self.num_keys, self.cu_seqlens_k[:-1], self.cu_seqlens_q[:-1], self.num_rows])
         num_keys, first_key, first_row, num_rows = fields.repeat_interleave(self.num_rows, dim=1)
         node = torch.arange(len(num_keys), device=num_keys.device) - first_row
         return RowPlaces(num_keys, first_key, node, num_keys - num_rows)
 
     def sees(self, params: AttentionParams, q_pos: Tensor, k_pos: Tensor, context_len: Tensor | int) -> Tensor:
-        """Bool of the positions' broadcast shape: :func:`~attncheck.reference.visible`, and the tree.
+        """Return a bool tensor, True where a row sees a key by :func:`~attncheck.reference.visible` and the tree.
 
-        ``context_len``: position of the first row, of the request or of each row's.
+        It has the broadcast shape of the positions. ``context_len``: position of the first row of the request, one
+        number or one per row.
         """
         seen = visible(params, q_pos, k_pos)
         if self.tree is None:
@@ -140,7 +140,7 @@ class UnpagedAttention:
         return seen & (self.tree[row, node.clamp(0, len(self.tree) - 1)] | (node < 0))
 
     def sees_packed(self, params: AttentionParams, rows: slice, keys: slice) -> Tensor:
-        """Bool ``[rows, keys]``: which of these keys each of these rows sees; none of another request."""
+        """Return bool ``[rows, keys]``: which of these keys each of these rows sees; none of another request."""
         num_keys, first_key, node, context_len = (field[rows, None] for field in self.places)
         k_pos = torch.arange(keys.start, keys.stop, device=first_key.device) - first_key
         own = (k_pos >= 0) & (k_pos < num_keys)

@@ -1,4 +1,4 @@
-"""Wrong rows, heads and channels in words: what they share that the right ones do not."""
+"""Describe wrong rows, heads and channels in words, by what they have in common and right ones do not."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -11,20 +11,20 @@ from attncheck.harness.problem.visible_span import visible_span
 from attncheck.harness.truth.truth import Truth, params_of
 
 _STEPS = (128, 64, 32, 16, 8, 4, 2)
-"""Rows or keys of a tile, a page or a vector: faults at their edges repeat at this distance."""
+"""Numbers of rows or keys in a tile, a page or a vector; faults at their edges repeat at this distance."""
 
 _FEWEST = 8
-"""Rows, wrong and right ones, from which on a distance at which they repeat is no accident."""
+"""Rows, wrong and right ones together, from which on a distance at which they repeat is no coincidence."""
 
 
 _REPEATED = "whose "
-"""How the phrases begin that say at which distance rows repeat."""
+"""Prefix of the phrases that state a distance at which rows repeat."""
 
 
 def pattern(problem: Problem, truth: Truth, error: Tensor, shares: Tensor) -> str | None:
-    """Return which rows, heads and channels are wrong, in words; None where all are, or nothing sets them apart.
+    """Return in words which rows, heads and channels are wrong, or None if all are, or nothing separates them.
 
-    ``error`` ``[T, H, Dv]``: how far the output is from the truth. ``shares`` ``[T, H]``: the same in budgets.
+    ``error`` ``[T, H, Dv]``: difference of the output from the truth. ``shares`` ``[T, H]``: the same in budgets.
     """
     wrong = (shares > 1).cpu()
     rows, heads = wrong.any(dim=1), wrong.any(dim=0)
@@ -40,7 +40,7 @@ def pattern(problem: Problem, truth: Truth, error: Tensor, shares: Tensor) -> st
 
 
 def shared_by(problem: Problem, rows: Tensor, others: Tensor) -> str | None:
-    """Return what all of ``rows`` have and none of the ``others`` (bool ``[T]``), in words; None: nothing known."""
+    """Return in words what all of ``rows`` and none of ``others`` (bool ``[T]``) have in common, or None if unknown."""
     known = [(phrase, has) for phrase, has in _properties(problem, rows, others) if bool(has[rows].all())]
     exact = [phrase for phrase, has in known if not bool(has[others].any())]
     if exact:
@@ -54,7 +54,10 @@ def shared_by(problem: Problem, rows: Tensor, others: Tensor) -> str | None:
 
 
 def _properties(problem: Problem, rows: Tensor, others: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What rows may share: (in words, bool ``[T]``); ``rows``: the wrong ones, ``others``: those they differ from."""
+    """Yield properties that rows may share: (in words, bool ``[T]``).
+
+    ``rows``: the wrong ones; ``others``: right ones.
+    """
 
     def each(values: Sequence[int]) -> Tensor:
         return torch.tensor([v for v, r in zip(values, problem.requests, strict=True) for _ in range(r.rows)])
@@ -105,7 +108,7 @@ def _properties(problem: Problem, rows: Tensor, others: Tensor) -> Iterator[tupl
 
 
 def which_heads(problem: Problem, heads: Tensor) -> str:
-    """Return the wrong ``heads`` (bool ``[H]``) in words, with what they share."""
+    """Return the wrong ``heads`` (bool ``[H]``) in words, with what they have in common."""
     group = problem.layer.num_heads // problem.layer.num_kv_heads
     indices = heads.nonzero().flatten().tolist()
     text = f"only {places('head', indices)}"

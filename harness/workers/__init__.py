@@ -1,5 +1,6 @@
-"""Each backend of a run in a process of its own.
+"""Run each backend in a process of its own.
 
-Begin with ``protocol.py``, which draws the messages. ``worker.py`` is the process from inside, ``worker_process.py``
-from outside; ``worker_pool.py`` holds as many as the host has memory for, and ``supervisor.py`` hands them cases.
+Begin with ``protocol.py``, which documents the messages. ``worker.py`` runs inside the process, ``worker_process.py``
+controls it from the run. ``worker_pool.py`` holds as many processes as the host has memory for, and ``supervisor.py``
+assigns cases to them.
 """

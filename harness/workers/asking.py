@@ -1,4 +1,4 @@
-"""One question to the process of a backend: its records, and how it came to its end."""
+"""Send one request about a case to a backend's process, and collect its records."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerPr
 from attncheck.reports.run_file.records import Record
 
 WAITING = "the wait for this case"
-"""The stage before the process begins the first one of the case."""
+"""The stage before the process begins the first stage of the case."""
 
 Work = Generator[WorkerProcess | None, None, None]
-"""Yields the process whose answer it waits for, or None where it has gone on."""
+"""A generator that yields the process whose answer it waits for, or None after it has made progress."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ def ask(
     limit_of: Callable[[str, float], Limit],
     take: Callable[[Record], None],
 ) -> Generator[WorkerProcess | None, None, Done | DeviceLost | HarnessFailure | Stopped]:
-    """Send ``request``, call ``take`` with each record, and return what came last; yields as :data:`Work` does.
+    """Send ``request``, call ``take`` with each record, and return the last answer, or how the process ended.
 
-    ``limit_of``: the time limit of a stage, by its name and the seconds that the reference took for the case.
+    Yields as :data:`Work` does. ``limit_of``: returns the time limit of a stage, from its name and the seconds that the
+    reference took for the case.
     """
     process.send(request)
     stage, limit = WAITING, limit_of(WAITING, 0.0)

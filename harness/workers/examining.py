@@ -1,9 +1,9 @@
-"""The examination of one question after the other, each through the process of its backend.
+"""Examine questions one after another, each through the process of its backend.
 
-If the process ends, the checks of the case that have no record yet are ``crashed`` or ``timed_out``, but for those that
-do not apply to it, and a fresh process takes the cases that follow. The case is asked again first, to find out whose
-fault it is. After the loss of the device, a fresh process makes the remaining checks. Where attncheck itself fails in a
-process, a fresh one is asked once more; if it fails again, the case is lost, and the rest of the run is not.
+If the process ends, the checks of the case without a record are ``crashed`` or ``timed_out``, unless they do not apply,
+and a new process takes the following cases. First, the case is tried again, to find out what caused the end. After the
+loss of the device, a new process makes the remaining checks. If attncheck itself fails in a process, a new one is tried
+once; if it fails again, only that case is lost.
 """
 
 import time
@@ -36,14 +36,14 @@ _TRIES = 2
 """Processes in which attncheck may fail before the case is lost."""
 
 _MOST_TRIED = 8
-"""Findings of a run whose cases are tried again."""
+"""Maximum number of findings in a run whose cases are tried again."""
 
 _OUTPUT_BYTES = 4096
-"""Bytes of output in a record of a failure; that of a crash has more, with the stack."""
+"""Bytes of output in the record of a failure; that of a crash has more, with the stack."""
 
 
 class ProcessExaminer:
-    """Examines questions within ``limits``; ``circumstances`` are those of the records it makes itself."""
+    """Examines questions within ``limits``. ``circumstances``: those of the records that it makes itself."""
 
     def __init__(self, circumstances: Circumstances, limits: TimeLimits, warming: WarmingAhead) -> None:
         self.circumstances = circumstances
@@ -53,12 +53,12 @@ class ProcessExaminer:
         self._tried: set[tuple[str, str]] = set()
 
     def begin_round(self, number: int) -> None:
-        """Give the records that follow this round, and try again to start processes that could not be started."""
+        """Set the round of the following records, and allow another attempt for processes that could not be started."""
         self.circumstances = replace(self.circumstances, round=number)
         self._unstartable.clear()
 
     def work(self, place: Place, workers: WorkerPool, left: Sequence[Asked]) -> Work:
-        """Examine one question through the process of its backend in ``workers``; ``left``: those behind it."""
+        """Examine one question through the process of its backend in ``workers``. ``left``: the following questions."""
         backend, case = place.asked.backend, place.asked.case
         self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.asked, *left)], workers)
         if self._left_s(place) <= 0:
@@ -85,13 +85,13 @@ class ProcessExaminer:
     def _examine(
         self, place: Place, workers: WorkerPool
     ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
-        """Make the checks that are due; return what of attncheck failed in two processes.
+        """Make the checks that are due; return the failure of attncheck if it failed in two processes.
 
-        A process that lost the device is replaced for the checks behind. One in which attncheck failed is replaced
-        once: the backend may have spoilt it.
+        A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
+        replaced once, since the backend may have corrupted it.
 
         Raises:
-            QuestionError, OSError: a fresh process was needed, and could not be had.
+            QuestionError, OSError: a new process is needed and cannot be started.
         """
         faults: list[HarnessFailure] = []
         while place.due and len(faults) < _TRIES:
@@ -106,14 +106,14 @@ class ProcessExaminer:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
-            QuestionError, OSError: a fresh process was needed, and could not be had.
+            QuestionError, OSError: a new process is needed and cannot be started.
         """
         ref, case, due = place.asked.backend.ref, place.asked.case, place.due
         process = workers.process(ref) or (yield from start(workers, ref))
         earlier = tuple(process.examined)
 
         def take(record: Record) -> None:
-            if record.check in due:  # and was not made before a fault
+            if record.check in due:  # not if it was already made before a fault
                 due.remove(record.check)
                 place.records.append(_with_output(record, process, case))
 
@@ -122,7 +122,7 @@ class ProcessExaminer:
             place.blind = end.blind
             due.clear()
             return None
-        goes_on = isinstance(end, DeviceLost)  # a fresh process makes the checks behind
+        goes_on = isinstance(end, DeviceLost)  # a new process makes the remaining checks
         if isinstance(end, DeviceLost):
             record = end.record
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
@@ -138,10 +138,10 @@ class ProcessExaminer:
     def _settle(
         self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine], *, goes_on: bool
     ) -> Work:
-        """Add the record of the check that ended the process, and of those behind it, unless the case ``goes_on``.
+        """Add the record of the check that ended the process, and of the remaining ones unless the case ``goes_on``.
 
-        Each finding of a backend is tried again, if it takes no times. Where the case then goes well, the checks behind
-        have the records of that.
+        Each new finding of a backend is tried again, unless only timings were due. If the case then succeeds, the
+        remaining checks get the records of that try.
         """
         found = yield from self._recurrence(place, workers, stopped, earlier)
         made: dict[str, Record] = {}
@@ -158,7 +158,7 @@ class ProcessExaminer:
     def _recurrence(
         self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine]
     ) -> Generator[WorkerProcess | None, None, Recurrence | None]:
-        """Try the case again; return None if this is not tried, or no process can be started."""
+        """Try the case again; return None if it is not tried, or no process can be started."""
         ref, end = place.asked.backend.ref, stopped.end
         finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
         is_known = finding in self._tried or len(self._tried) >= _MOST_TRIED
@@ -166,14 +166,14 @@ class ProcessExaminer:
             return None
         self._tried.add(finding)
         replay = partial(self._replay, place, workers)
-        with suppress(QuestionError, OSError):  # the next case finds out, too
+        with suppress(QuestionError, OSError):  # the next case reports it
             return (yield from find_recurrence(replay, self._request(place, place.asked.checks), earlier))
         return None
 
     def _replay(
         self, place: Place, workers: WorkerPool, requests: Sequence[Examine]
     ) -> Generator[WorkerProcess | None, None, Replayed]:
-        """Send ``requests`` to a fresh process; see :mod:`attncheck.harness.workers.recurrence`."""
+        """Send ``requests`` to a new process; see :mod:`attncheck.harness.workers.recurrence`."""
         ref = place.asked.backend.ref
         workers.discard(ref)
         process = yield from start(workers, ref)
@@ -193,7 +193,7 @@ class ProcessExaminer:
         )
 
     def _left_s(self, place: Place) -> float:
-        """Return the seconds that are left to the backend of ``place``."""
+        """Return the seconds left of the time limit of the backend."""
         at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
         return self._limits.backend_s - self._spent[place.asked.backend.ref] - at_work_s
 
@@ -204,7 +204,7 @@ class ProcessExaminer:
         return Limit(max(left_s, 0.0), f"what was left of the {self._limits.backend_s:g} s of the backend")
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
-        """Add records of ``checks``, which ``stopped`` kept from being made."""
+        """Add records for ``checks``, which ``stopped`` prevented."""
         place.records += ended_records(self.circumstances, place.asked, tuple(checks), stopped)
         place.due[:] = [check for check in place.due if check not in checks]
 
@@ -212,8 +212,8 @@ class ProcessExaminer:
 def ended_records(
     circumstances: Circumstances, asked: Asked, checks: Iterable[str], stopped: Stopped
 ) -> Iterator[Record]:
-    """Yield a record of each of ``checks``, which ``stopped`` kept from being made, unless it does not apply."""
-    from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+    """Yield a record for each of ``checks``, which ``stopped`` prevented, or that does not apply."""
+    from attncheck.harness.checks.case_checks import not_applicable  # here, since it imports torch and is rarely needed
 
     backend, case = asked.backend, asked.case
     for check in checks:
@@ -224,7 +224,7 @@ def ended_records(
 
 
 def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
-    """Return a record of a failure or an error with the end of what its process printed during the case so far."""
+    """Return the record of a failure or error with the end of what its process printed during the case so far."""
     if not isinstance(record, Failed | Errored):
         return record
     return record.model_copy(update={"output": process.output(case.key, _OUTPUT_BYTES)})

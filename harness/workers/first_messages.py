@@ -1,4 +1,4 @@
-"""What a run and the process of a backend exchange before the first case: the device, the run, the backend."""
+"""The messages between a run and a backend's process before the first case: the device, the run, the backend."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WorkerError(InternalError):
-    """attncheck itself failed in the process of a backend: exit code 3, as if it had failed here."""
+    """attncheck itself failed in the process of a backend; exit code 3, as for a failure in the run's own process."""
 
     def __init__(self, ref: str, fault: HarnessFailure) -> None:
         super().__init__(f"{fault.error} (in the process of {ref})")
@@ -34,7 +34,10 @@ class WorkerError(InternalError):
 
 
 def preparation_of(selection: "Selection", libraries: Sequence[str] = ()) -> Prepare:
-    """Return what the process of a backend imports before it; ``libraries``: those that the backend imports itself."""
+    """Return what a backend's process imports before the backend.
+
+    ``libraries``: those that the backend imports itself.
+    """
     functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
     return Prepare(checks=selection.asked_checks, functions=functions, libraries=tuple(libraries))
 
@@ -59,13 +62,13 @@ def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environm
 def device_chosen_by(
     processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit
 ) -> tuple[DeviceChosen, list[str]]:
-    """Return the answer of the first of ``processes`` that gives one; the last one has no backend.
+    """Return the first answer of ``processes``, the last of which has no backend.
 
-    With it come the references of the backends that have spoilt their processes.
+    Also return the references of the backends in whose processes attncheck failed.
 
     Raises:
-        QuestionError: the device that the user wants is not there, or no process lives long enough.
-        WorkerError: attncheck itself failed in the process.
+        QuestionError: the device that the user wants does not exist, or no process lives long enough.
+        WorkerError: attncheck itself failed in the process without a backend.
     """
     cause, spoilt = "", list[str]()
     for process in processes:
@@ -85,7 +88,7 @@ def chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
     """Return the device that ``process`` chose.
 
     Raises:
-        QuestionError: the device that the user wants is not there.
+        QuestionError: the device that the user wants does not exist.
         WorkerError: attncheck itself failed in the process.
         ProcessEndedError: the process ended.
     """
@@ -101,9 +104,10 @@ def chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
 
 
 def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription | QuestionError:
-    """Return the description of the backend of ``process``, or why it has none.
+    """Return the description of the backend of ``process``, or the error that prevents one.
 
-    If the process ends while it loads the backend, or attncheck itself fails in it, the description says how.
+    If the process ends while it loads the backend, or attncheck itself fails in it, the description contains the
+    failure.
     """
     try:
         answer = process.receive(limit)
@@ -125,7 +129,7 @@ def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription |
 
 
 def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
-    """Return the description ``found`` of a backend that was loaded.
+    """Return ``found`` if it describes a backend that was loaded.
 
     Raises:
         QuestionError: the backend was not loaded.

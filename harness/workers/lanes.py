@@ -1,4 +1,4 @@
-"""Lanes: processes that examine questions side by side, while records come in the order of the questions."""
+"""Lanes: processes that examine questions in parallel, while records are yielded in the order of the questions."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,9 +15,9 @@ from attncheck.reports.run_file.records import Record
 
 @dataclass
 class Place:
-    """What was found of one question so far, without what was yielded. ``due``: checks without a record.
+    """The state of one question; ``records`` holds those not yet yielded. ``due``: checks without a record.
 
-    ``blind``: why the case could not be examined at all. ``began``: when its examination did, by the monotonic clock.
+    ``blind``: why the case could not be examined at all. ``began``: monotonic time at which its examination began.
     """
 
     asked: Asked
@@ -32,7 +32,7 @@ class Place:
 class _Lane:
     """One process at a time. ``ref``: its backend. ``place``: its question; None while a process starts.
 
-    ``twins``: processes of this lane for backends that another lane has begun; on a GPU of its own, for all backends.
+    ``twins``: a pool for backends that another lane has begun, or for all backends if the lane has a GPU of its own.
     """
 
     number: int
@@ -44,11 +44,10 @@ class _Lane:
 
 
 class Lanes:
-    """Examines ``places`` by ``examine``, with ``count`` processes of ``workers`` and of twins of it at work at once.
+    """Examines ``places`` with ``examine``, using up to ``count`` processes at once, from ``workers`` and its twins.
 
-    Where ``workers`` has several GPUs, each lane uses one, the first lane by ``workers`` itself.
-
-    ``leave``: called when a lane is done with a backend, whose process ends by itself then; None: all processes stay.
+    If ``workers`` has several GPUs, each lane uses one; the first lane uses ``workers`` itself. ``leave``: called when
+    a lane is done with a backend, whose process then ends by itself. If None, all processes stay.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class Lanes:
         leave: Callable[[str], None] | None,
         costs: Costs | None = None,
     ) -> None:
-        """``examine``: is given the questions to the same backend that no lane has taken, too."""
+        """``examine`` also gets the questions to the same backend that no lane has taken."""
         self._places, self._workers, self._examine, self._on_leaving = places, workers, examine, leave
         self._schedule = Schedule([place.asked for place in places], costs=costs)
         pools = [workers, *map(workers.twin, workers.gpus[1:count])] if workers.gpus else [None] * count
         self._lanes = [_Lane(number, workers, twins=pool) for number, pool in enumerate(pools)]
 
     def run(self) -> Iterator[tuple[Place, Record | None]]:
-        """Yield every record with its place, and each place once more without one when it is over."""
+        """Yield every record with its place, and each place once more without a record when it is over."""
         for place in self._places:
             while place.records or not place.is_over:
                 while place.records:
@@ -79,7 +78,7 @@ class Lanes:
             self._leave(lane)
 
     def _go_on(self) -> None:
-        """Let every lane go on as far as it can; where none can, wait for an answer."""
+        """Advance every lane as far as possible; if none can advance, wait for an answer."""
         waiting: list[WorkerProcess] = []
         has_moved = False
         for lane in self._lanes:
@@ -100,11 +99,11 @@ class Lanes:
             wait_for_answers(waiting)
 
     def _take(self, lane: _Lane) -> bool:
-        """Give ``lane`` a question, or a process to start; return False where there is none for it now."""
+        """Give ``lane`` a question, or a process to start; return False if there is none for it now."""
         lane.place = None
         while lane.ref is None or (index := self._schedule.take(lane.ref, lane.number)) is None:
             if lane.ref is not None and self._schedule.has_left(lane.ref, lane.number):
-                return False  # until there is memory
+                return False  # the remaining questions wait for memory
             self._leave(lane)
             ref = self._schedule.to_begin(lane.number)
             if ref is not None and lane.twins in (None, self._workers):
@@ -120,17 +119,17 @@ class Lanes:
         return True
 
     def _begin(self, lane: _Lane, ref: str) -> None:
-        """Go over to a backend that no lane has begun, and prepare the process of the next one."""
+        """Switch to a backend that no lane has begun, and prepare the process of the next one."""
         lane.ref, lane.workers = ref, self._workers
         self._schedule.begin(ref)
         process = self._workers.process(ref)
         if process is not None and process.has_ended:
-            self._workers.discard(ref)  # before it was asked anything: that costs no case
+            self._workers.discard(ref)  # it ended before its first case, so no case is lost
         if (following := self._schedule.to_begin(lane.number)) is not None:
             self._workers.prepare(following)
 
     def _help(self, lane: _Lane, ref: str) -> Work:
-        """Start one more process of a backend. Where that fails, other lanes examine the rest."""
+        """Start one more process of a backend. If that fails, other lanes examine the rest."""
         lane.twins = lane.twins or self._workers.twin()
         lane.ref, lane.workers = ref, lane.twins
         self._schedule.begin(ref)
@@ -154,7 +153,7 @@ def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None
     """Start a process of ``ref``, wait until it has described the backend, and return it.
 
     Raises:
-        QuestionError, OSError: it cannot be started, or does not come as far as the first one did.
+        QuestionError, OSError: it cannot be started, or does not load the backend as the first process did.
         WorkerError: attncheck itself failed in it.
     """
     process = workers.prepare(ref)

@@ -1,6 +1,6 @@
-"""Limits to the memory of a backend's process: as they are written, and as the process keeps them itself.
+"""Memory limits of a backend's process, and how the process enforces them itself.
 
-The run watches the process besides (``memory_watch.py``). Importing this module loads neither torch nor pydantic.
+The run also watches the process (``memory_watch.py``). Importing this module imports neither torch nor pydantic.
 """
 
 import resource
@@ -14,37 +14,37 @@ if TYPE_CHECKING:
     from attncheck.reports.run_file.records import Record
 
 _PROCESS_BYTES = 2**30
-"""What a process with a CUDA build of torch may take of the host before its first case; estimated."""
+"""Host memory that a process with a CUDA build of torch may use before its first case; estimated."""
 
 _LEAST_ROOM = 2
-"""Processes there are at once on the smallest host: one at work, and the next."""
+"""Processes that run at once on the smallest host: one at work, and the next one."""
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes that the process of a backend may hold, with all it started, and on a GPU; None: no limit."""
+    """Bytes that a backend's process and its children may use on the host, and on a GPU; None for no limit."""
 
     host: int | None = None
     device: int | None = None
 
 
 def room_on_host() -> int:
-    """Return how many processes of backends may be there at once: half the free memory of the host is for cases."""
+    """Return how many backend processes may exist at once; half the free memory of the host is reserved for cases."""
     free = free_host_bytes()
     return sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
 
 
 def size_in_words(size: int) -> str:
-    """Return ``size`` bytes as in ``4.13 GiB``, or ``600 MiB``."""
+    """Return ``size`` bytes as text such as ``4.13 GiB`` or ``600 MiB``."""
     unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
     return f"{round(size / unit, 2):g} {name}"
 
 
 def keep_within(limits: MemoryLimits, device: str) -> None:
-    """Let this process, which examines on ``device``, get an error where it allocates far beyond ``limits``.
+    """Make allocations far beyond ``limits`` fail in this process, which examines on ``device``.
 
-    On a CPU the system refuses memory an eighth above the limit of the host. CUDA reserves far more than it uses, so
-    there torch alone refuses memory, above the limit of the device.
+    On a CPU, the system refuses memory an eighth above the host limit. CUDA reserves far more host memory than it uses,
+    so on a GPU only torch refuses memory, above the device limit.
     """
     if device != "cpu":
         if limits.device is not None:
@@ -61,7 +61,7 @@ def keep_within(limits: MemoryLimits, device: str) -> None:
 
 
 def with_limit_named(record: "Record", limits: MemoryLimits) -> "Record":
-    """Return ``record``, with the limit in its message if an allocation was refused."""
+    """Return ``record``, with the limit added to its message if an allocation was refused."""
     if record.outcome != "errored" or not is_refused_memory(record.error_type, record.message):
         return record
     is_of_device = record.error_type == "OutOfMemoryError"  # torch's

@@ -1,8 +1,8 @@
-"""A watch over the memory of a run's processes: it kills one that takes too much. Importing it loads no torch.
+"""Watch the memory of a run's processes, and kill one that uses too much. Importing it does not import torch.
 
-Of a backend's process counts what it holds with all it started in its session: resident memory, and where several
-processes of a session share pages, each page once. Where the host runs short, the largest is killed before the kernel
-swaps, or kills something else. Linux alone tells these figures; elsewhere nothing is watched.
+The memory of a backend's process is the resident memory of its session; pages shared within a session count once. If
+the host runs short, the largest session is killed before the kernel swaps or kills something else. Only Linux provides
+these figures; elsewhere nothing is watched.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.workers.memory_limits import size_in_words
 
 _FASTEST = 4 * 2**30
-"""Bytes of new memory that a process is expected to fill in a second, at most."""
+"""Maximum bytes of new memory that a process is expected to fill per second."""
 
 _SHORTEST_S, _LONGEST_S = 0.05, 0.2
-"""Seconds between two looks."""
+"""Seconds between two measurements."""
 
 _REST = 4
-"""Pause after a look, as a multiple of its duration at least: to look at many copies of a process takes long."""
+"""Minimum pause after a measurement, as a multiple of its duration: measuring many copies of a process takes long."""
 
 _LEAST_TO_BLAME = 2**30
-"""Bytes. Where the host runs short, a process that holds less is not the reason."""
+"""Bytes below which a process is not killed when the host runs short."""
 
 _PROC = Path("/proc")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -38,20 +38,20 @@ class Watched(Protocol):
 
     @property
     def identity(self) -> int:
-        """Its number, which is that of its session."""
+        """Its process id, which is also its session id."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
 
     def end_for(self, cause: str) -> None:
-        """Kill it with all it started, and tell why."""
+        """Kill it and its children, and record ``cause``."""
 
 
 class MemoryWatch:
     """Watches processes in a thread of its own, as long as one of them is alive.
 
-    ``limit``: the bytes that each may hold with all it started; None: there is no such limit.
+    ``limit``: bytes that each may use, including its children; None for no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -79,7 +79,7 @@ class MemoryWatch:
             began = time.monotonic()
 
     def _look(self) -> float | None:
-        """Kill what takes too much. Return the seconds until the next look; None: nothing is left to watch."""
+        """Kill what uses too much memory; return the seconds until the next measurement, or None to stop watching."""
         with self._lock:
             self._watched = [process for process in self._watched if not process.has_ended]
             self._is_running = bool(self._watched)
@@ -90,11 +90,11 @@ class MemoryWatch:
         is_short = free is not None and free < self._reserve
         try:
             held = held_bytes({*watched, *self._dying}, 0 if is_short else self._limit)
-        except OSError:  # no descriptor is left, for now
+        except OSError:  # temporarily out of file descriptors
             return _LONGEST_S
         self._dying = {session for session in self._dying if held[session]}
         alive = {session: held[session] for session in watched.keys() - self._dying}
-        # The memory of one that was killed comes back only after a while.
+        # The memory of a killed process is released only after a while.
         room = None if free is None or self._dying else free - self._reserve
         for session, cause in causes(alive, self._limit, room, free or 0).items():
             self._dying.add(session)
@@ -103,14 +103,14 @@ class MemoryWatch:
 
 
 def reserve_of(free: int) -> int:
-    """Return the bytes that the processes of a run leave to the host, which has ``free`` bytes when they start."""
+    """Return the bytes that a run leaves to the host, which has ``free`` bytes when its processes start."""
     return min(max(2**30, free // 20), free // 4)
 
 
 def causes(held: Mapping[int, int], limit: int | None, room: int | None, free: int) -> dict[int, str]:
-    """Return the sessions to kill, and why. ``held``: their bytes.
+    """Return the sessions to kill, each with its cause. ``held``: bytes by session.
 
-    ``room``: by how much ``free``, the memory of the host, is above the reserve; None: that does not count.
+    ``room``: by how much ``free``, the host's free memory, exceeds the reserve; None to ignore it.
     """
     if limit is not None and (over := {session: size for session, size in held.items() if size > limit}):
         words = f"out of memory (limit {size_in_words(limit)}, it took "
@@ -125,16 +125,16 @@ def causes(held: Mapping[int, int], limit: int | None, room: int | None, free: i
 
 
 def seconds_to_wait(held: Collection[int], limit: int | None, room: int | None) -> float:
-    """Return the seconds within which no process can fill what is left of its limit, and of the host."""
+    """Return the seconds within which no process can fill the rest of its limit or of the host."""
     rooms = [] if room is None else [room]
     rooms += [] if limit is None else [limit - size for size in held]
     return min(max(min(rooms, default=math.inf) / _FASTEST, _SHORTEST_S), _LONGEST_S)
 
 
 def held_bytes(sessions: Collection[int], enough: int | None) -> dict[int, int]:
-    """Return the memory that the processes of each session hold.
+    """Return the memory that the processes of each session use.
 
-    What they share is counted once where they would hold more than ``enough`` otherwise: that takes long to find out.
+    Shared pages are counted once only if the sum would exceed ``enough`` otherwise, because that takes long to measure.
     """
     members: dict[int, list[int]] = {session: [] for session in sessions}
     with os.scandir(_PROC) as entries:
@@ -161,7 +161,7 @@ def _resident_bytes(process: int) -> int:
 
 
 def _proportional_bytes(process: int) -> int:
-    """Return the resident memory of ``process``, of each page its share; all of it if the share is not told."""
+    """Return the proportional set size of ``process``, or its resident memory if the kernel does not provide it."""
     try:
         lines = (_PROC / str(process) / "smaps_rollup").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

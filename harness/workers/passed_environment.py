@@ -1,4 +1,7 @@
-"""Which environment variables the process of a backend gets: those that it may need, and no secrets. Loads no torch."""
+"""Select the environment variables that a backend's process gets: those it may need, and no secrets.
+
+Imports no torch.
+"""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -19,9 +22,10 @@ _SECRET = ("*TOKEN", "*SECRET", "*PASSWORD", "*KEY", "*CREDENTIALS")
 
 
 def passed_environment(environment: Mapping[str, str], patterns: Iterable[str] = ()) -> dict[str, str]:
-    """Return what the process of a backend gets of ``environment``.
+    """Return the part of ``environment`` that a backend's process gets.
 
-    These are the variables that match ``patterns``, and those of :data:`DEFAULT` whose names are not those of secrets.
+    These are the variables that match ``patterns``, and those that match :data:`DEFAULT` and are not named like
+    secrets.
     """
     given = tuple(patterns)
     return {
@@ -32,7 +36,7 @@ def passed_environment(environment: Mapping[str, str], patterns: Iterable[str] =
 
 
 def read_patterns(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of ``--pass-env``, each of whose ``words`` may list several, separated by commas."""
+    """Return the patterns of ``--pass-env``, each of whose ``words`` may contain several, separated by commas."""
     return tuple(part.strip() for word in words for part in word.split(",") if part.strip())
 
 

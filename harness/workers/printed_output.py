@@ -1,8 +1,8 @@
-"""What a backend's process prints: read as it comes, and the end of it kept, apart for each case.
+"""Read what a backend's process prints, and keep the end of it for each case.
 
-The process writes into a pipe that a thread empties, so that nothing is held on disk and the process waits for nobody.
-The worker marks in the stream where a case begins: it may be some cases ahead of the run that listens. What a case
-prints beyond 64 MiB is read as well, since a full pipe would stop the backend, but is not shown.
+The process writes into a pipe that a thread empties, so that no file is needed and the process never blocks. The worker
+marks in the stream where a case begins, since it may be some cases ahead of the run that reads. Output of a case beyond
+64 MiB is read, since a full pipe would stop the backend, but not shown.
 """
 
 import codecs
@@ -21,28 +21,28 @@ SHOWN = 2**26
 """Bytes shown of each case."""
 
 _READ = 2**20
-"""Bytes read at once: as much as a pipe may hold."""
+"""Bytes per read; the capacity of the pipe."""
 
 _LONGEST_LINE = 2**16
 """Characters after which a line is shown before it ends."""
 
 _DROPPED = f"[{SHOWN // 2**20} MiB of this case are shown; the rest is dropped]\n"
 _MARK, _END = b"\0attncheck begins ", b"\0\n"
-_LONGEST_MARK = 4096  # a pipe takes so much in one piece
+_LONGEST_MARK = 4096  # PIPE_BUF: writes up to this size are atomic
 
 Show = Callable[[str, str], None]
-"""(label, text): shows whole lines that a process printed."""
+"""``(label, text)``: shows whole lines that a process printed."""
 
 
 def mark_of(case: str) -> bytes:
-    """Return what a worker writes into its output where it begins the case of this key."""
+    """Return what a worker writes into its output at the start of the case with this key."""
     return _MARK + case.encode() + _END
 
 
 class PrintedOutput:
     """Reads the pipe ``reading`` until it is closed, and keeps the end of each case's output.
 
-    ``label``: names the process to ``show``, which gets every line as it comes. To be closed.
+    ``label``: name of the process, passed to ``show`` with every complete line. Must be closed.
     """
 
     def __init__(self, reading: int, label: str, show: Show | None = None) -> None:
@@ -62,9 +62,9 @@ class PrintedOutput:
         self._thread.start()
 
     def of(self, case: str | None = None, limit: int = KEPT) -> str:
-        """Return the last ``limit`` bytes printed since ``case`` began, from the beginning of a line on.
+        """Return the last ``limit`` bytes printed since ``case`` began, starting at the beginning of a line.
 
-        None: the latest case. What the process printed before it sent an answer that was received is in it.
+        None stands for the latest case. Output that precedes an answer already received is included.
         """
         self._read()
         with self._lock:
@@ -78,7 +78,7 @@ class PrintedOutput:
         return note + end.decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Stop reading, and show the line that was begun. May be repeated."""
+        """Stop reading, and show the incomplete last line. May be called repeatedly."""
         if self._stop < 0:
             return
         os.close(self._stop)
@@ -99,9 +99,9 @@ class PrintedOutput:
                 return
 
     def _read(self) -> bool:
-        """Take what is in the pipe; return whether more may come."""
+        """Read what is in the pipe; return whether more may come."""
         with self._lock:
-            for _ in range(2):  # the process may print without end
+            for _ in range(2):  # bounded, since the process may print endlessly
                 try:
                     chunk = os.read(self._reading, _READ)
                 except BlockingIOError:
@@ -158,5 +158,5 @@ def _begun(data: bytes) -> int:
 
 
 def flush_c_streams() -> None:
-    """Write out what C code has printed in this process, which it buffers."""
+    """Flush the output buffered by C code in this process."""
     ctypes.CDLL(None).fflush(None)

@@ -1,7 +1,4 @@
-"""Starting a worker, ending it with all it started, and finding out what it was doing.
-
-Loads neither torch nor pydantic.
-"""
+"""Start a worker, end it with all its children, and find out what it was doing. Imports neither torch nor pydantic."""
 
 import contextlib
 import fcntl
@@ -28,13 +25,13 @@ from attncheck.harness.workers.worker import main
 main(sys.argv[1:])
 """
 _ROOM = 2**20
-"""Bytes of answers, and of output, that wait to be read; Linux gives no more to everybody."""
+"""Capacity in bytes of the pipes for answers and output, the most that Linux gives to unprivileged processes."""
 
 STACK_SIGNAL = signal.SIGUSR2
-"""The signal upon which a worker prints the Python stacks of its threads, even while C code holds the GIL."""
+"""Signal at which a worker prints the Python stacks of its threads, even while C code holds the GIL."""
 
 MARK = "ATTNCHECK_WORKER"
-"""The environment variable whose value marks a worker and all that it starts."""
+"""Environment variable whose value marks a worker and all its descendants."""
 
 _STACK = "(most recent call first):"
 _STACK_S = 2.0
@@ -45,7 +42,7 @@ _TERM_S, _KILL_S = 1.0, 10.0
 
 
 class ChildProcess(Protocol):
-    """A child of this process. ``returncode``: negative for a signal; None: it has not ended, as far as is known."""
+    """A child of this process. ``returncode``: negative for a signal; None if it is not known to have ended."""
 
     pid: int
     returncode: int | None
@@ -53,7 +50,7 @@ class ChildProcess(Protocol):
 
 @dataclass
 class _Copy:
-    """A copy of this process."""
+    """A fork of this process."""
 
     pid: int
     returncode: int | None = None
@@ -61,7 +58,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class StartedWorker:
-    """A worker, and the ends of its pipes: ``writing`` requests, ``reading`` answers, ``printed`` output."""
+    """A worker, and this end of its pipes: ``writing`` requests, ``reading`` answers, ``printed`` output."""
 
     process: ChildProcess
     writing: int
@@ -70,7 +67,7 @@ class StartedWorker:
 
 
 def start_worker(environment: Mapping[str, str]) -> StartedWorker:
-    """Start a worker in a session of its own; raises OSError where that fails, and leaves no descriptor open."""
+    """Start a worker in a session of its own. Raises OSError if that fails, leaving no descriptor open."""
 
     def start(to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]) -> ChildProcess:
         words = (to_read, to_write, os.getpid(), "\n".join(map(str, sys.path)))
@@ -88,14 +85,14 @@ def start_worker(environment: Mapping[str, str]) -> StartedWorker:
 
 
 def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
-    """Start a copy of this process that calls ``serve`` with two descriptors, requests and answers, and our number.
+    """Fork this process; the copy calls ``serve`` with descriptors for requests and answers, and this process's id.
 
     Raises:
-        OSError: there can be no further process.
+        OSError: no further process can be started.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
-            stream.flush()  # the copy has the rest in its buffer, too
+            stream.flush()  # else the copy inherits the unwritten output in its buffers, too
     run = os.getpid()
 
     def start(to_read: int, to_write: int, to_print: int, ours: tuple[int, ...]) -> ChildProcess:
@@ -116,12 +113,12 @@ def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
             os._exit(status)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy has not
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the copy does not use
         return _with_pipes(start)
 
 
 def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess]) -> StartedWorker:
-    """Return the worker that ``start`` starts with its ends of three pipes, to read, write and print, and with ours.
+    """Return the worker that ``start`` starts with its ends of three pipes (read, write, print) and with ours.
 
     If that fails, no descriptor is left open.
     """
@@ -129,7 +126,7 @@ def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess])
         theirs_to_read, writing = _pipe(started)
         reading, theirs_to_write = _pipe(started)
         printed, theirs_to_print = _pipe(started)
-        if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # room for what it writes before the run reads it
             for ours in (reading, printed):
                 with suppress(OSError):
                     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
@@ -141,7 +138,7 @@ def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess])
 
 
 def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:
-    """Reading and writing end, closed again if the process cannot be started."""
+    """Return the reading and the writing end of a pipe, which are closed if the process cannot be started."""
     ends = os.pipe()
     for end in ends:
         started.callback(os.close, end)
@@ -149,9 +146,9 @@ def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def print_stacks(pid: int, printed: Callable[[], str]) -> None:
-    """Have the worker ``pid`` print its Python stacks, and wait until ``printed()`` holds them.
+    """Make the worker ``pid`` print its Python stacks, and wait until ``printed()`` contains them.
 
-    A worker that is stopped, or whose backend has taken the signal, prints none.
+    A worker that is stopped, or whose backend has replaced the signal handler, prints none.
     """
     before = printed()
     with suppress(ProcessLookupError):
@@ -166,11 +163,11 @@ def print_stacks(pid: int, printed: Callable[[], str]) -> None:
 
 
 def native_stack(pid: int) -> str:
-    """Return the stacks of Python and C frames by py-spy; empty if it is not installed or may not look."""
+    """Return the stacks of Python and C frames from py-spy, or "" if it is not installed or has no permission."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if (program := shutil.which("py-spy", path=path)) is None:
         return ""
-    for words in (["--native"], []):  # not everywhere can it read C frames
+    for words in (["--native"], []):  # py-spy cannot read C frames on every platform
         with suppress(OSError, subprocess.TimeoutExpired):
             dumped = subprocess.run(  # noqa: S603 (a program of the user's own environment, and words of ours)
                 [program, "dump", *words, "--pid", str(pid)],
@@ -187,7 +184,7 @@ def native_stack(pid: int) -> str:
 
 
 def state_words(pid: int) -> str:
-    """Return what keeps the process ``pid`` from running, as the kernel sees it; empty if it runs or sleeps."""
+    """Return what keeps the process ``pid`` from running, by its state in /proc, or "" if it runs or sleeps."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][0]
     except (OSError, IndexError):
@@ -196,9 +193,9 @@ def state_words(pid: int) -> str:
 
 
 def exit_words(code: int, peak_bytes: int, oom_kills_before: int | None) -> str:
-    """Return how a process ended by itself: its exit code, or the signal with what is known of the memory.
+    """Return how a process ended: its exit code or signal, with memory figures for SIGKILL.
 
-    ``code``: negative for a signal. ``oom_kills_before``: of the control group, when the process started.
+    ``code``: negative for a signal. ``oom_kills_before``: OOM kills of the control group when the process started.
     """
     if code >= 0:
         return f"left with exit code {code}"
@@ -214,10 +211,10 @@ def exit_words(code: int, peak_bytes: int, oom_kills_before: int | None) -> str:
 
 
 def end_group(pid: int, wait: Callable[[float], bool], *, politely: bool = False) -> bool:
-    """End the process group ``pid``; return False if it cannot be ended, as where a driver holds it.
+    """Kill the process group ``pid``; return False if it does not end, for instance because a driver holds it.
 
-    ``wait``: waits for the process for so many seconds, and returns whether it has ended. ``politely``: by SIGTERM
-    first.
+    ``wait``: waits up to the given seconds for the process, and returns whether it has ended. ``politely``: send
+    SIGTERM first.
     """
     for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
         if number == signal.SIGTERM and not politely:
@@ -225,14 +222,17 @@ def end_group(pid: int, wait: Callable[[float], bool], *, politely: bool = False
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
         if wait(seconds) and number == signal.SIGTERM:
-            with suppress(ProcessLookupError, PermissionError):  # what it started may ignore SIGTERM
+            with suppress(ProcessLookupError, PermissionError):  # its children may ignore SIGTERM
                 os.killpg(pid, signal.SIGKILL)
             return True
     return wait(0)
 
 
 def end_marked(mark: str) -> None:
-    """End all processes whose environment has ``mark``: daemons, too, which have left the session. On Linux only."""
+    """Kill all processes whose environment has ``mark``, including daemons that left the session.
+
+    Works on Linux only.
+    """
     wanted, own = f"{MARK}={mark}".encode(), os.getpid()
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

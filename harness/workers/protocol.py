@@ -1,22 +1,22 @@
-"""The messages between a run and the process of a backend: one line of JSON each, over two pipes.
+"""The messages between a run and a backend's process: one line of JSON each, over two pipes.
 
 ::
 
     the run                        the process
-      (starts it) ---------------->  loads torch
-      Prepare, Load -------------->  loads the checks, then the backend
-      ChooseDevice --------------->
-                  <---------------- DeviceChosen, or Refused; one process of a run is asked
+      (starts it) ---------------->  imports torch
+      Prepare, Load -------------->  imports the checks, then the backend
+      ChooseDevice --------------->  (sent to one process of a run)
+                  <---------------- DeviceChosen, or Refused
       Assignment ----------------->
                   <---------------- Described, or Refused
       Examine(case)  ------------->
-                  <---------------- Begun(stage), then a record, as often as there is something to tell
+                  <---------------- Begun(stage) and records, any number of each
                   <---------------- Done, or DeviceLost
-      AskReasons(cases) ---------->  (only where cases are drawn)
+      AskReasons(cases) ---------->  (only if cases are drawn)
                   <---------------- Reasons
       (closes the pipe) ---------->  ends
 
-``HarnessFailure`` may come in place of any answer: attncheck itself failed there.
+Any answer may be replaced by ``HarnessFailure``: attncheck itself failed in the process.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -34,16 +34,16 @@ from attncheck.reports.run_file.records import Crashed, Record
 
 
 class _Message(BaseModel):
-    """Immutable, without unknown keys."""
+    """Base of messages: immutable, without unknown keys."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
 
 class Prepare(_Message):
-    """Imports what will be needed, before any backend.
+    """Import what will be needed, before any backend.
 
-    ``functions``: a case examines a function of the backend. ``libraries``: those that the backend imports; one that
-    cannot be imported is left to the backend.
+    ``functions``: a case examines a function of the backend. ``libraries``: those that the backend imports; a library
+    that cannot be imported is skipped.
     """
 
     kind: Literal["prepare"] = "prepare"
@@ -53,14 +53,14 @@ class Prepare(_Message):
 
 
 class Load(_Message):
-    """Loads the backend of this reference."""
+    """Load the backend with this reference."""
 
     kind: Literal["load"] = "load"
     ref: str
 
 
 class ChooseDevice(_Message):
-    """Asks for the device of a run. ``wanted``: by the user; ``wishes``: by the suites."""
+    """Choose the device of a run. ``wanted``: by the user; ``wishes``: of the suites."""
 
     kind: Literal["choose_device"] = "choose_device"
     wanted: str | None
@@ -68,15 +68,15 @@ class ChooseDevice(_Message):
 
 
 class Assignment(_Message):
-    """What a run is about. ``suites``: by reference, those of its cases; which cases, each :class:`Examine` says.
+    """The run that the process works for. ``suites``: references of the suites of its cases.
 
-    ``cases``: the keys of all that are selected; None: every case. ``by_default``, ``is_short``: each backend gets the
-    cases of :func:`~attncheck.harness.run.selection.default_cases`.
-    ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
-    the run has read it; a file that reads otherwise by now is refused. ``environment``: the run's circumstances, whose
-    digest the records carry. ``timing``: how the check of that name takes its times. ``dump``, ``truths``: absolute
-    paths. ``memory``: what the process keeps within. ``gpu``: the UUID of the GPU that the process has to use, in that
-    very environment; None: this is not compared.
+    ``cases``: the keys of all selected cases; None for every case. ``by_default``, ``is_short``: each backend gets the
+    cases of :func:`~attncheck.harness.run.selection.default_cases`. ``shares_probes``: as in
+    :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as the run has read it; a suite file
+    that has changed since is refused. ``environment``: the run's circumstances, whose digest the records contain.
+    ``timing``: settings of the check ``timing``. ``dump``, ``truths``: absolute paths. ``memory``: limits that the
+    process enforces. ``gpu``: UUID of the GPU that the process must use, with exactly that environment; None for no
+    such check.
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -97,9 +97,9 @@ class Assignment(_Message):
 
 
 class Examine(_Message):
-    """Asks for ``checks`` of one case of those selected, by its key, ``suite/id``, in that ``round``.
+    """Make ``checks`` on one selected case, given by its key ``suite/id``, in ``round``.
 
-    ``drawn``: the case itself where no suite has it.
+    ``drawn``: the case itself, if no suite contains it.
     """
 
     kind: Literal["examine"] = "examine"
@@ -110,14 +110,14 @@ class Examine(_Message):
 
 
 class AskReasons(_Message):
-    """Asks why the backend does not answer each of these cases, by its own declarations."""
+    """Return why the backend's declarations exclude each of these cases."""
 
     kind: Literal["ask_reasons"] = "ask_reasons"
     cases: tuple[Case, ...]
 
 
 class PlanProviders(_Message):
-    """Imports the providers of the run, which examine on ``device``."""
+    """Import the providers of the run, to examine them on ``device``."""
 
     kind: Literal["plan_providers"] = "plan_providers"
     device: str
@@ -125,7 +125,7 @@ class PlanProviders(_Message):
 
 
 class ExamineProviders(_Message):
-    """Asks for all functions of all providers, from that of index ``first`` on. ``environment``: the run's digest."""
+    """Examine all functions of all providers, from index ``first`` on. ``environment``: the run's digest."""
 
     kind: Literal["examine_providers"] = "examine_providers"
     first: int
@@ -133,7 +133,7 @@ class ExamineProviders(_Message):
 
 
 class SurveyFamily(_Message):
-    """Asks for all backends of a ``family``, to run on ``device``, but for the first ``told``."""
+    """Report all backends of a ``family`` that may run on ``device``, except the first ``told``."""
 
     kind: Literal["survey_family"] = "survey_family"
     family: str
@@ -149,7 +149,7 @@ class Surveyed(_Message):
 
 
 class ProvidersPlanned(_Message):
-    """What is asked of each provider of ``infos``: ``subjects``, of all that are ``known``."""
+    """The ``subjects`` to examine for each provider of ``infos``, out of all that are ``known``."""
 
     kind: Literal["providers_planned"] = "providers_planned"
     infos: tuple[BackendInfo, ...]
@@ -161,7 +161,7 @@ class ProvidersPlanned(_Message):
 class DeviceChosen(_Message):
     """The device of a run, notes on the choice, and the environment of an examination on it.
 
-    ``gpus``: those that processes may use side by side; empty: the device is not all of them.
+    ``gpus``: GPUs that processes may use in parallel; empty unless the device is ``cuda``.
     """
 
     kind: Literal["device_chosen"] = "device_chosen"
@@ -179,16 +179,16 @@ class Described(_Message):
 
 
 class Reasons(_Message):
-    """Why the backend does not answer each case it was asked about; no reason: it declares that it does."""
+    """Why the backend excludes each case of :class:`AskReasons`; an empty tuple if it declares support."""
 
     kind: Literal["reasons"] = "reasons"
     reasons: tuple[tuple[str, ...], ...]
 
 
 class Refused(_Message):
-    """The question was wrong: no such device or backend, or a suite has changed.
+    """The request was wrong: no such device or backend, or a suite has changed.
 
-    ``raised``: the type of the exception that the backend's own code raised while it was loaded; empty: none.
+    ``raised``: type of the exception that the backend's own code raised while it was loaded, or "".
     """
 
     kind: Literal["refused"] = "refused"
@@ -205,21 +205,21 @@ class Begun(_Message):
 
 
 class Done(_Message):
-    """Nothing more comes of this case. ``blind``: why it could not be put at all."""
+    """The last answer about a case. ``blind``: why the case could not be examined at all."""
 
     kind: Literal["done"] = "done"
     blind: str | None = None
 
 
 class DeviceLost(_Message):
-    """A check lost the device, and the process ends. ``record``: of that check; those behind it are still due."""
+    """A check lost the device, and the process ends. ``record``: of that check; the remaining ones are still due."""
 
     kind: Literal["device_lost"] = "device_lost"
     record: Crashed
 
 
 class HarnessFailure(_Message):
-    """attncheck itself failed: ``error`` in a line, and the traceback."""
+    """attncheck itself failed: ``error`` in one line, and the traceback."""
 
     kind: Literal["fault"] = "fault"
     error: str
@@ -248,15 +248,15 @@ _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator
 
 
 def parse_request(line: bytes) -> Request:
-    """The request on a line; pydantic.ValidationError for anything else."""
+    """Return the request on a line. Raises pydantic.ValidationError for anything else."""
     return _REQUEST.validate_json(line)
 
 
 def parse_answer(line: bytes) -> Answer:
-    """The answer on a line; pydantic.ValidationError for anything else."""
+    """Return the answer on a line. Raises pydantic.ValidationError for anything else."""
     return _ANSWER.validate_json(line)
 
 
 def format_message(message: Request | Answer) -> bytes:
-    """One line of JSON with its newline; parsing gives the equal value back."""
+    """Return one line of JSON with its newline; parsing it returns an equal message."""
     return message.model_dump_json().encode() + b"\n"

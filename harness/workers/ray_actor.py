@@ -1,7 +1,7 @@
-"""What runs on a node of a Ray cluster: one actor, with the processes of the backends that it examines.
+"""The actor on a node of a Ray cluster, which starts the processes of the backends that it examines.
 
-A supervisor of the node's own examines each question, so that a crash, a hang or a limit is met where it happens. The
-run itself knows only questions and records. Imports no ray: the cluster brings it.
+Each node has a supervisor, so that a crash, a hang or a limit is handled where it happens. The run exchanges only
+questions and records with it. This module does not import ray.
 """
 
 import os
@@ -37,14 +37,14 @@ from attncheck.reports.run_file.records import format_line
 
 @dataclass(frozen=True)
 class Examined:
-    """The records of one question, a line of JSON each. ``blind``: why the case could not be examined at all."""
+    """The records of one question, one line of JSON each. ``blind``: why the case could not be examined at all."""
 
     records: tuple[bytes, ...]
     blind: str | None = None
 
 
 class RayActor:
-    """Examines questions, one after another. The calls come in this order: :meth:`join`, :meth:`begin`, the others."""
+    """Examines questions one after another. The run calls :meth:`join`, then :meth:`begin`, then the other methods."""
 
     def __init__(self) -> None:
         self._pool = WorkerPool()
@@ -52,11 +52,12 @@ class RayActor:
         self._described: dict[str, BackendDescription | str] = {}
 
     def join(self, version: str, folder: str | None, messages: tuple[bytes, bytes]) -> tuple[str, bytes]:
-        """Return the name of this node, and a message: the device with its environment, or why it takes no part.
+        """Return this node's name, and a message: the device with its environment, or why it takes no part.
 
-        Takes no value of attncheck's own types, since the node may have another version. ``version``: that of the run.
-        ``folder``: the current folder of the run; None: the one that Ray chose. ``messages``: Prepare and ChooseDevice.
+        ``version``: of attncheck in the run. ``folder``: the current folder of the run; None for the one that Ray
+        chose. ``messages``: Prepare and ChooseDevice.
         """
+        # Arguments and result are of plain types, because the node may have another version of attncheck.
         answer = self._join(version, folder, *messages)
         return platform.node(), format_message(answer)
 
@@ -81,7 +82,7 @@ class RayActor:
         return DeviceChosen(device=device, notes=notes, environment=environment)
 
     def begin(self, assignment: Assignment, settings: WorkerSettings) -> None:
-        """Take the run that the questions belong to, and ``settings`` for the processes of backends."""
+        """Accept the run that the questions belong to, and ``settings`` for the processes of backends."""
         folder = truths_folder() if assignment.truths else None  # the cache of this node's user
         assignment = assignment.model_copy(update={"truths": folder and str(folder.absolute())})
         self._pool = self._pool.with_settings(settings)
@@ -90,7 +91,7 @@ class RayActor:
         self._supervisor = Supervisor(plan, (), self._pool, assignment.environment)
 
     def describe(self, digests: Mapping[str, str]) -> list[BackendDescription | str]:
-        """Return what the backends of these references say of themselves here, or why one cannot be examined.
+        """Return the descriptions of these backends on this node, or why one cannot be examined.
 
         ``digests``: by reference, the digest of the file that it names.
         """
@@ -104,7 +105,7 @@ class RayActor:
     def examine(self, asked: Asked, digest: str) -> Examined | Refused | HarnessFailure:
         """Examine one question. ``digest``: of the file that the reference of its backend names.
 
-        Refused: the backend is not here what it is for the run.
+        Returns Refused if the backend differs from the one of the run.
         """
         assert self._supervisor is not None
         backend, num_blind = asked.backend, len(self._supervisor.blind)
@@ -118,11 +119,11 @@ class RayActor:
         return Examined(tuple(format_line(record).encode() for record in records), str(blind[0]) if blind else None)
 
     def close(self) -> None:
-        """End the processes of the backends, and what they have started."""
+        """End the processes of the backends, and their children."""
         self._pool.close(at_once=True)
 
     def _reason_against(self, backend: BackendDescription, digest: str) -> str:
-        """Return why a backend is not here what it is for the run; empty: it is."""
+        """Return how a backend differs from the one of the run, or "" if it is the same."""
         if backend.ref not in self._described:
             self.describe({backend.ref: digest})
         found = self._described[backend.ref]

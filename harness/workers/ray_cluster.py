@@ -1,7 +1,7 @@
-"""The actors of a run on a Ray cluster: connected to, asked for the device and the backends, asked questions.
+"""The actors of a run on a Ray cluster: connect, choose the device, describe the backends, send questions.
 
-The only module that calls ray, which is imported when a cluster is connected to. A lost node is replaced by a new
-actor, which waits until the cluster has room for it.
+This is the only module that calls ray, which is imported on connecting. A lost node is replaced by a new actor, which
+waits until the cluster has room for it.
 """
 
 import logging
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from attncheck.harness.run.selection import Selection
 
 _PATIENCE_S = 600.0
-"""Seconds that a run waits for the cluster to have room for its first actor, or for another one."""
+"""Seconds that a run waits until the cluster has room for its first actor, or for another one."""
 
 _CLOSING_S, _BREAKING_S = 10.0, 1.0
-"""Seconds that the actors may take to end the processes of their backends, and where the run ends at once."""
+"""Seconds that actors may take to end their backends' processes, normally and if the run ends at once."""
 
 _CONNECTING_S = 10.0
 """Seconds that the head of the cluster may take to accept a connection."""
@@ -48,11 +48,11 @@ _CONNECTING_S = 10.0
 
 @dataclass(frozen=True)
 class RaySettings:
-    """Which Ray cluster a run uses, and what each actor takes of it.
+    """Which Ray cluster a run uses, and the resources of each actor.
 
-    ``address``: None for that of RAY_ADDRESS, else of the cluster that this machine is part of. ``resources``: amounts
-    of ``CPU``, ``GPU``, ``memory`` in bytes, and of what else the nodes offer. ``runtime_env``: Ray's description of
-    the environment of an actor.
+    ``address``: None for RAY_ADDRESS, or else for the cluster that this machine is part of. ``resources``: amounts of
+    ``CPU``, ``GPU``, ``memory`` in bytes, and of other resources of the nodes. ``runtime_env``: Ray's description of an
+    actor's environment.
     """
 
     address: str | None = None
@@ -68,7 +68,7 @@ class Lost:
 
 
 Answer = Examined | Refused | HarnessFailure | Lost | None
-"""What comes of a node; None: it has joined the run, and was not asked anything yet."""
+"""The result of a node; None if it has joined the run and has no question yet."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Node:
 
 
 class RayCluster:
-    """The nodes of a run; a context manager, on leaving which all actors have ended.
+    """The nodes of a run; a context manager that ends all actors on exit.
 
     Raises:
         MissingExtraError: ray is not installed.
@@ -98,10 +98,10 @@ class RayCluster:
         jobs: int | None = None,
         workers: WorkerSettings | None = None,
     ) -> None:
-        """``note``: is called with each line to show. ``device``: wanted by the user.
+        """``note``: called with each line to show. ``device``: wanted by the user.
 
-        ``jobs``: the number of actors; None: as many as there is room for. ``workers``: settings of the
-        processes of backends on the nodes.
+        ``jobs``: number of actors; None for as many as there is room for. ``workers``: settings of the processes of
+        backends on the nodes.
         """
         self._name = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
         self._settings, self._prepare, self._note = settings, prepare, note
@@ -133,7 +133,7 @@ class RayCluster:
         self.close()
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all actors, each with the processes of its backends and what these have started. May be repeated."""
+        """End all actors, with their backends' processes and the children of these. May be called repeatedly."""
         closing, self._joined_nodes = [node.actor.close.remote() for node in self._joined_nodes], []
         if closing:
             with suppress(self._ray.exceptions.RayError, OSError):
@@ -141,7 +141,7 @@ class RayCluster:
         self._ray.shutdown()
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
-        """Return the device of the run, notes on the choice, and the environment there, as the first node has them.
+        """Return the device of the run, notes on the choice, and the environment there, from the first node.
 
         Raises:
             ClusterError: the node takes no part, or no node is found.
@@ -162,7 +162,7 @@ class RayCluster:
         self._first.actor.begin.remote(self._assignment, self._workers)
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        """Return what each backend says of itself on the first node, or why it cannot be examined.
+        """Return the description of each backend on the first node, or why it cannot be examined.
 
         Raises:
             ClusterError: the node was lost.
@@ -176,17 +176,17 @@ class RayCluster:
         return [QuestionError(each) if isinstance(each, str) else each for each in found]
 
     def start(self, most: int) -> Node:
-        """Let up to ``most`` nodes join the run, and return the first, which has joined."""
+        """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
         for _ in range(min(self._most, most) - 1):
             self._add()
         return self._first
 
     def ask(self, node: Node, asked: Asked) -> None:
-        """Ask a node that waits for a question; :meth:`wait` returns its answer."""
+        """Send a question to an idle node; :meth:`wait` returns its answer."""
         self._pending[node.actor.examine.remote(asked, self._digests[asked.backend.ref])] = node
 
     def wait(self) -> list[tuple[Node, Answer]]:
-        """Wait for answers, and return all there are. A node that has refused or is lost takes no more questions.
+        """Wait for answers, and return all there are. A node that has refused or is lost gets no more questions.
 
         Raises:
             ClusterError: no node is left, none joins the run in time, or the connection to the cluster is lost.
@@ -219,7 +219,7 @@ class RayCluster:
         try:
             answer = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
-            if node.chosen is None:  # attncheck or ray is another one there
+            if node.chosen is None:  # the node has another version of attncheck or ray
                 return Refused(reason=_cause(error))
             return HarnessFailure(error=_cause(error), traceback=str(error))
         except self._ray.exceptions.RayError as error:
@@ -229,7 +229,7 @@ class RayCluster:
         return answer if node.chosen is not None else self._joined(node, *answer)
 
     def _joined(self, node: Node, name: str, line: bytes) -> Refused | None:
-        """Let ``node`` take questions, or return why it does not."""
+        """Let ``node`` accept questions, or return why it does not."""
         node.name, answer = name, parse_answer(line)
         if isinstance(answer, Refused):
             return answer
@@ -272,7 +272,7 @@ class RayCluster:
 
 
 def _connected(name: str, settings: RaySettings) -> Any:
-    """Return the module ray, connected to the cluster called ``name``."""
+    """Return the module ray, connected to the cluster ``name``."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else it prints the log of a lost node to stdout
     try:
         import ray
@@ -295,6 +295,6 @@ def _connected(name: str, settings: RaySettings) -> Any:
 
 
 def _cause(error: Exception) -> str:
-    """Return the line of an error of Ray that says most: the last one of what it says."""
+    """Return the last line of an error of Ray, which is the most specific one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

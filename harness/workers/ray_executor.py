@@ -1,7 +1,7 @@
-"""The head of a run on a Ray cluster: hands out its questions, and brings the records into the order of a serial run.
+"""Distribute the questions of a run over a Ray cluster, and yield the records in the order of a serial run.
 
-The supervisor examines in processes of this machine, and :mod:`~attncheck.harness.workers.ray_cluster` knows no order.
-Questions that share a CUDA-graph level go to one node. The questions of a lost node are asked again elsewhere.
+The supervisor examines in processes of one machine; :mod:`~attncheck.harness.workers.ray_cluster` returns answers in
+any order. Questions that share a CUDA-graph level go to one node. The questions of a lost node go to another one.
 """
 
 import heapq
@@ -28,29 +28,29 @@ _TRIES = 3
 """Nodes that may be lost at one question before its checks are ``crashed``."""
 
 _AHEAD = 10_000
-"""Questions by which one may be begun before the first that is not over: so many results wait for their turn."""
+"""How many questions after the first unfinished one may be started; their results wait in memory."""
 
 Unit = tuple[int, ...]
-"""Questions for one node, by their index, in order."""
+"""Indices of questions for one node, in order."""
 
 
 class Cluster(Protocol):
-    """The nodes that questions go to."""
+    """The interface of a cluster that :class:`RayExecutor` uses."""
 
     def start(self, most: int) -> Node:
-        """Let up to ``most`` nodes join the run, and return the first, which has joined."""
+        """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
 
     def ask(self, node: Node, asked: Asked) -> None:
-        """Ask a node that waits for a question."""
+        """Send a question to an idle node."""
 
     def wait(self) -> list[tuple[Node, Answer]]:
         """Wait for answers, and return all there are."""
 
 
 class RayExecutor:
-    """Examines all of a plan but times through the nodes of ``cluster``.
+    """Examines a plan through the nodes of ``cluster``, without the check ``timing``.
 
-    ``blind``: cases that could not be examined at all, each named once.
+    ``blind``: cases that could not be examined at all, each once.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RayExecutor:
         self._faulty: set[str] = set()
 
     def run(self) -> Generator[Record, None, None]:
-        """Every record, by backend, then by case.
+        """Yield every record, by backend, then by case.
 
         Raises:
             ClusterError: no node is left.
@@ -95,9 +95,9 @@ class RayExecutor:
         self._cluster.ask(node, self._asked[unit[0]])
 
     def _take(self, node: Node, answer: Answer) -> None:
-        """Keep an answer; ask the node the next question of its unit, or let another node have the rest."""
+        """Store an answer; send the node the next question of its unit, or return the rest of the unit to the queue."""
         unit = self._at_work.pop(node, ())
-        if not unit:  # it has joined the run, or has not
+        if not unit:  # the answer is about joining the run
             return
         first = self._asked[unit[0]]
         match answer:
@@ -118,7 +118,7 @@ class RayExecutor:
             heapq.heappush(self._waiting, unit)
 
     def _records(self, index: int) -> Iterable[Record]:
-        """Return the records of a question that is over, and forget it."""
+        """Return the records of a question that is over, and drop them from memory."""
         found = self._found.pop(index)
         if not isinstance(found, Examined):
             return found
@@ -130,7 +130,7 @@ class RayExecutor:
 
 
 def _units(asked: Sequence[Asked]) -> list[Unit]:
-    """Return the questions as units, by the index of their first: those that share a CUDA-graph level are one."""
+    """Return the questions as units, by index; questions that share a CUDA-graph level form one unit."""
     units: dict[Hashable, list[int]] = {}
     for index, each in enumerate(asked):
         units.setdefault(index if each.group is None else each.group, []).append(index)

@@ -1,6 +1,6 @@
-"""Find out whether a case that ended its process does so again: first, behind the cases before it, or not at all.
+"""Find out whether a case that ended its process ends it again: always, only after earlier cases, or not at all.
 
-A kernel may corrupt memory long before its process dies, so that a later case seems to be at fault.
+A kernel may corrupt memory long before its process dies, so that a later case seems to be the cause.
 """
 
 import time
@@ -13,24 +13,27 @@ from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.records import Record
 
 _BUDGET_S = 600.0
-"""Seconds after which the cases before are not narrowed down any further."""
+"""Seconds after which the search among the earlier cases stops."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a fresh process did with requests. ``has_ended``: the last one ended it; ``records``: of the last one."""
+    """The result of sending requests to a new process.
+
+    ``has_ended``: the last one ended it. ``records``: of the last one.
+    """
 
     has_ended: bool
     records: tuple[Record, ...] = ()
 
 
 Replay = Callable[[Sequence[Examine]], Generator[WorkerProcess | None, None, Replayed]]
-"""Sends requests to a fresh process, one by one; yields as :data:`~attncheck.harness.workers.asking.Work` does."""
+"""Sends requests to a new process, one by one; yields as :data:`~attncheck.harness.workers.asking.Work` does."""
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """``word`` and ``after`` as records have them. ``records``: of the case asked first; empty if that ended, too."""
+    """``word`` and ``after``: as in records. ``records``: of the first try; empty if it ended the process, too."""
 
     word: Literal["always", "after", "flaky"]
     after: str = ""
@@ -43,13 +46,13 @@ def find_recurrence(
     earlier: Sequence[Examine],
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[WorkerProcess | None, None, Recurrence]:
-    """Ask the case again, first in a fresh process; if that goes well, behind the cases before it.
+    """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
-    ``earlier``: what the process that ended was asked before ``asked``, as far as it is known. If all of them together
-    make it end again, a bisection looks for the one that does it alone.
+    ``earlier``: the known requests to the process that ended before ``asked``. If all of them together make a process
+    end again, a bisection searches for the single one that does so.
 
     Raises:
-        QuestionError, OSError: from ``replay``, where no process can be started.
+        QuestionError, OSError: from ``replay``, if no process can be started.
     """
     deadline = clock() + _BUDGET_S
     first = yield from replay([asked])
@@ -64,7 +67,7 @@ def find_recurrence(
         middle = len(suspects) // 2
         is_shown = (yield from replay([*suspects[middle:], asked])).has_ended
         suspects = suspects[middle:] if is_shown else suspects[:middle]
-    if len(suspects) == 1 and not is_shown:  # the other half was found innocent, which does not prove this case guilty
+    if len(suspects) == 1 and not is_shown:  # the other half caused no end, which does not prove that this case does
         is_shown = (yield from replay([*suspects, asked])).has_ended
     after = suspects[0].case if len(suspects) == 1 and is_shown else ""
     return Recurrence("after", after, first.records)

@@ -1,4 +1,4 @@
-"""The order in which the questions of a run go to lanes, each of which has one process at work. Knows no process."""
+"""The order in which the questions of a run go to lanes, each of which has one process at work."""
 
 import time
 from collections import Counter
@@ -13,13 +13,13 @@ from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import untimed_questions
 
 _SMALL = 2**30
-"""Bytes a case may need to be examined beside another that needs more."""
+"""Bytes up to which a case may run beside one that needs more."""
 
 _START_S = 5.0
-"""Seconds one more process of a backend may take until its first case; estimated."""
+"""Estimated seconds that one more process of a backend needs until its first case."""
 
 _SAMPLE = 5
-"""Cases of a backend whose pace, or whose times in earlier runs, tell how long the others take."""
+"""Number of cases of a backend from whose times those of the others are estimated."""
 
 Costs = Mapping[tuple[str, str, str], float]
 """Seconds that a check took in earlier runs, by reference of the backend, hash of the case and check."""
@@ -27,7 +27,7 @@ Costs = Mapping[tuple[str, str, str], float]
 
 @dataclass(frozen=True)
 class Asked:
-    """A question to a backend: ``checks`` of ``case``, which is one of a suite unless it ``is_drawn``."""
+    """A question to a backend: ``checks`` of ``case``. ``is_drawn``: the case is in no suite."""
 
     backend: BackendDescription
     case: Case
@@ -36,19 +36,19 @@ class Asked:
 
     @cached_property
     def group(self) -> Hashable | None:
-        """What the questions have in common that share a CUDA-graph level; None: no level is measured."""
+        """Key that questions share if they share a CUDA-graph level; None if no level is measured."""
         if "cudagraph" not in self.checks:
             return None
         return (self.backend.ref, self.case.layer, replace(self.case.cache, num_blocks=None, first_block=None))
 
     def cost(self, costs: Costs) -> float | None:
-        """Return the seconds that the checks took in earlier runs; None: one of them was not made."""
+        """Return the seconds that the checks took in earlier runs, or None if one of them was not made."""
         each = [costs.get((self.backend.ref, self.case.hash, check)) for check in self.checks]
         return None if None in each else sum(filter(None, each))
 
 
 def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[Asked]:
-    """Return the questions of ``plan`` but those for times, by backend, then by case."""
+    """Return the questions of ``plan`` except timings, by backend, then by case."""
     return [
         Asked(backend, case, checks)
         for backend in backends
@@ -57,11 +57,11 @@ def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[Asked
 
 
 class Schedule:
-    """Hands out the questions ``asked`` by their index, the first ones first.
+    """Hands out the questions ``asked`` by index, the first ones first.
 
-    One lane begins a backend. Once all are begun, other lanes help where enough is left. A process measures a
-    CUDA-graph level once, so the cases that share one stay in one lane. Of the cases that need much memory, one is
-    under way at a time.
+    One lane begins a backend. Once all are begun, other lanes help where enough questions are left. A process measures
+    a CUDA-graph level once, so the cases that share one stay in one lane. Only one case that needs much memory runs at
+    a time.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Schedule:
         self._large: Asked | None = None
 
     def to_begin(self, lane: int) -> str | None:
-        """Return the first backend that no lane has begun and ``lane`` may begin; None: there is none."""
+        """Return the first backend that no lane has begun and ``lane`` may begin, or None."""
         waiting = (ref for ref, left in self._waiting.items() if left and (ref, lane) not in self._refused)
         return next((ref for ref in waiting if ref not in self._began), None)
 
@@ -95,7 +95,7 @@ class Schedule:
         self._lanes[ref] -= 1
 
     def to_help(self, lane: int) -> str | None:
-        """Return a backend of which so much is left that one more process is worth its start; None: there is none."""
+        """Return a backend with enough questions left to justify starting one more process, or None."""
         for ref, began in self._began.items():
             took, over, lanes = self._clock() - began, self._over[ref], self._lanes[ref]
             if (ref, lane) in self._refused or not lanes:
@@ -113,15 +113,15 @@ class Schedule:
         return None
 
     def has_left(self, ref: str, lane: int) -> bool:
-        """Whether ``lane`` may take one more question of the backend ``ref``, now or later."""
+        """Return whether ``lane`` may take one more question of the backend ``ref``, now or later."""
         return bool(self._open(ref, lane))
 
     def left(self, ref: str) -> list[Asked]:
-        """The questions to the backend ``ref`` that no lane has taken."""
+        """Return the questions to the backend ``ref`` that no lane has taken."""
         return [self._asked[index] for index in self._waiting.get(ref, ())]
 
     def take(self, ref: str, lane: int) -> int | None:
-        """Take the next question to the backend ``ref``; None: there is none, or it has to wait for memory."""
+        """Take the next question to the backend ``ref``; return None if there is none, or it must wait for memory."""
         for index in self._open(ref, lane):
             asked = self._asked[index]
             is_large = needed_bytes(asked.case) > _SMALL
@@ -142,13 +142,13 @@ class Schedule:
             self._large = None
 
     def refuse(self, ref: str, lane: int) -> None:
-        """Let ``lane`` leave the backend ``ref`` for good; where no other is at work for it, another may begin it."""
+        """Exclude ``lane`` from the backend ``ref``; if no other lane is at work for it, another one may begin it."""
         self._refused.add((ref, lane))
         self.leave(ref)
         if not self._lanes[ref]:
             del self._began[ref]
 
     def _open(self, ref: str, lane: int) -> list[int]:
-        """The questions left that no other lane has to take."""
+        """Return the remaining questions that are not reserved for another lane."""
         waiting = self._waiting.get(ref, ())
         return [index for index in waiting if self._owners.get(self._asked[index].group, lane) == lane]

@@ -1,7 +1,7 @@
-"""Execution: the cases of every backend of a run, each backend in processes of its own, several of them side by side.
+"""Examine the cases of every backend of a run, each backend in processes of its own, several of them in parallel.
 
-Records come in the order of a run with one process at work. The check ``timing`` comes last, in rounds: while one
-process is asked for its times, the run has no other.
+Records are yielded in the order of a run with a single process. The check ``timing`` comes last, in rounds: while one
+process takes its times, the run has no other process.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from attncheck.reports.run_file.records import EXAMINED, Record
 class Supervisor:
     """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``.
 
-    blind: cases that could not be put at all, each told once.
+    ``blind``: cases that could not be examined at all, each once.
     """
 
     def __init__(
@@ -41,9 +41,11 @@ class Supervisor:
         warms: bool = False,
         costs: Costs | None = None,
     ) -> None:
-        """``jobs``: processes at work at once, but for the check ``timing``. ``costs``: what checks took before.
+        """``jobs``: processes at work at once, except for the check ``timing``.
 
-        ``warms``: other processes compile kernels ahead of the run.
+        ``costs``: what checks took in earlier runs.
+
+        ``warms``: whether other processes compile kernels ahead of the run.
         """
         self.blind: list[QuestionError] = []
         self._plan, self._descriptions, self._workers = plan, descriptions, workers
@@ -56,10 +58,10 @@ class Supervisor:
         self._examiner = ProcessExaminer(circumstances, workers.limits, self._warming)
 
     def run(self) -> Generator[Record, None, None]:
-        """Every record, grouped by round, by backend, then by case; those without times come before the first round.
+        """Yield every record, by round, backend and case; records of checks other than ``timing`` come first.
 
         Raises:
-            WorkerError: attncheck itself failed in a process that was to take the place of another.
+            WorkerError: attncheck itself failed in a process that was to replace another.
         """
         self._workers.keep_only(backend.ref for backend in self._descriptions)
         with contextlib.closing(self._warming):
@@ -72,10 +74,10 @@ class Supervisor:
     ) -> Iterator[Record]:
         """Yield the records of these checks of one case; a process that works for another backend ends first.
 
-        ``is_drawn``: no suite of the run has the case.
+        ``is_drawn``: no suite of the run contains the case.
 
         Raises:
-            WorkerError: attncheck itself failed in a process that was to take the place of another.
+            WorkerError: attncheck itself failed in a process that was to replace another.
         """
         if self._at_work not in (None, backend.ref):
             self._workers.finish(self._at_work)
@@ -86,11 +88,14 @@ class Supervisor:
         asked = untimed(self._plan, self._descriptions)
         if not asked:
             self._warming.before_times(each.ref for each in self._descriptions if each.is_loaded)
-            return  # and the processes are still fresh
+            return  # the processes have not run a case yet
         yield from self._examine_all(asked, jobs=self._jobs)
 
     def _run_round(self, number: int) -> Iterator[Record]:
-        """What the first round did not examine, or could not even ask, is not asked again: it would be no news."""
+        """Yield the records of one round of timings.
+
+        Cases that the first round did not examine, or that are blind, are left out of later rounds.
+        """
         asked: list[tuple[BackendDescription, RoundQuestions]] = []
         for backend in self._descriptions:
             left_out = self._unexamined.get(backend.ref, set()) | self._faulty

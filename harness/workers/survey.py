@@ -1,7 +1,7 @@
-"""What a reference such as ``vllm:*`` stands for: every backend of a library, and why it can run here or not.
+"""List what a reference such as ``vllm:*`` matches: every backend of a library, and why it cannot run here, if so.
 
-A copy of this process loads them, one after the other, and tells of each at once. Where one of them ends that process,
-the next copy goes on behind it.
+A fork of this process loads the backends one after another, and reports each at once. If a backend ends that process,
+another fork continues after it.
 """
 
 import os
@@ -28,13 +28,13 @@ from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerPr
 from attncheck.reports.run_file.header import SurveyedBackend
 
 _LONGEST = 240
-"""Characters of a reason that are kept."""
+"""Characters kept of a reason."""
 
 
 def survey(family: str, device: str | None, wishes: Sequence[str], limit: Limit) -> tuple[SurveyedBackend, ...]:
     """Return every backend of a family (``vllm``), in the order of its library.
 
-    ``device``, ``wishes``: the user's, and those of the suites. ``limit``: for one backend.
+    ``device``, ``wishes``: those of the user and of the suites. ``limit``: for one backend.
 
     Raises:
         QuestionError: there is no such family or device, or the library cannot be imported.
@@ -72,13 +72,13 @@ def survey(family: str, device: str | None, wishes: Sequence[str], limit: Limit)
 
 
 def _serve(pipes: WorkerPipes) -> None:
-    """Tell of the backends of a family, as the run asks."""
+    """Report the backends of a family to the run."""
     request = next_request(pipes)
     if not isinstance(request, SurveyFamily):
         return
     from attncheck.backends import interpreter
 
-    # Before Triton is imported: a backend that can run by its interpreter is one that can run.
+    # Set before Triton is imported: a backend that runs in Triton's interpreter counts as available.
     os.environ.update(interpreter.required_environment(request.device))
     library = import_module(registry.SURVEYS[request.family])
     try:
@@ -96,7 +96,7 @@ def _serve(pipes: WorkerPipes) -> None:
 
 
 def _reason_against(ref: str, device: str) -> str:
-    """Return the first reason why the backend cannot run on ``device``, without paths; empty: it can."""
+    """Return the first reason why the backend cannot run on ``device``, without paths, or "" if it can."""
     from attncheck.harness.run.backend_loading import unavailable_reasons
 
     try:

@@ -9,25 +9,25 @@ from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.reports.run_file.timings import TIMING
 
 FLOOR_S = 300.0
-"""Seconds that each stage gets by default. A kernel is compiled in it, for minutes where many are tuned."""
+"""Seconds that each stage gets by default. They include compiling a kernel, which takes minutes with autotuning."""
 
 REFERENCE_FACTOR = 10.0
-"""How many times the reference's own time each stage gets besides."""
+"""Multiple of the reference's own time that each stage gets in addition."""
 
 LEAST_LOADING_S = 60.0
-"""Seconds that loading gets at least. torch is imported in it, perhaps from a slow disk."""
+"""Minimum seconds for loading, which includes importing torch, perhaps from a slow disk."""
 
 PREPARATION = "the preparation of the case"
 _PREPARED_BYTES_PER_S = 1e7
-"""Bytes of a case that the slowest machine prepares in a second, inputs and truth."""
+"""Bytes of a case (inputs and truth) that the slowest machine prepares per second."""
 
 _TIMED_PARTS = 40
-"""Samplings of one check ``timing``, at most."""
+"""Maximum number of samplings of one check ``timing``."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """``seconds`` without an answer, or ``math.inf``; ``words`` say where they come from."""
+    """``seconds`` without an answer, or ``math.inf``. ``words``: how the limit was computed."""
 
     seconds: float = math.inf
     words: str = ""
@@ -38,11 +38,11 @@ class Limit:
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Time limits of a run.
+    """Time limits of a run; ``math.inf`` is no limit.
 
-    ``case_s``: seconds without an answer to a question about a case; None: scaled by the reference's own time.
-    ``backend_s``: seconds that the processes of one backend may be at work together. ``sampling_s``: seconds that the
-    check ``timing`` samples one part of a step. ``math.inf`` is no limit.
+    ``case_s``: seconds without an answer to a question about a case; None to scale with the reference's own time.
+    ``backend_s``: seconds that the processes of one backend may be at work together. ``sampling_s``: seconds for which
+    the check ``timing`` samples one part of a step.
     """
 
     case_s: float | None = None
@@ -74,10 +74,10 @@ class TimeLimits:
 
 
 def read_limit(option: str, seconds: float | None) -> float | None:
-    """Return the limit that an option gives; 0 is no limit, None stays None.
+    """Return the limit that an option gives; 0 becomes ``math.inf``, None stays None.
 
     Raises:
-        SelectionError: it is negative or no number.
+        SelectionError: it is negative or NaN.
     """
     if seconds is None:
         return None

@@ -1,8 +1,8 @@
-"""Warmers: processes that examine cases ahead of the run, so that their kernels are compiled when it comes to them.
+"""Warmers: processes that examine cases ahead of the run, so that kernels are already compiled when it reaches them.
 
-Kernels that are compiled at their first call take seconds each, on one core, while the GPU waits. A warmer is one more
-process of the backend that is being examined. It is asked what the run will ask, so that it compiles the same kernels,
-and leaves them in the caches on disk. Its records are dropped: nothing that happens in it is a finding.
+Compiling a kernel at its first call takes seconds on one core, while the GPU waits. A warmer is one more process of the
+backend under examination. It gets the questions that the run will ask, so that it compiles the same kernels, and leaves
+them in the caches on disk. Its records are dropped: nothing that happens in it is a finding.
 """
 
 import threading
@@ -25,16 +25,16 @@ from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerPr
 
 _MOST = 8
 _HOST_BYTES = 3 * 2**29
-"""Memory that one process takes of the host: torch for CUDA, a compiler, and a small case."""
+"""Host memory of one process: torch for CUDA, a compiler, and a small case."""
 
 _DEVICE_BYTES = 2**32
-"""Memory that one process takes of the GPU: its context, what torch keeps between cases, and captured graphs."""
+"""GPU memory of one process: its context, what torch keeps between cases, and captured graphs."""
 
 _SMALL = 2**30
-"""Bytes that a case may need to be examined beside another."""
+"""Bytes up to which a case may run beside another one."""
 
 _SLOW_S = 1.0
-"""A case that takes less has compiled nothing worth a process of its own."""
+"""Seconds below which a case has compiled nothing that justifies a process of its own."""
 
 _CASE_LIMIT_S = 600.0
 """Seconds after which a warmer that is still at one case is ended."""
@@ -43,7 +43,7 @@ _CASE_LIMIT_S = 600.0
 def most_processes(device: str, gpus: int = 1) -> int:
     """Return how many processes may examine cases at once on ``device``, one of ``gpus`` GPUs at work; at least 1.
 
-    Limits are the cores, the free memory of the host, half the memory of the GPU, and its exclusive mode.
+    The limits are the cores, the free memory of the host, half the memory of the GPU, and its exclusive mode.
     """
     limits = [_MOST, usable_cores() // gpus]
     if (free := free_host_bytes()) is not None:
@@ -56,15 +56,15 @@ def most_processes(device: str, gpus: int = 1) -> int:
 
 
 def questions_to_warm(plan: RunPlan, ref: str) -> tuple[Question, ...]:
-    """Return the untimed checks of the backend's cases, or ``numerics`` of those that are only timed."""
+    """Return the untimed checks of the backend's cases; if there are none, ``numerics`` of the timed cases."""
     untimed = untimed_questions(plan, ref).questions
     return untimed or tuple((case, ("numerics",)) for case, _ in timed_questions(plan, ref).questions)
 
 
 class Warmers:
-    """Processes that examine ``questions`` of one backend from the last to the first, and drop what they find.
+    """Processes that examine ``questions`` of one backend from the last to the first, and drop the results.
 
-    A process that ends, or is still at one case after ``limit_s`` seconds, is replaced; the case is not asked again.
+    A process that ends, or is still at one case after ``limit_s`` seconds, is replaced, and the case is not repeated.
     ``loading``: the limit for a process to load the backend.
     """
 
@@ -102,7 +102,7 @@ class Warmers:
             thread.join()
 
     def close(self) -> None:
-        """End the processes at once; may be repeated."""
+        """End the processes at once. May be called repeatedly."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
@@ -129,7 +129,7 @@ class Warmers:
             return self._waiting.pop() if self._waiting else None
 
     def _described(self) -> WorkerProcess | None:
-        """Return a process that has loaded the backend; None where it cannot, or these warmers are closed."""
+        """Return a process that has loaded the backend; None if it cannot, or these warmers are closed."""
         with self._lock:
             if self._is_closed:
                 return None
@@ -147,7 +147,7 @@ class Warmers:
         return None
 
     def _examine(self, process: WorkerProcess, question: Question) -> bool:
-        """Return whether ``process`` came to the end of the case."""
+        """Return whether ``process`` completed the case."""
         case, checks = question
         watch = threading.Timer(self._limit_s, process.kill)
         watch.start()
@@ -171,7 +171,7 @@ class Warmers:
 
 @dataclass
 class _Seen:
-    """What was seen of a backend: how many ``kernels`` there were at first, and when its latest case ``began``."""
+    """The number of ``kernels`` when a backend's first case began, and when its latest case ``began``."""
 
     kernels: int
     began: float
@@ -179,9 +179,9 @@ class _Seen:
 
 
 class WarmingAhead:
-    """Starts warmers for each backend that a run is examining, once it was seen to compile kernels.
+    """Starts warmers for a backend that a run is examining, once the backend has compiled a kernel.
 
-    Kernels that are compiled already cost nothing: no case adds one, and no warmer is started.
+    If all kernels are already compiled, no case adds one, and no warmer is started.
     """
 
     def __init__(self, plan: RunPlan, workers: WorkerPool, gpus: int = 1, *, is_on: bool) -> None:
@@ -190,9 +190,9 @@ class WarmingAhead:
         self._seen: dict[str, _Seen] = {}
 
     def before(self, ref: str, left: Sequence[Question], workers: WorkerPool) -> None:
-        """Take note that the run comes to the first of ``left``, all that ``ref`` has not been asked yet.
+        """Record that the run reaches the first of ``left``, the questions that remain for ``ref``; may start warmers.
 
-        Warmers are started in ``workers``, and so use its GPU.
+        They are started in ``workers``, and so use its GPU.
         """
         if not self._is_on:
             return
@@ -207,19 +207,19 @@ class WarmingAhead:
         seen.began = now
 
     def finish(self, ref: str) -> None:
-        """End the warmers of the backend ``ref``, which a lane has examined; comes before its next one."""
+        """End the warmers of the backend ``ref``, which a lane has examined; call it before the lane's next backend."""
         seen = self._seen.pop(ref, None)
         if seen is not None and seen.warmers is not None:
             seen.warmers.close()
 
     def before_times(self, refs: Iterable[str]) -> None:
-        """Examine what is only timed, backend after backend, and return when the warmers have ended."""
+        """Examine the cases that are only timed, one backend after another, and return when the warmers have ended."""
         for ref in refs if self._is_on else ():
             with closing(self._start(self._workers, ref, questions_to_warm(self._plan, ref))) as warmers:
                 warmers.wait()
 
     def close(self) -> None:
-        """End the warmers; no others are started, since times are taken next."""
+        """End the warmers, and start no others, since timings follow."""
         self._is_on = False
         for ref in tuple(self._seen):
             self.finish(ref)

@@ -1,7 +1,7 @@
-"""The process of one backend: loads torch, then the backend, and examines the cases it is asked for, one by one.
+"""The process of one backend: imports torch, then the backend, and examines the requested cases one by one.
 
-Whatever the backend prints goes elsewhere: answers have a pipe of their own. A copy of the process that the backend
-made (``os.fork``) and that returns from its call must not answer as well: it ends at its first answer.
+Answers have a pipe of their own, separate from what the backend prints. A copy of the process that the backend made
+with ``os.fork`` and that returns from the backend's call must not answer, too: it ends at its first answer.
 """
 
 import atexit
@@ -61,17 +61,17 @@ class PipeClosedError(InternalError):
 
 
 class WorkerPipes:
-    """The worker's pipes to the run: requests, answers, and what is printed; :meth:`send` ends a forked copy of it."""
+    """The worker's pipes to the run: requests, answers, and printed output. :meth:`send` ends a forked copy."""
 
     def __init__(self, reading: int, writing: int, printing: int) -> None:
         self._process = os.getpid()
         self._requests = os.fdopen(reading, "rb", closefd=False)
         self._writing, self._printing = writing, printing
         for descriptor in (reading, writing):
-            os.set_inheritable(descriptor, False)  # programs that the backend starts need none of them
+            os.set_inheritable(descriptor, False)  # programs that the backend starts must not get them
 
     def receive(self) -> Request | None:
-        """The next request; None: there will be none.
+        """Return the next request, or None if there will be none.
 
         Raises:
             PipeClosedError: the pipe to the run is closed.
@@ -83,13 +83,13 @@ class WorkerPipes:
         return parse_request(line) if line else None
 
     def mark(self, case: str) -> None:
-        """Mark in what is printed that ``case`` begins."""
+        """Mark in the printed output that ``case`` begins."""
         flush_c_streams()
-        with suppress(OSError):  # the backend has closed it, and prints nothing more
+        with suppress(OSError):  # the backend has closed it, so that no output follows
             os.write(self._printing, mark_of(case))
 
     def send(self, answer: Answer) -> None:
-        """Send one answer, whole.
+        """Send one answer completely.
 
         Raises:
             PipeClosedError: the pipe to the run is closed.
@@ -105,9 +105,9 @@ class WorkerPipes:
 
 
 def main(words: list[str]) -> None:
-    """What :mod:`attncheck.harness.workers.worker_process` starts: serve the run, as the process of a backend.
+    """Serve the run as the process of a backend; started by :mod:`attncheck.harness.workers.worker_process`.
 
-    ``words``: the descriptors of the pipe to read and the pipe to write, and the id of the process of the run.
+    ``words``: the descriptors of the pipe to read and the pipe to write, and the process id of the run.
     """
     reading, writing, run = map(int, words)
     serve(reading, writing, run)
@@ -115,16 +115,16 @@ def main(words: list[str]) -> None:
 
 
 def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], None] | None = None) -> None:
-    """Serve the process ``run`` through these descriptors until it asks nothing more.
+    """Serve the process ``run`` through these descriptors until it sends nothing more.
 
-    ``work``: answers its requests; None: :func:`serve_cases`.
+    ``work``: answers its requests; None for :func:`serve_cases`.
     """
     sys.argv[:] = ["attncheck"]
-    if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
+    if sys.platform == "linux":  # a killed run cannot end this process, which may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != run:
-        return  # it was killed before
-    # A kernel that kills the process says at least where, even if the backend closed what it prints to.
+        return  # the run was killed before the line above
+    # Print a stack if a kernel kills the process, even if the backend has closed stderr.
     printing = os.dup(2)
     faulthandler.enable(printing)
     faulthandler.register(STACK_SIGNAL, printing)
@@ -133,15 +133,15 @@ def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], No
         (work or serve_cases)(pipes)
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's outside of guarded calls)
         line = traceback.format_exception_only(error)[-1].strip()
         pipes.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
 
 
 def _leave() -> None:
-    """End the process after what was registered for its end, unless it used a GPU; that ends as Python does.
+    """Run exit handlers and end the process at once, unless it used a GPU; then let Python end it.
 
-    Without this Python takes a tenth of a second or more to free what torch has brought.
+    Without this, Python takes a tenth of a second or more to free torch's objects.
     """
     torch = sys.modules.get("torch")
     if torch is None or torch.cuda.is_initialized():
@@ -156,9 +156,9 @@ def _leave() -> None:
 
 @contextmanager
 def _imports_kept() -> Iterator[None]:
-    """Leave garbage uncollected meanwhile, and keep from later collections what is there at the end.
+    """Disable garbage collection for imports, and exempt the imported objects from later collections.
 
-    torch alone brings so many objects that looking through them takes a tenth of its import, each time.
+    torch alone creates so many objects that scanning them takes a tenth of its import time, each time.
     """
     gc.disable()
     try:
@@ -169,7 +169,7 @@ def _imports_kept() -> Iterator[None]:
 
 
 def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None" = None) -> None:
-    """Examine cases of one backend as the run asks; ``handed_over``: the backend, if it is loaded already."""
+    """Examine cases of one backend as the run requests. ``handed_over``: the backend, if it is already loaded."""
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
         from attncheck.harness.checks.case_checks import import_checks
@@ -218,7 +218,7 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
 
 
 def next_request(pipes: WorkerPipes) -> Request | None:
-    """Return the next request after having answered those for a device."""
+    """Answer requests for a device, and return the next other request."""
     while isinstance(request := pipes.receive(), ChooseDevice):
         pipes.send(_choose_device(request))
     return request
@@ -237,7 +237,7 @@ def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
 
 
 def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool = False) -> "Examiner":
-    """Raises QuestionError where the assignment means something else here than where it comes from."""
+    """Return the examiner for the assignment. Raises QuestionError if a suite has changed since the run began."""
     from dataclasses import replace
     from pathlib import Path
 
@@ -259,7 +259,7 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
         truths=None if assignment.truths is None else Path(assignment.truths),
         timing=assignment.timing,
     )
-    # The run has chosen the checks, and names them with each case.
+    # The run sends the checks with each case.
     selection = Selection(suites, assignment.suites, cases, checks=None)
     prepared = prepare_run(selection, None, settings, environment=assignment.environment)
     chosen = default_cases(selection, [description], is_short=assignment.is_short) if assignment.by_default else {}
@@ -284,17 +284,17 @@ def _examine(
     try:
         for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
             if record.outcome in FALLEN_SHORT:
-                flush_c_streams()  # the run adds what was printed
+                flush_c_streams()  # since the run adds the printed output to the record
             pipes.send(with_limit_named(_without_debugger(record), memory))
     except DeviceLostError as lost:
         pipes.send(DeviceLost(record=lost.record))
-        os._exit(1)  # what Python does at its end may wait for the device
+        os._exit(1)  # Python's finalization may wait for the device
     fault = examiner.fault_of(case)
     pipes.send(Done(blind=None if fault is None else str(fault)))
 
 
 def _without_debugger(record: Record) -> Record:
-    """Return ``record``, with the reason why a debugger ended at once: it found no terminal to read from."""
+    """Return ``record``, with a message that explains why a debugger ended at once: it had no terminal."""
     if record.outcome != "errored" or record.error_type != "BdbQuit":
         return record
     return record.model_copy(update={"message": _NEEDS_TERMINAL})

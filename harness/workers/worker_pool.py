@@ -1,7 +1,7 @@
-"""The processes of a run's backends, one each: started, asked for descriptions, started again.
+"""The processes of a run's backends, one each: start them, describe the backends, restart them.
 
-All start together, and load torch while the run does, where the host has memory for all of them. Elsewhere a few are
-there at a time: a process ends once its backend has described itself, and starts again while the one before is at work.
+If the host has memory for all of them, they start together, and import torch while the run does. Otherwise only a few
+exist at a time: a process ends once it has described its backend, and starts again while the previous one is at work.
 """
 
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WorkerPool:
-    """The processes by their backends' references; a context manager, on leaving which all have ended."""
+    """The backends' processes by reference; a context manager that ends all of them on exit."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class WorkerPool:
         settings: WorkerSettings | None = None,
         start: StartWorker = start_worker,
     ) -> None:
-        """``show``: is given what the processes print, line by line, with the name of the backend.
+        """``show``: gets what the processes print, line by line, with the name of the backend.
 
-        ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
-        processes import before their backend; None: all checks. ``settings``: None for the default ones. ``start``
-        starts each process.
+        ``spare``: a process started ahead, without a backend; the pool closes it. ``prepare``: what the processes
+        import before their backend; None for all checks. ``settings``: None for the default ones. ``start``: starts a
+        process.
         """
         self._settings = settings or WorkerSettings()
         self.limits = self._settings.limits
@@ -76,7 +76,7 @@ class WorkerPool:
         self.close(at_once=kind is not None)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all processes; those that are finishing get a moment for it, unless ``at_once``. May be repeated."""
+        """End all processes; finishing ones get a moment to end, unless ``at_once``. May be called repeatedly."""
         spare = () if self._spare is None else (self._spare,)
         for process in (*spare, *self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
@@ -86,7 +86,7 @@ class WorkerPool:
     def twin(self, gpu: Gpu | None = None) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one.
 
-        ``gpu``: the one that its processes see; None: they see what those of this pool see.
+        ``gpu``: the one that its processes see; None if they see the same as those of this pool.
         """
         twin = WorkerPool(self._show, settings=self._settings, start=self._start_worker)
         alone = gpu.variables if gpu else {}
@@ -98,50 +98,47 @@ class WorkerPool:
         return twin
 
     def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
-        """Return a pool in the place of this one, in which only a device was chosen."""
+        """Return a pool that replaces this one, which has only chosen a device so far."""
         spare, self._spare = self._spare, None
         return WorkerPool(self._show, spare, self._prepare, settings, self._start_worker)
 
     def start(self, refs: Iterable[str]) -> None:
-        """Start the processes of ``refs`` that are not there yet, as many as there is memory for.
-
-        They load their backends by themselves.
-        """
+        """Start the missing processes of ``refs``, as many as there is memory for; they load their backends."""
         for ref in refs:
             if len(self._processes) < self._room:
                 self._start(ref)
 
     def prepare(self, ref: str) -> WorkerProcess | None:
-        """Start the process of ``ref``, if it is not there, so that :meth:`restart` need not wait for long.
+        """Start the process of ``ref`` if it is missing, so that :meth:`restart` returns soon.
 
-        Return the process, which may still be loading the backend; None: it cannot be started.
+        Return the process, which may still be loading the backend, or None if it cannot be started.
         """
         if ref not in self._processes and self._assignment is not None:
-            with suppress(OSError):  # restart() meets it again, when it matters
+            with suppress(OSError):  # restart() raises it when it matters
                 self._start(ref)
                 self._processes[ref].send(self._assignment_of(ref))
                 self._prepared.add(ref)
         return self._processes.get(ref)
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
-        """Return the device of the run, notes on the choice, and the environment there, as one of the processes has it.
+        """Return the device of the run, notes on the choice, and the environment there, from one of the processes.
 
-        ``wanted``: by the user; ``wishes``: by the suites. A process that its backend ended or spoilt is passed over.
-        From then on ``gpus`` holds those that processes may use side by side.
+        ``wanted``: by the user; ``wishes``: of the suites. Skips processes that ended, or in which attncheck failed.
+        Sets ``gpus`` to the GPUs that processes may use in parallel.
 
         Raises:
-            QuestionError: the device that the user wants is not there, or no process lives long enough to tell.
-            WorkerError: attncheck itself failed in the process.
+            QuestionError: the device that the user wants does not exist, or no process lives long enough to answer.
+            WorkerError: attncheck itself failed in the process without a backend.
         """
         request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
         chosen, spoilt = device_chosen_by(self._to_choose(), request, self.limits.of_loading)
         for ref in spoilt:
-            self.discard(ref)  # a fresh process meets the fault again, when it is described
+            self.discard(ref)  # a new process reports the failure when it describes the backend
         self.gpus = chosen.gpus
         return chosen.device, chosen.notes, chosen.environment
 
     def _to_choose(self) -> Iterator[WorkerProcess]:
-        """Yield the processes that may choose the device, at last one without a backend."""
+        """Yield the processes that may choose the device; the last one has no backend."""
         yield from self._processes.values()
         self._spare = self._spare or self._new()
         yield self._spare
@@ -151,22 +148,22 @@ class WorkerPool:
         self.assign(assignment_of(selection, plan, environment))
 
     def assign(self, assignment: Assignment) -> None:
-        """What the run is about; comes before :meth:`describe`, and again where its suites change."""
+        """Set the run that the processes work for; call it before :meth:`describe`, and again if its suites change."""
         self._assignment = assignment
         for ref in self._infos.keys() & self._processes.keys():
             self._processes[ref].send(self._assignment_of(ref))
 
     def stop_sharing_probes(self, ref: str) -> None:
-        """Have the next processes of ``ref`` play every probe of CUDA graphs on every layer.
+        """Make the next processes of ``ref`` run every probe of CUDA graphs on every layer.
 
-        For a backend that died in one: it dies again on the layers that have this fault, and not in each process.
+        Use it for a backend that died in a probe: only the layers with the fault die again, not every process.
         """
         self._unshared.add(ref)
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        """What each backend says of itself, or why it cannot be loaded.
+        """Return the description of each backend, or why it cannot be loaded.
 
-        One that requires an environment its process does not have is started again with it.
+        A backend that requires environment variables its process lacks is restarted with them.
         """
         found = dict(zip(refs, self._described(refs), strict=True))
         again = {ref: needs for ref, each in found.items() if (needs := self._missing(ref, each))}
@@ -175,7 +172,7 @@ class WorkerPool:
             self._environments[ref] = self._environments.get(ref, {}) | needs
             try:
                 self._start(ref)
-            except OSError as error:  # a variable longer than the system takes
+            except OSError as error:  # for instance, a variable is longer than the system permits
                 reason = f"its process cannot be started with the environment it requires: {error.strerror}"
                 found[ref] = BackendLoadError(ref, reason)
         started = tuple(ref for ref in again if ref in self._processes)
@@ -187,14 +184,14 @@ class WorkerPool:
         return list(found.values())
 
     def process(self, ref: str) -> WorkerProcess | None:
-        """The process of a backend; None where it has ended, or has only been prepared."""
+        """Return the process of a backend, or None if it has ended, or has only been prepared."""
         return None if ref in self._prepared else self._processes.get(ref)
 
     def restart(self, ref: str) -> WorkerProcess:
-        """A fresh process in place of the one of ``ref``: the one that was prepared, or another.
+        """Return a new process of ``ref``: the prepared one, or another.
 
         Raises:
-            QuestionError: it does not come as far as the first one did, or describes itself otherwise.
+            QuestionError: it does not load the backend as the first one did, or describes it differently.
             WorkerError: attncheck itself failed in it.
         """
         if ref not in self._prepared:
@@ -218,9 +215,10 @@ class WorkerPool:
             process.close()
 
     def finish(self, ref: str) -> None:
-        """Let the process of ``ref`` end by itself; those that were finishing have had their time.
+        """Let the process of ``ref`` end by itself, and close those that were finishing before.
 
-        One that used a GPU has ended on return: in compute mode EXCLUSIVE_PROCESS the next one gets no context before.
+        If the run uses a GPU, wait for the process: in compute mode EXCLUSIVE_PROCESS, the next one gets no context
+        before.
         """
         self._await_finishing()
         if (process := self._processes.pop(ref, None)) is not None:
@@ -230,14 +228,14 @@ class WorkerPool:
             self._await_finishing()
 
     def isolate(self, ref: str) -> None:
-        """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
+        """End all processes except that of ``ref``; on return no other process of the run is at work, or ending."""
         self.keep_only([ref])
         self._await_finishing()
         while self._twins:
             self._twins.pop().close()
 
     def keep_only(self, refs: Iterable[str]) -> None:
-        """End all processes but those of ``refs``."""
+        """End all processes except those of ``refs``."""
         for ref in set(self._processes) - set(refs):
             self.discard(ref)
 
@@ -251,7 +249,7 @@ class WorkerPool:
         for index, ref in enumerate(refs):
             due = [each for each in refs[index:] if each not in self._processes]
             if due and index > 1 and len(self._processes) >= self._room:
-                self.discard(refs[index - 1])  # the first stays: the run begins with it
+                self.discard(refs[index - 1])  # the first one stays, because the run begins with it
             self._start(ref)
             self.start(refs[index:])
             for each in refs[index:]:
@@ -280,7 +278,6 @@ class WorkerPool:
         process.load(ref)
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
-        """Start a process that has no backend yet."""
         process = WorkerProcess(
             environment, self._show if is_shown else None, self._settings.pass_env, self._start_worker
         )

@@ -1,9 +1,8 @@
-"""A run's handle on the process of one backend: starts it, talks with it, and tells how it ended.
+"""Control the process of one backend from the run: start it, exchange messages, and find out how it ended.
 
-Importing this module loads neither torch nor pydantic, so that a process can be started first of all.
-
-The process is a session of its own: no Ctrl-C reaches it, and what it starts can be ended with it. That it ended is
-told by the process itself, and not only by its pipe, which a copy it made may still hold.
+Importing this module imports neither torch nor pydantic, so that a process can be started before anything else. The
+process leads a session of its own: Ctrl-C does not reach it, and its children can be ended with it. Its end is detected
+from the process itself as well as from its pipe, since a copy that the backend made may hold the pipe open.
 """
 
 import contextlib
@@ -44,16 +43,16 @@ StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 """Starts a worker with this environment."""
 
 _LOOK_EVERY_MS = 200
-"""How often a silent process is looked after."""
+"""Milliseconds between checks of a silent process."""
 _GRACE_S = 5.0
-"""How long a process may take to end that was asked to, or has closed its pipe."""
+"""Seconds that a process may take to end after it was asked to, or has closed its pipe."""
 
 MOST_EARLIER = 64
-"""Requests about cases that are remembered."""
+"""Maximum number of requests about cases that are remembered."""
 
 _INTRUDED = "stopped, since it wrote into attncheck's own pipe"
 _LONGEST_ANSWER = 2**24
-"""Bytes of one answer. A longer one does not come from the worker."""
+"""Maximum bytes of one answer; a longer one does not come from the worker."""
 
 
 class ProcessEndedError(InternalError):
@@ -65,12 +64,12 @@ class ProcessEndedError(InternalError):
 
 
 class WorkerProcess:
-    """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
+    """A process that imports torch, and then waits for the backend to load; see ``protocol.py``.
 
-    ``inherited``: what it gets of this process's environment, by ``pass_env`` of :func:`passed_environment`.
-    ``environment``: on top of that, also as an attribute. ``show`` is given what the process prints. ``start`` starts
-    it. ``ref``: of its backend, empty before :meth:`load`. ``examined``: its latest requests about cases. To be closed,
-    whatever happens; a context manager closes it by itself.
+    ``inherited``: the variables it gets from this process's environment, by ``pass_env`` of :func:`passed_environment`.
+    ``environment``: additional variables, also an attribute. ``show``: gets what the process prints. ``start``: starts
+    it. ``ref``: of its backend; "" before :meth:`load`. ``examined``: its latest requests about cases. It must be
+    closed; a context manager does so.
     """
 
     def __init__(
@@ -108,17 +107,17 @@ class WorkerProcess:
         self.close()
 
     def fileno(self) -> int:
-        """The pipe that answers come from."""
+        """Return the descriptor of the pipe that answers come from."""
         return self._reading
 
     @property
     def identity(self) -> int:
-        """The number of the process, and of its session."""
+        """The id of the process, and of its session."""
         return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         with self._reaping:
             if self._process.returncode is None:
                 identity, status, usage = os.wait4(self._process.pid, os.WNOHANG)
@@ -128,20 +127,20 @@ class WorkerProcess:
             return self._process.returncode is not None
 
     def prepare(self, request: "Prepare") -> None:
-        """Let the process import what it will need; the first request counts. It answers nothing."""
+        """Make the process import what it will need. It sends no answer; only the first call has an effect."""
         if not self._is_prepared:
             self._is_prepared = True
             self.send(request)
 
     def load(self, ref: str) -> None:
-        """Let the process load the backend ``ref``; it answers nothing."""
+        """Make the process load the backend ``ref``. It sends no answer."""
         from attncheck.harness.workers.protocol import Load
 
         self.ref = self.printed.label = ref
         self.send(Load(ref=ref))
 
     def send(self, request: "Request") -> None:
-        """Send one request. That nobody is there to read it any more is told by :meth:`receive`."""
+        """Send one request. If the process has ended, :meth:`receive` reports it."""
         from attncheck.harness.workers.protocol import format_message
 
         if request.kind == "examine":
@@ -163,13 +162,13 @@ class WorkerProcess:
         return is_there or self._is_late(limit)
 
     def answer(self, limit: "Limit | None" = None) -> "Answer | None":
-        """Return the next answer; None: there is none yet.
+        """Return the next answer, or None if there is none yet.
 
-        A process that exceeds ``limit``, from the first call in vain, is killed with all it started.
+        A process that exceeds ``limit``, counted from the first call without an answer, is killed with its children.
 
         Raises:
-            ProcessEndedError: there will be none, since the process ended, or closed its pipe, or was killed. Every
-                later call raises the same.
+            ProcessEndedError: the process ended, closed its pipe, or was killed, and no answer is left. Later calls
+                raise it again.
         """
         try:
             return self._answer(limit)
@@ -189,7 +188,7 @@ class WorkerProcess:
             if len(self._received) > _LONGEST_ANSWER:
                 self._kill()
                 raise self._ended(_INTRUDED)
-            is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
+            is_over = self.has_ended  # before the pipe is polled, so that no later answer can be missed
             has_more = bool(self._poll.poll(0))
             if has_more:
                 chunk = os.read(self._reading, 2**16)
@@ -210,17 +209,17 @@ class WorkerProcess:
             raise self._ended(_INTRUDED) from None
 
     def output(self, case: str | None = None, limit: int = KEPT) -> str:
-        """Return the end of what was printed since ``case`` began, or the latest case; see :class:`PrintedOutput`."""
+        """Return the end of what was printed since ``case`` (None: the latest) began; see :class:`PrintedOutput`."""
         return self.printed.of(case, limit)
 
     def finish(self) -> None:
-        """Tell the process that nothing more will be asked; it ends by itself, and is closed later."""
+        """Close the pipe for requests, so that the process ends by itself; it is closed later."""
         if self._finishing_since is None:
             self._finishing_since = time.monotonic()
             os.close(self._writing)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the process with all it started; one that is finishing gets a moment for it. May be repeated."""
+        """End the process with its children; a finishing one gets a moment to end. May be called repeatedly."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -232,31 +231,31 @@ class WorkerProcess:
         self.printed.close()
 
     def kill(self) -> None:
-        """End the process with all it started. Another thread that waits in :meth:`receive` then learns of it."""
+        """End the process with its children. :meth:`receive` in another thread then raises."""
         if not self.has_ended:
             self._kill()
 
     def end_for(self, cause: str) -> None:
-        """Kill the process with all it started, and have :meth:`receive` raise with ``cause``. It waits for nothing."""
+        """Kill the process with its children, without waiting; :meth:`receive` then raises with ``cause``."""
         with self._reaping:
             if self._process.returncode is None:
                 self._ended_for = cause
                 end_group(self._process.pid, lambda _: False)
 
     def _kill(self, *, politely: bool = False) -> bool:
-        """End the process with all it started; return False if it cannot be ended."""
+        """End the process with its children; return False if it cannot be ended."""
         has_ended = end_group(self._process.pid, self._wait, politely=politely)
         end_marked(self._mark)
         return has_ended
 
     def _is_late(self, limit: "Limit | None") -> bool:
-        """Return whether the process exceeds ``limit``; the first call begins the count."""
+        """Return whether the process exceeds ``limit``; the first call starts the clock."""
         if self._waiting_since is None:
             self._waiting_since = time.monotonic()
         return limit is not None and time.monotonic() - self._waiting_since > limit.seconds
 
     def _timed_out(self, limit: "Limit") -> ProcessEndedError:
-        """Return how the process ended that exceeded ``limit``: what it was doing, and that it was killed."""
+        """Kill the process that exceeded ``limit``; return how it ended, with what it was doing."""
         state = state_words(self._process.pid)
         print_stacks(self._process.pid, self.output)
         stack = native_stack(self._process.pid)
@@ -270,7 +269,7 @@ class WorkerProcess:
         return ProcessEndedError(ProcessEnd(cause, self.output(), stack, limit_s))
 
     def _wait(self, limit_s: float = math.inf) -> bool:
-        """Wait until the process has ended, for ``limit_s`` at most; return whether it has."""
+        """Wait until the process has ended, for at most ``limit_s`` seconds; return whether it has."""
         deadline, pause = time.monotonic() + limit_s, 0.001
         while not self.has_ended:
             if time.monotonic() >= deadline:
@@ -280,7 +279,7 @@ class WorkerProcess:
         return True
 
     def _cause(self) -> str:
-        """In words, how the process ended."""
+        """Return in words how the process ended."""
         if not self._wait(_GRACE_S):
             self._kill()
             return "stopped, since it closed attncheck's own pipe"
@@ -291,7 +290,7 @@ class WorkerProcess:
 
 
 def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:
-    """Wait until one of ``processes`` has sent something, but no longer than until it is time to look after them."""
+    """Wait until one of ``processes`` has sent something, but at most ``_LOOK_EVERY_MS``."""
     poll = select.poll()
     for process in processes:
         poll.register(process, select.POLLIN)

@@ -1,4 +1,4 @@
-"""What every process of a run's backends is started with."""
+"""Settings of every backend process of a run."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from attncheck.harness.workers.time_limits import TimeLimits
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """``pass_env``: patterns of the environment variables that a process gets besides the usual ones."""
+    """``pass_env``: patterns of environment variables that a process gets in addition to the default ones."""
 
     limits: TimeLimits = field(default_factory=TimeLimits)
     memory: MemoryLimits = field(default_factory=MemoryLimits)

@@ -1,6 +1,6 @@
-"""The subjects, theme by theme: what each function of the reference is asked, and how its answer is read.
+"""The subjects by theme: the questions for each function of the reference, and how its answer is read.
 
-``SUBJECTS`` holds them all, in the order they are reported.
+``SUBJECTS`` contains them all, in the order in which they are reported.
 """
 
 from attncheck.harness.providers.questions import Subject

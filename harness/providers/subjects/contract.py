@@ -40,7 +40,7 @@ def _levels(target: Any) -> dict[str, Any]:
 
 
 def _fields(target: Any, **given: Any) -> dict[str, Any]:
-    """The fields in the constructor's order, or of an instance made by position."""
+    """Return the fields in the constructor's order, or those of an instance made with positional arguments."""
     if given:
         made = target(*given["values"])
         return {"values": {name: getattr(made, name) for name in given["names"]}, "causal": made.causal}
@@ -78,7 +78,7 @@ PROTOCOL = ("logits_indices_padded", "num_logits_indices")
 
 
 def _is_fast_prefill(target: Any, *, attributes: list[str], derived: bool) -> Any:
-    """Whether an object with these attributes is one; of a class derived from it, which attributes an object has."""
+    """Return whether an object with ``attributes`` is an instance; if ``derived``, which attributes a subclass has."""
     if derived:
         one = type("Metadata", (target,), {})()
         return {name: hasattr(one, name) for name in PROTOCOL}
@@ -96,7 +96,7 @@ def _protocol(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _builder_of(target: Any) -> Any:
-    """A concrete builder whose ``build`` returns what it was given."""
+    """Return a concrete builder whose ``build`` returns its arguments."""
 
     class Builder(target):  # type: ignore[misc]
         def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
@@ -144,7 +144,7 @@ def _cascade(target: Any) -> Any:
 
 
 def _level(target: Any) -> Any:
-    """The attribute, or what the class method of newer versions returns."""
+    """Return the attribute, or the result of the class method that replaces it in newer versions."""
     if hasattr(target, "cudagraph_support"):
         return target.cudagraph_support
     return target.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
@@ -163,7 +163,7 @@ def _ask_builder(target: Any, *, what: str, **arguments: Any) -> Any:
 
 
 def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool = False) -> SimpleNamespace:
-    """What the threshold is computed from; ``speculative`` of -1: no speculative config at all."""
+    """Return the config that the threshold depends on; ``speculative`` of -1 stands for no speculative config."""
     tokens = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=parallel_drafting)
     return SimpleNamespace(
         speculative_config=None if speculative == -1 else tokens,

@@ -1,4 +1,4 @@
-"""Questions about what kernels are launched with: programs, blocks of states, lengths, prefix ranges, reshapes."""
+"""Questions about the launch arguments of kernels: programs, blocks of states, lengths, prefix ranges, reshapes."""
 
 import math
 from collections.abc import Iterator
@@ -53,10 +53,10 @@ RANKS: tuple[tuple[int, int | None, int], ...] = (
     (4, None, 16),
     (3, 1, 2),
 )
-"""Size of the world, rank (None: all), interleave."""
+"""World size, rank (None for all), interleave."""
 
 IMPOSSIBLE = ((5, 0, None, 1), (5, 4, 4, 1), (5, 4, -1, 1), (5, 4, 0, 0), (-5, 4, 0, 1))
-"""A length, size of the world, rank, interleave: one of them means nothing."""
+"""A length, world size, rank, interleave: at least one of them is invalid."""
 
 
 def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
@@ -85,12 +85,12 @@ def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _numbered(*shape: int) -> Tensor:
-    """A tensor whose every element is another number, so that a wrong order shows."""
+    """Return a tensor whose elements all differ, so that a wrong order shows."""
     return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
 
 
 def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
-    """The result and whether it is a view: callers write through it."""
+    """Return the result and whether it is a view, since callers write through it."""
     given = next(value for value in arguments.values() if isinstance(value, Tensor))
     made = target(**arguments)
     return {
@@ -155,7 +155,7 @@ def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[
 
 
 def _prefix_ranges(batch: ProviderBatch) -> Iterator[tuple[str, dict[int, list[tuple[int, int]]] | None]]:
-    """What is bidirectional: nothing; a range of each request; several; one beyond the tokens of the step."""
+    """Yield bidirectional ranges, in words and as an argument: none, one per request, several, one past all tokens."""
     ends = [s for s in batch.seq_lens if s]
     yield "no ranges", None
     yield "no request with a range", {}

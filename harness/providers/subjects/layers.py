@@ -1,4 +1,4 @@
-"""Questions about layers: what a plan step must know of them, and the classes made from their backends and metadata."""
+"""Questions about layers: their parameters for a plan step, and classes derived from their backends and metadata."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, make_dataclass
@@ -9,7 +9,7 @@ from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectS
 from attncheck.reference import PerLayerParameters
 
 Layer = tuple[Any, ...]
-"""The constructor's arguments of one layer's parameters: window, cap, scale, sinks, verdicts."""
+"""Constructor arguments of one layer's parameters: window, cap, scale, sinks, verdicts."""
 
 
 def _ask_parameters(target: Any, *, arguments: Layer) -> dict[str, Any]:
@@ -24,27 +24,27 @@ def _parameters(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 class Impl:
-    """An attention implementation with what is read of it, and nothing else."""
+    """An attention implementation with only the attributes that are read."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
     def get_impl_variants(self) -> "list[Impl]":
-        """Itself alone: newer vLLM asks."""
+        """Return the implementation alone; newer vLLM calls this method."""
         return [self]
 
 
 class SpecialImpl(Impl):
-    """A subclass, which is as good."""
+    """A subclass, which must be accepted, too."""
 
 
 class OtherImpl:
-    """An implementation of another class."""
+    """An implementation of an unrelated class."""
 
     scale = 0.5
 
     def get_impl_variants(self) -> "list[OtherImpl]":
-        """Itself alone."""
+        """Return the implementation alone."""
         return [self]
 
 
@@ -102,7 +102,7 @@ class DerivableBackend:
 
     @staticmethod
     def get_builder_cls() -> type:
-        """Something to tell from what replaces it."""
+        """Return a type that differs from every replacement."""
         return int
 
 

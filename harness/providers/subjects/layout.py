@@ -1,6 +1,6 @@
-"""Questions about the layout of the KV cache: an override, the environment, and an answer that is kept.
+"""Questions about the layout of the KV cache: an override, the environment variable, and a cached answer.
 
-The functions have a state of their own, which is put back afterwards.
+The functions have global state, which is restored afterwards.
 """
 
 import os
@@ -17,7 +17,7 @@ Step = tuple[str, str | None]
 
 @contextmanager
 def _clean(get: Any, put: Any) -> Iterator[None]:
-    """No override, no variable and no kept answer, before and afterwards; the variable comes back."""
+    """Remove override, environment variable and cached answer, before and afterwards; then restore the variable."""
     before = os.environ.pop(VARIABLE, None)
     try:
         put(None)
@@ -32,7 +32,7 @@ def _clean(get: Any, put: Any) -> Iterator[None]:
 
 
 def _walk(get: Any, put: Any, *, steps: list[Step]) -> list[Any]:
-    """What each ``get`` and ``set`` of the steps gave; a refusal is ``refused``."""
+    """Return the result of each ``get`` and ``set`` among the steps; an exception counts as ``refused``."""
     answers: list[Any] = []
     with _clean(get, put):
         for action, value in steps:

@@ -1,4 +1,4 @@
-"""Questions about the order of a batch: where decodes end, and what moves to the front."""
+"""Questions about the order of a batch: where decodes end, and which requests move to the front."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -48,7 +48,7 @@ def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall]:
-    """Short extends as prefills: whose prompts are not computed to their end is drawn in a few patterns."""
+    """Yield questions that count short extends as prefills, with a few patterns of requests with unfinished prompts."""
     real = [tokens > 0 for tokens in batch.query_lens]
     fresh = [q == s > 0 for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
     last = [place == sum(real) - 1 for place in range(len(real))]
@@ -113,7 +113,7 @@ def _workspaces(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 @dataclass
 class InputBatch:
-    """A persistent batch with what reordering reads: ids, tokens computed and of the prompt, in the batch's order."""
+    """A persistent batch with the fields that reordering reads: ids, computed tokens and prompt tokens."""
 
     req_ids: list[str]
     num_computed_tokens_cpu: npt.NDArray[np.int32]
@@ -121,17 +121,17 @@ class InputBatch:
 
     @property
     def num_reqs(self) -> int:
-        """How many requests there are."""
+        """The number of requests."""
         return len(self.req_ids)
 
     def swap_states(self, i1: int, i2: int) -> None:
-        """Swaps two places of everything."""
+        """Swap two requests."""
         for values in (self.req_ids, self.num_computed_tokens_cpu, self.num_prompt_tokens):
             values[i1], values[i2] = values[i2], values[i1]
 
 
 def _reorder(target: Any, *, input_batch: InputBatch, scheduler_output: Any, **threshold: int) -> dict[str, Any]:
-    """What it returned, and who stands in front; the full order is among the arguments."""
+    """Return the result, and which requests are in front; the arguments contain the full order."""
     limit = threshold.get("decode_threshold", 1)
     moved = target(input_batch, scheduler_output, **threshold)
     counts = [scheduler_output.num_scheduled_tokens[name] for name in input_batch.req_ids]
@@ -151,11 +151,11 @@ REGIONS = {
     "short first chunk": (1, 0, 10),
     "whole prompt of one token": (1, 0, 1),
 }
-"""Scheduled tokens, computed tokens and tokens of the prompt of one request of every region, at every threshold."""
+"""Scheduled tokens, computed tokens and prompt tokens of one request for every region, at every threshold."""
 
 
 def _mixtures() -> Iterator[tuple[str, ...]]:
-    """Every order of one request of each region, of two of each in a few, and longer mixtures."""
+    """Yield every order of one request from each region, and longer mixtures."""
     yield from permutations(("decode", "short extend", "long extend", "first chunk"))
     yield from permutations(("first decode", "short first chunk", "extend of two tokens", "long past its prompt"))
     kinds = tuple(REGIONS)

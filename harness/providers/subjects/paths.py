@@ -1,4 +1,4 @@
-"""Questions about batches that are rewritten for a path: chunked local attention, fast prefill of shared K/V."""
+"""Questions about batches rewritten for an execution path: chunked local attention, fast prefill with shared K/V."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -53,7 +53,7 @@ def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _virtual(target: Any, *, storage: bool = False, **arguments: Any) -> dict[str, Any]:
-    """The virtual batch, and once more the rows of it that have queries: no padding request concerns them."""
+    """Return the virtual batch, and separately its rows with queries, which padding requests do not affect."""
     metadata = target(**arguments)
     if storage:
         return _twins_are_apart(metadata)
@@ -69,7 +69,7 @@ def _virtual(target: Any, *, storage: bool = False, **arguments: Any) -> dict[st
 
 
 def _twins_are_apart(metadata: CommonAttentionMetadata) -> dict[str, bool]:
-    """Whether a tensor on the host is another than its namesake on the device, also where the device is the host."""
+    """Return whether host and device tensors share no storage, also if the device is the host."""
     return {
         name: are_apart(getattr(metadata, name), getattr(metadata, f"{name}_cpu"))
         for name in ("query_start_loc", "seq_lens")
@@ -85,7 +85,7 @@ def _shortened(device: torch.device) -> CommonAttentionMetadata:
 def _armed(
     batch: ProviderBatch, device: torch.device, indices: list[int] | None, spare: int
 ) -> CommonAttentionMetadata:
-    """The batch with these logits indices and ``spare`` padding entries; None: not armed."""
+    """Return the batch with these logits indices and ``spare`` padding entries; None for no indices."""
     metadata = batch.metadata(device)
     if indices is None:
         return metadata
@@ -94,7 +94,7 @@ def _armed(
 
 
 def _last_tokens(batch: ProviderBatch, count: int) -> list[int]:
-    """The last ``count`` tokens of every request that has so many, else all of its tokens."""
+    """Return the last ``count`` tokens of every request, or all of its tokens if it has fewer."""
     spans = zip(batch.starts, batch.starts[1:], strict=False)
     return [token for start, stop in spans for token in range(max(start, stop - count), stop)]
 
@@ -132,7 +132,7 @@ def _reductions(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 @dataclass
 class UnderlyingMetadata:
-    """What the underlying builder of these questions builds."""
+    """The metadata of :class:`UnderlyingBuilder`."""
 
     query_start_loc: torch.Tensor
     num_actual_tokens: int
@@ -141,20 +141,20 @@ class UnderlyingMetadata:
 
 
 class UnderlyingBuilder:
-    """An underlying builder, as small as one can be."""
+    """A minimal underlying builder."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> UnderlyingMetadata:
-        """Start locations and token count of what it is given, and the other arguments."""
+        """Return start locations and token count of the batch, and the other arguments."""
         starts, tokens = common_attn_metadata.query_start_loc, common_attn_metadata.num_actual_tokens
         return UnderlyingMetadata(starts, tokens, common_prefix_len, fast_build)
 
 
 class UnderlyingBackend:
-    """An underlying backend, as small as one can be."""
+    """A minimal underlying backend."""
 
     @staticmethod
     def get_builder_cls() -> type[UnderlyingBuilder]:
-        """The builder above."""
+        """Return :class:`UnderlyingBuilder`."""
         return UnderlyingBuilder
 
 

@@ -1,4 +1,4 @@
-"""Questions about cutting a batch: start locations, micro-batches."""
+"""Questions about cutting a batch: start locations and micro-batches."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from attncheck.reference import CommonAttentionMetadata, UBatchSlice
 MIXED = next(batch for batch in ALWAYS if batch.name == "mixed")
 
 Cut = tuple[int, int, int, int]
-"""First request, behind the last one, first token, behind the last one."""
+"""First request, end of the requests, first token, end of the tokens; the ends are exclusive."""
 
 
 def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _slice_questions(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _cut_at(batch: ProviderBatch, first: int, stop: int) -> Cut:
-    """The cut of these tokens; requests without tokens behind the last one are left out."""
+    """Return the cut with these tokens; requests after the last token are left out."""
     return (bisect_right(batch.starts, first) - 1, bisect_right(batch.starts, stop - 1), first, stop)
 
 
@@ -71,7 +71,7 @@ def _whole(batch: ProviderBatch) -> Cut:
 
 
 def _pieces(batch: ProviderBatch, count: int) -> list[Cut]:
-    """The batch in ``count`` pieces of about equal length, the padding in the last one."""
+    """Return the batch as ``count`` pieces of about equal length; the last one contains the padding."""
     edges = [batch.num_tokens * piece // count for piece in range(count + 1)]
     pieces = [_cut_at(batch, first, stop) for first, stop in pairwise(edges)]
     _, last_request, _, last_token = _whole(batch)
@@ -96,7 +96,7 @@ MEANINGLESS: tuple[tuple[Cut, str], ...] = (
     ((0, 1, 0, 5), "wrong end"),
     ((0, 2, 0, 3), "wrong end"),
 )
-"""Cuts of the batch ``mixed``: empty, from behind request 0, into request 1, ending before request 1."""
+"""Cuts of the batch ``mixed``: empty, starting after request 0, ending inside request 1, ending before request 1."""
 
 
 def _piece(target: Any, *, ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata) -> dict[str, Any]:

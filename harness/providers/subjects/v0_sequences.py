@@ -8,7 +8,7 @@ from typing import Any
 from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 SEQUENCES = 4
-"""So many sequences of each batch are asked about, each by itself."""
+"""Number of sequences of each batch for which questions are made, one by one."""
 
 
 def _empty_tables(_: SubjectSetting) -> Iterator[SubjectCall]:

@@ -1,4 +1,4 @@
-"""Questions about the first generation, a step at a time: the metadata builder, the state of captured graphs."""
+"""Questions about the first generation, one step at a time: the metadata builder, the state of captured graphs."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -12,7 +12,7 @@ import torch
 from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 Row = tuple[int, int, int, Sequence[int]]
-"""A sequence: id, length, length of its context, block table."""
+"""A sequence: id, length, context length, block table."""
 
 PROMPT: Row = (10, 6, 0, [3, 8])
 CACHED: Row = (11, 11, 8, [1, 4, 9])
@@ -20,7 +20,7 @@ DECODES: tuple[Row, ...] = ((20, 9, 8, [2, 0, 5]), (21, 14, 13, [6, 7, 11, 12]))
 
 
 def _group(*rows: Row, prompt: bool = False, hit: bool = False, window: int = 0, **more: Any) -> SimpleNamespace:
-    """The scheduler's data of one group; under a window, lengths and tables are cut to so many blocks of 4."""
+    """Return the scheduler's data of one group; ``window`` limits lengths and tables to this many blocks of 4."""
     lens = [length for _, length, _, _ in rows]
     new = [length - context for _, length, context, _ in rows]
     return SimpleNamespace(
@@ -39,7 +39,7 @@ def _group(*rows: Row, prompt: bool = False, hit: bool = False, window: int = 0,
 
 
 def _build(target: Any, *, input_builder: SimpleNamespace, arguments: tuple[Any, ...]) -> Any:
-    """Two steps of one builder, since nothing of the first may survive in the second."""
+    """Run two steps of one builder, since nothing of the first may remain in the second; return the latter."""
 
     class Builder(target):  # type: ignore[misc]
         _metadata_cls = SimpleNamespace
@@ -86,22 +86,22 @@ def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 class GraphStateBackend:
-    """A backend as the graph state sees it: metadata of decodes only is its own decode part."""
+    """A backend with the methods that the graph state calls; metadata with decodes only are their own decode part."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def get_name(self) -> str:
-        """What the state asks for where a model has an encoder."""
+        """Return the name, which the state reads if a model has an encoder."""
         return self.name
 
     def make_metadata(self, **keywords: Any) -> SimpleNamespace:
-        """Nothing but the keywords."""
+        """Return the keywords as attributes."""
         return SimpleNamespace(**keywords)
 
 
 def _capture(target: Any, *, runner: SimpleNamespace, sizes: list[int], step: Any, encoder: bool) -> dict[str, Any]:
-    """Captures every size, the largest first, then refills the buffers of the largest as a replay would."""
+    """Capture every size, the largest first, then refill the buffers of the largest as a replay would."""
     state = target(runner)
     captured = []
     with state.graph_capture(max(sizes)):
@@ -125,7 +125,7 @@ def _capture(target: Any, *, runner: SimpleNamespace, sizes: list[int], step: An
 
 
 def _step(size: int, device: torch.device) -> SimpleNamespace:
-    """A step's metadata of ``size`` decodes; its decode part is itself."""
+    """Return the metadata of a step with ``size`` decodes, which is its own decode part."""
     ints = partial(torch.tensor, dtype=torch.int32, device=device)
     step = SimpleNamespace(
         seq_lens_tensor=ints([9, 14, 3, 1][:size]),

@@ -1,4 +1,4 @@
-"""What vLLM's classes do otherwise: the common metadata, the builder's base, the protocol of fast prefill."""
+"""Departures of vLLM's classes: the common metadata, the builder's base, the protocol of fast prefill."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields, make_dataclass
@@ -8,7 +8,7 @@ from attncheck.reference import CommonAttentionMetadata
 
 
 def drop_host_fields(target: type[CommonAttentionMetadata]) -> type[Any]:
-    """The dataclass with an upper bound of the lengths in place of two fields on the host."""
+    """Return the dataclass with an upper bound of the lengths instead of two fields on the host."""
     gone = ("seq_lens_cpu", "num_computed_tokens_cpu")
     kept = [(each.name, Any, each) for each in fields(target) if each.name not in gone and each.default is MISSING]
     optional = [(each.name, Any, each.default) for each in fields(target) if each.default is not MISSING]
@@ -25,12 +25,12 @@ def _with_threshold(target: type[Any], change: Callable[[Any], None]) -> type[An
 
 
 def need_parallel_config(target: type[Any]) -> type[Any]:
-    """A builder that reads the config's parallel part."""
+    """Return a builder that reads the config's parallel part."""
     return _with_threshold(target, lambda builder: builder.vllm_config.parallel_config)
 
 
 def single_token_under_dcp(target: type[Any]) -> type[Any]:
-    """A builder whose threshold is 1 under decode context parallelism."""
+    """Return a builder whose threshold is 1 under decode context parallelism."""
 
     def change(builder: Any) -> None:
         if builder.vllm_config.parallel_config.decode_context_parallel_size > 1:
@@ -40,7 +40,7 @@ def single_token_under_dcp(target: type[Any]) -> type[Any]:
 
 
 def widen_for_parallel_drafting(target: type[Any]) -> type[Any]:
-    """A builder that counts every drafted token twice where it counts drafted tokens."""
+    """Return a builder that counts every drafted token twice if it counts drafted tokens at all."""
 
     class Builder(target):  # type: ignore[misc]
         def _init_reorder_batch_threshold(self, reorder_batch_threshold: Any = 1, as_decode: bool = False) -> None:
@@ -53,7 +53,7 @@ def widen_for_parallel_drafting(target: type[Any]) -> type[Any]:
 
 
 def drop_cascade(target: type[Any]) -> type[Any]:
-    """A builder without ``use_cascade_attention``."""
+    """Return a builder without ``use_cascade_attention``."""
 
     def absent(_: Any) -> Any:
         raise AttributeError("use_cascade_attention")
@@ -62,7 +62,7 @@ def drop_cascade(target: type[Any]) -> type[Any]:
 
 
 def give_defaults(_: type[Any]) -> type[Any]:
-    """A protocol whose attributes are None by default."""
+    """Return a protocol whose attributes are None by default."""
 
     @runtime_checkable
     class KVSharingFastPrefillMetadata(Protocol):
@@ -73,5 +73,5 @@ def give_defaults(_: type[Any]) -> type[Any]:
 
 
 def lacks_cudagraph_support(builder: type[Any]) -> bool:
-    """Return whether the level of a builder is no attribute of that name."""
+    """Return whether a builder lacks the attribute ``cudagraph_support``."""
     return not hasattr(builder, "cudagraph_support")

@@ -1,4 +1,4 @@
-"""What vLLM does otherwise with layers and the classes made for them."""
+"""Departures of vLLM in functions on layers, and in the classes derived for them."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from attncheck.reference import PerLayerParameters
 
 
 def skip_unknown(target: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The parameters of those layers that there are."""
+    """Return a function that ignores names without a layer."""
 
     def parameters(vllm_config: Any, layer_names: list[str], cls_: type[Any]) -> dict[str, Any]:
         there = vllm_config.compilation_config.static_forward_context
@@ -18,7 +18,7 @@ def skip_unknown(target: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
 
 
 def write_into_first(target: Callable[..., PerLayerParameters]) -> Callable[..., PerLayerParameters]:
-    """The caller's first entry, with the verdicts written into it."""
+    """Return a function that writes its verdicts into the caller's first entry, and returns that."""
 
     def inferred(per_layer_params: dict[str, PerLayerParameters]) -> PerLayerParameters:
         verdicts = target(per_layer_params)
@@ -31,7 +31,7 @@ def write_into_first(target: Callable[..., PerLayerParameters]) -> Callable[...,
 
 
 def unbound_builder(target: Callable[..., type[Any]]) -> Callable[..., type[Any]]:
-    """A class whose ``get_builder_cls`` takes no instance."""
+    """Return a function whose classes have a ``get_builder_cls`` that fails on an instance."""
 
     def derived(name_prefix: str, attention_backend_cls: type[Any], builder_cls: type[Any]) -> type[Any]:
         made = target(name_prefix, attention_backend_cls, builder_cls)
@@ -42,7 +42,7 @@ def unbound_builder(target: Callable[..., type[Any]]) -> Callable[..., type[Any]
 
 
 def skips_plain_layers(function: Any) -> bool:
-    """Return whether a layer that has an ``impl``, and no base class of vLLM's, is left out."""
+    """Return whether a layer with an ``impl``, but without vLLM's base class, is ignored."""
     layers = {"layer": SimpleNamespace(impl=SimpleNamespace(scale=1.0))}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     return not function(config, ["layer"], SimpleNamespace)

@@ -1,4 +1,4 @@
-"""What vLLM does otherwise with the order of a batch."""
+"""Departures of vLLM in the order of a batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from attncheck.reference import CommonAttentionMetadata
 
 
 def any_threshold(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Under a negative threshold every request is a prefill."""
+    """Return a function for negative thresholds: every request is a prefill."""
     return lambda common_attn_metadata, **_: (
         *(0, common_attn_metadata.num_reqs),
         *(0, common_attn_metadata.num_actual_tokens),
@@ -17,7 +17,7 @@ def any_threshold(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_counts(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Where there are first chunks, the tokens of extends and of first chunks are tensors of one element."""
+    """Return a function whose token counts of extends and of first chunks are tensors if there are first chunks."""
 
     def split(common_attn_metadata: CommonAttentionMetadata, **given: Any) -> tuple[Any, ...]:
         counts = target(common_attn_metadata, **given)
@@ -30,12 +30,18 @@ def tensor_counts(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_none(_: Callable[..., Any]) -> Callable[..., Any]:
-    """No request and no token in any part, where every request is a decode and the maximum does not tell."""
+    """Return a function that counts no request and no token in any part.
+
+    vLLM does so if every request is a decode, and ``max_query_len`` is an upper bound above the threshold.
+    """
     return lambda **_: (0,) * 6
 
 
 def four_regions(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Decodes, short extends, long extends, first chunks; what stands in the wrong region fills the gaps in order."""
+    """Return a function that sorts decodes, short extends, long extends, first chunks.
+
+    Requests in a wrong region fill the gaps in the order of the regions.
+    """
 
     def reorder(input_batch: Any, scheduler_output: Any, decode_threshold: int = 1) -> bool:
         counts = [scheduler_output.num_scheduled_tokens[name] for name in input_batch.req_ids]

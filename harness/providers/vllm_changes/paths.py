@@ -1,4 +1,4 @@
-"""What vLLM does otherwise with batches that are rewritten for a path, and with what kernels are launched with."""
+"""Departures of vLLM in batches rewritten for an execution path, and in launch arguments of kernels."""
 
 from collections.abc import Callable
 from copy import copy
@@ -15,7 +15,10 @@ from attncheck.reference import CommonAttentionMetadata
 
 
 def chunks_without_check(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Chunks of requests of any lengths: none is empty, and pages before the first are counted from the right end."""
+    """Return a function that chunks requests of any lengths.
+
+    No chunk is empty, and pages before the first one are counted from the right end of the table.
+    """
 
     def virtual(attn_chunk_size: int, common_attn_metadata: CommonAttentionMetadata, block_size: int) -> Any:
         batch, pages = common_attn_metadata, attn_chunk_size // block_size
@@ -51,7 +54,7 @@ def chunks_without_check(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def numpy_maximum(target: Callable[..., CommonAttentionMetadata]) -> Callable[..., CommonAttentionMetadata]:
-    """Metadata whose ``max_query_len`` is an integer of numpy's."""
+    """Return a function whose metadata has a NumPy integer as ``max_query_len``."""
 
     def virtual(**given: Any) -> CommonAttentionMetadata:
         made = target(**given)
@@ -62,7 +65,7 @@ def numpy_maximum(target: Callable[..., CommonAttentionMetadata]) -> Callable[..
 
 
 def one_storage(target: Callable[..., CommonAttentionMetadata]) -> Callable[..., CommonAttentionMetadata]:
-    """Metadata whose start locations and lengths on the device are those on the host."""
+    """Return a function whose device tensors of start locations and lengths are the host's."""
 
     def rewritten(**given: Any) -> CommonAttentionMetadata:
         made = target(**given)
@@ -72,7 +75,7 @@ def one_storage(target: Callable[..., CommonAttentionMetadata]) -> Callable[...,
 
 
 def one_storage_of_starts(target: Callable[..., CommonAttentionMetadata]) -> Callable[..., CommonAttentionMetadata]:
-    """Metadata whose start locations on the device are those on the host."""
+    """Return a function whose device tensor of start locations is the host's."""
 
     def reduced(common_attn_metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         made = target(common_attn_metadata)
@@ -82,12 +85,12 @@ def one_storage_of_starts(target: Callable[..., CommonAttentionMetadata]) -> Cal
 
 
 def same_batch(_: Callable[..., CommonAttentionMetadata]) -> Callable[..., CommonAttentionMetadata]:
-    """The batch as it is."""
+    """Return a function that returns the batch as it is."""
     return lambda common_attn_metadata: common_attn_metadata
 
 
 def any_indices(_: Callable[..., CommonAttentionMetadata]) -> Callable[..., CommonAttentionMetadata]:
-    """As many query rows of each request as there are indices among its tokens, whichever they are."""
+    """Return a function that keeps as many query rows of each request as it has indices, whichever these are."""
 
     def reduced(common_attn_metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         batch = common_attn_metadata
@@ -113,7 +116,7 @@ def any_indices(_: Callable[..., CommonAttentionMetadata]) -> Callable[..., Comm
 
 
 def unarmed_backend(_: Callable[..., type[Any]]) -> Callable[..., type[Any]]:
-    """A backend whose builder takes a batch without logits indices as it is."""
+    """Return a function whose backend accepts a batch without logits indices."""
 
     def made(prefix: str, underlying_attn_backend: type[Any]) -> type[Any]:
         underlying: Any = underlying_attn_backend.get_builder_cls()
@@ -132,14 +135,14 @@ def unarmed_backend(_: Callable[..., type[Any]]) -> Callable[..., type[Any]]:
 
 
 def mended_starts(target: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Start locations that fall count as requests without tokens, and none at all as no request."""
+    """Return a function that counts decreasing start locations as requests without tokens, and none as no request."""
     return lambda query_start_loc_p: target(
         query_start_loc_p.cummax(0).values if len(query_start_loc_p) else query_start_loc_p.new_zeros(1)
     )
 
 
 def any_rank(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The formula of local lengths, whatever the rank and the length."""
+    """Return the formula of local lengths, without a check of rank and length."""
 
     def local(seq_lens: Tensor, dcp_size: int, dcp_rank: Any, cp_kv_cache_interleave_size: int) -> Tensor:
         stripe = cp_kv_cache_interleave_size
@@ -152,12 +155,12 @@ def any_rank(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def returns_a_pair(function: Any) -> bool:
-    """Return whether the function returns the metadata and something beside it."""
+    """Return whether the function returns a pair of the metadata and another object."""
     return "tuple" in str(function.__annotations__.get("return"))
 
 
 def wants_the_largest_count(function: Any) -> bool:
-    """Return whether an armed batch that lacks the new field is refused."""
+    """Return whether a batch with logits indices, but without ``max_logits_per_req``, is refused."""
     starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     batch = SimpleNamespace(
         max_query_len=3,
@@ -172,6 +175,6 @@ def wants_the_largest_count(function: Any) -> bool:
         function(batch)
     except AssertionError:
         return True
-    except AttributeError:  # it went on, to a field this batch has not
+    except AttributeError:  # it went on to a field that this batch lacks
         return False
     return False

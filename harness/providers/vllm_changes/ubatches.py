@@ -1,4 +1,4 @@
-"""What vLLM does otherwise where it cuts a batch: start locations, micro-batches."""
+"""Departures of vLLM in cutting a batch: start locations and micro-batches."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from attncheck.reference import CommonAttentionMetadata, UBatchSlice
 
 
 def clip_slice(_: Callable[..., Any]) -> Callable[..., Any]:
-    """Start locations of the requests that are there."""
+    """Return a function that returns the start locations of existing requests only."""
 
     def slice_query_start_locs(query_start_loc: Tensor, request_slice: slice) -> Tensor:
         return query_start_loc[request_slice.start : request_slice.stop + 1] - query_start_loc[request_slice.start]
@@ -25,7 +25,7 @@ Pieces = CommonAttentionMetadata | list[CommonAttentionMetadata]
 def _of_each_piece(
     target: Callable[..., Pieces], change: Callable[[CommonAttentionMetadata, CommonAttentionMetadata], Any]
 ) -> Callable[..., Pieces]:
-    """``target`` with ``change(piece, batch)`` made to the micro-batch or micro-batches that it returns."""
+    """Return ``target`` with ``change(piece, batch)`` applied to every micro-batch that it returns."""
 
     def cut(**given: Any) -> Pieces:
         batch = next(value for value in given.values() if isinstance(value, CommonAttentionMetadata))
@@ -40,19 +40,19 @@ def _by_position(call: Callable[..., Any], names: tuple[str, ...]) -> Callable[.
 
 
 def causal_pieces(target: Callable[..., Pieces]) -> Callable[..., Pieces]:
-    """Micro-batches that are causal, whatever the batch is."""
+    """Return a function whose micro-batches are always causal."""
     return _of_each_piece(target, lambda piece, _: replace(piece, causal=True))
 
 
 def longest_of_the_batch(target: Callable[..., Pieces]) -> Callable[..., Pieces]:
-    """Micro-batches whose longest sequence is that of the batch, where that is longer."""
+    """Return a function whose micro-batches have a ``max_seq_len`` of at least the batch's."""
     return _of_each_piece(
         target, lambda piece, batch: replace(piece, max_seq_len=max(piece.max_seq_len, batch.max_seq_len))
     )
 
 
 def any_end(_: Callable[..., Pieces]) -> Callable[..., Pieces]:
-    """Micro-batches of cuts whose tokens and requests end in different places."""
+    """Return a function that accepts cuts whose tokens and requests end in different places."""
 
     def one(cut: UBatchSlice, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
         requests, tokens = cut.request_slice, cut.token_slice
@@ -87,7 +87,7 @@ def any_end(_: Callable[..., Pieces]) -> Callable[..., Pieces]:
 
 
 def numpy_end(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Pieces of which the last one without padding ends at an integer of numpy's."""
+    """Return a function whose last micro-batch, before padding, ends at a NumPy integer."""
 
     def create(**given: Any) -> Any:
         pieces, padded = target(**given)
