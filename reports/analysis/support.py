@@ -96,7 +96,7 @@ class SupportRow:
 
     @property
     def in_words(self) -> str:
-        """The row in words, with numbers of cases: ``right (12)``, ``wrong in 2 of 12``, ``not declared: refused (4)``."""
+        """The row in words, counting cases: ``right (12)``, ``wrong in 2 of 12``, ``not declared: refused (4)``."""
         asked = self.right + self.short
         words = []
         if asked and self.short and self.is_false:

@@ -70,7 +70,7 @@ class RunComparison:
 
     @property
     def is_regression(self) -> bool:
-        """Whether NEW is worse than BASE: an outcome is worse, or a pair is slower by at least its ``--fail-on`` threshold.
+        """Whether an outcome of NEW is worse, or a pair is slower by at least its ``--fail-on`` threshold.
 
         A backend that can no longer run has records with other outcomes, which count here.
         """

@@ -163,7 +163,7 @@ def _copy_rate(timing: Timing) -> float | None:
 
 
 def _common_shift(changes: Sequence[SpeedChange]) -> list[str]:
-    """Return a warning if nearly all times of several backends moved the same way, as a machine makes them, not a kernel."""
+    """Return a warning if nearly all times of several backends moved the same way, as when the machine changed."""
     apart = [change for change in changes if change.noise is not None and change.noise.in_turns is None]
     if len(apart) < FEW_PAIRS or len({change.backend for change in apart}) < 2:
         return []
