@@ -42,7 +42,7 @@ def faulty(
     later: Deed = bool,
     answer: Answer = lambda right, query, cache: right,
 ) -> type[ReferenceBackend]:
-    """Return a backend that calls ``construct``, ``build`` and ``forward`` in its methods, and ``later`` in ``forward``.
+    """Return a backend that calls ``construct``, ``build``, ``forward`` in its methods, and ``later`` in ``forward``.
 
     ``answer``: computes its return value from the right output, the query and the cache.
     """
