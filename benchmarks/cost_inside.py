@@ -107,7 +107,6 @@ def examination() -> dict[str, float]:
 
 
 def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
-    """Return a function that runs a test in vLLM's style of ``case``."""
     from attncheck.harness.driver.forward_calls import forward_calls_of
     from attncheck.harness.driver.session import Session
     from attncheck.harness.driver.step import make_step

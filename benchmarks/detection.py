@@ -82,7 +82,6 @@ def _caught(mutants: Sequence[Mutant], suites: Sequence[str], jobs: int) -> set[
 
 
 def _found_by_others(refs: Sequence[str], jobs: int) -> dict[str, set[str]]:
-    """Return, by project, the names of the mutants that its tests find."""
     found: dict[str, set[str]] = {project: set() for project in OTHERS}
     groups = [refs[first : first + _AT_ONCE] for first in range(0, len(refs), _AT_ONCE)]
     with ThreadPoolExecutor(jobs) as pool:

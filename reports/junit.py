@@ -105,7 +105,6 @@ def _suite(
 
 
 def _properties(header: RunHeader, backend: str) -> list[tuple[str, str]]:
-    """Return the environment, the options, and the backend's version and conventions."""
     named = [*header.environment.model_dump(mode="json").items(), ("seed", header.seed), ("rounds", header.rounds)]
     info = next((each for each in header.backends if each.name == backend), None)
     if info is not None:
@@ -151,7 +150,6 @@ def _case(
 
 
 def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
-    """Return all details of a failure: its finding, the shape of its case, and the command that repeats it."""
     text = story(record, header)
     case = header.case_by_name.get((record.suite, record.case_id))
     if case is not None:

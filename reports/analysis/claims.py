@@ -1,8 +1,8 @@
 """False claims: declared capabilities that cases which need them disprove.
 
 A capability is a feature, or a form such as ``head_size=80``. A finding concerns a feature if its likely cause names
-the feature, or if all its cases need the feature and passing cases need it too rarely for chance. It concerns a form
-if the form alone separates its cases from the passing ones, of which there are at least as many.
+it, or if all its cases need it and passing cases need it too rarely for chance. It concerns a form if the form alone
+separates its cases from the passing ones, of which there are at least as many.
 """
 
 import math

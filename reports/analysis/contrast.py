@@ -121,8 +121,8 @@ class Contrast:
 def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None:
     """Return what separates the failing cases from the passing ones, or None if nothing does or no case passes.
 
-    If no set of up to three conditions excludes every passing case, return the condition that excludes most of them,
-    provided that it excludes nine of ten.
+    If no set of up to three conditions excludes every passing case, return the condition that excludes most. It must
+    exclude at least nine of ten.
     """
     if not wrong or not right:
         return None

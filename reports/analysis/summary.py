@@ -177,7 +177,6 @@ def _in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _chosen_kernels(records: Sequence[Record]) -> dict[str, dict[str, int]]:
-    """Return, by backend, the kernels that its records name, and the number of cases of each."""
     found = {(r.backend, kernel, r.suite, r.case_id) for r in records for kernel in chosen_kernels_of(r)}
     counts = Counter((backend, kernel) for backend, kernel, _, _ in found)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))

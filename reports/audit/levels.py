@@ -85,7 +85,6 @@ def _measured(row: LevelRow, needs: Mapping[tuple[str, str], Sequence[str]]) -> 
 
 
 def _became(row: LevelRow, level: GraphLevel) -> str:
-    """Return the result of the probes of one level, in words."""
     outcomes = [probe.outcome for probe in row.graph.probes if probe.level == level]
     if "failed" in outcomes:
         return "breaks"
@@ -96,12 +95,10 @@ def _became(row: LevelRow, level: GraphLevel) -> str:
 
 
 def _kind(needs: Sequence[str]) -> str:
-    """Return the modifiers of a case's layer and cache, in words."""
     return ", ".join(need for need in needs if need in _LAYER_FEATURES) or _NO_MODIFIER
 
 
 def _unmeasured(backend: str, records: Sequence[Record]) -> str:
-    """Return why a backend of the run has no measured level."""
     return next(_reasons(backend, records), "no case of the run asks for the check cudagraph")
 
 

@@ -118,7 +118,6 @@ def _level_row(row: AuditedLevel) -> list[str]:
 
 
 def _unmeasured(rows: Sequence[AuditedLevel]) -> list[str]:
-    """Return a table of the backends without a measured level: names and declared levels, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reason = row.breaks.replace(_own(row.backend), "it")

@@ -164,7 +164,6 @@ def _pair_speeds(base: Run, new: Run, matching: RunMatching) -> tuple[list[Speed
 
 
 def _speeds(run: Run) -> dict[tuple[str, str], dict[StepPart, Speed]]:
-    """Return speeds by (backend, case) and part."""
     found: dict[tuple[str, str], dict[StepPart, Speed]] = {}
     for speed in speeds(run.records):
         found.setdefault((speed.backend, speed.case), {})[speed.part] = speed

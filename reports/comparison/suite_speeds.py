@@ -1,7 +1,7 @@
 """The change in speed of one part of a step over all cases of a suite: one ratio with its interval.
 
-The unit of observation is the process, which times all cases of a suite. The geometric mean over the cases of each
-process is compared as a median is, so that effects common to a process do not count once a case.
+The unit of observation is the process, which times all cases of a suite. Each process is represented by its geometric
+mean over the cases. Thus effects common to a process do not count once a case.
 """
 
 import math
@@ -95,7 +95,6 @@ def _change(
 
 
 def _by_process(medians_ns: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the geometric mean over the cases for each process."""
     return tuple(statistics.geometric_mean(times) for times in zip(*medians_ns, strict=True))
 
 

@@ -176,7 +176,6 @@ def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
 
 
 def _values_by_key(needs: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the values of each form, in the order of the needs."""
     values: dict[str, tuple[str, ...]] = {}
     for key, is_form, value in (need.partition("=") for need in needs):
         if is_form:

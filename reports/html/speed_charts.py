@@ -142,7 +142,6 @@ def _log_axes(figure: "Figure", x: str, y: str) -> "Axes":
 
 
 def _say_units(axes: "Axes", x: Callable[[float], str], y: Callable[[float], str]) -> None:
-    """Put ticks with units at round numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     for axis, limits, word in ((axes.xaxis, axes.get_xlim(), x), (axes.yaxis, axes.get_ylim(), y)):
@@ -176,7 +175,6 @@ def _least(speeds: Sequence[Speed]) -> list[tuple[int, float]]:
 
 
 def _ceilings(speeds: Sequence[Speed]) -> list[Ceilings]:
-    """Return the ceilings that all processes behind these speeds measured."""
     return [timing.ceilings for speed in speeds for timing in speed.timings if timing.ceilings is not None]
 
 

@@ -61,7 +61,6 @@ def expected(findings: Sequence[Finding]) -> list[str]:
 
 
 def _section(finding: Finding, summary: RunSummary, header: RunHeader) -> str:
-    """Return cause, extent and common keys, then one example with its figures and the command that repeats it."""
     record = finding.example
     rounds = f" ({told})" if (told := phrases.rounds_short(summary, record)) else ""
     facts = [f"- {markup.escaped(phrases.extent(finding))}; exit status {finding.exit_status}"]
@@ -83,7 +82,6 @@ def _function(record: Record, header: RunHeader) -> str:
 
 
 def _details(record: Record, header: RunHeader) -> list[str]:
-    """Return further details of a record, and the command that repeats it."""
     lines = []
     if isinstance(record, Failed):
         lines += [_detail(detail) for detail in record.details]
@@ -102,5 +100,4 @@ def _details(record: Record, header: RunHeader) -> list[str]:
 
 
 def _detail(text: str) -> str:
-    """Return a detail as a bullet, or as a fenced block if it has several lines, such as a traceback."""
     return markup.fenced(text) if "\n" in text.strip() else f"- {markup.escaped(text)}"

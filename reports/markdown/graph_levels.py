@@ -125,7 +125,6 @@ def _by_reason(
 
 
 def _by_declared(rows: Sequence[LevelRow]) -> str:
-    """Return the cases, separately for each declared level if there are several."""
     return "\n".join(
         f"{'- ' if len(rows) > 1 else ''}Cases{f' that declare {row.graph.declared}' if len(rows) > 1 else ''}: "
         + _names([case for result in row.results for case in result.cases])

@@ -85,7 +85,6 @@ def _backends(run: Run, summary: RunSummary, found: RunFindings) -> list[str]:
 
 
 def _functions(run: Run, provider: str) -> list[str]:
-    """Return the functions of one provider, and the notes on those that differ from the reference."""
     rows = function_rows(run.records, provider)
     notes = [
         "\n".join(
@@ -125,7 +124,6 @@ def check_table(summary: RunSummary) -> str:
 
 
 def _chosen_kernels(summary: RunSummary) -> list[str]:
-    """Return the kernels that libraries chose, or [] if no backend reports them."""
     lines = [
         f"- Kernels of {markup.escaped(name)}: {markup.escaped(phrases.chosen_kernels(cases))}"
         for name, cases in summary.chosen_kernels.items()

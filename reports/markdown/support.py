@@ -53,7 +53,6 @@ def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
 
 
 def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
-    """Return a table with a row for each key; each cell has a backend's values, grouped by verdict."""
     values: dict[tuple[str, str], dict[SupportVerdict, list[str]]] = {}
     for row in rows:
         key, _, value = row.feature.partition("=")

@@ -67,7 +67,6 @@ class _ShortRecord(RecordBase):
         return self
 
     def _words(self) -> str:
-        """Return the text of the finding."""
         raise NotImplementedError
 
 

@@ -245,7 +245,6 @@ def _parse(path: str, number: int, text: bytes) -> RunHeader | Record | RunFoote
 
 
 def _explain(error: ValidationError) -> str:
-    """Return the first error that pydantic found in a line, with its place in the line."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"not a line of JSON: {first['msg'].removeprefix('Invalid JSON: ')}"

@@ -186,7 +186,6 @@ def _timings(speeds: Sequence[Speed]) -> tuple[Timing, ...]:
 
 
 def _named(cases: Sequence[str]) -> str:
-    """Return the first distinct cases, and the number of others."""
     once = [one_line(case) for case in dict.fromkeys(cases)]
     more = len(once) - _SHOWN
     return "; ".join(once[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -154,6 +154,5 @@ def _closing(comparison: RunComparison, style: Style) -> str:
 
 
 def _painted(text: str, word: str, style: Style) -> str:
-    """Return ``text`` with the first occurrence of ``word`` coloured."""
     code = _COLORS.get(word)
     return text.replace(word, f"\033[{code}m{word}\033[0m", 1) if style.color and code else text

@@ -78,7 +78,6 @@ def _heading(finding: Finding) -> str:
 
 
 def _paragraph(finding: Finding, number: str, summary: RunSummary, header: RunHeader, style: Style) -> str:
-    """Return cause, extent and common keys, then the example with its shape and the command that repeats it."""
     first = finding.example
     lines = [
         style.wrap(f"{style.paint(f'finding {number}', '31')}, {_heading(finding)}"),
@@ -94,7 +93,6 @@ def _paragraph(finding: Finding, number: str, summary: RunSummary, header: RunHe
 
 
 def _expected_line(finding: Finding, style: Style) -> str:
-    """Return the extent and the reason of an expected finding on one line; the Markdown report has the rest."""
     text = f"expected: {phrases.one_line(finding.backend)}: {phrases.extent(finding)}: "
     return phrases.cut(text + phrases.one_line(finding.title), style.width)
 

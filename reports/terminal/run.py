@@ -194,7 +194,6 @@ def _suite_table(summary: RunSummary, style: Style) -> str:
 
 
 def _functions(header: RunHeader, records: Sequence[Record], provider: str, style: Style) -> str:
-    """Return the functions of one provider with their verdicts, then the notes on those that differ."""
     rows = function_rows(records, provider)
     cells = [HEADINGS, *([row.name, _paint_word(row, style), *row.counts] for row in rows)]
     notes = [

@@ -46,7 +46,6 @@ def render_record(record: Record) -> str:
 
 
 def _changes(records: Sequence[Record], before: Sequence[Record], style: Style) -> str:
-    """Return a line each for checks that were fixed, broken, or are still failing."""
     was = _short(before)
     groups: dict[str, list[str]] = {"fixed": [], "broken": [], "still failing": []}
     for key, is_short in _short(records).items():
@@ -64,5 +63,4 @@ def _changes(records: Sequence[Record], before: Sequence[Record], style: Style) 
 
 
 def _short(records: Sequence[Record]) -> Mapping[tuple[str, str, str], bool]:
-    """Return whether each check did not pass, by backend, case and check."""
     return {(each.backend, each.case, each.check): each.outcome in FALLEN_SHORT for each in records}

@@ -1,8 +1,7 @@
 """Shell commands ``python``, ``pytest`` and ``attncheck`` in forked processes; see :mod:`preloaded_python`.
 
-A folder on ``PATH`` has a program of each name. The program sends its words, folder, environment and descriptors to the
-process of the tests, and exits with the status of the process forked for it. If a fresh interpreter is needed, it
-becomes one.
+A folder on ``PATH`` has a program of each name. It sends its words, folder, environment and descriptors to the process
+of the tests, and exits with the status of the process forked there. If a fresh interpreter is needed, it becomes one.
 """
 
 import json
