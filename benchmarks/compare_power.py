@@ -38,21 +38,21 @@ BATCH = 100
 
 Floats = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, int, int]], tuple[Floats, Floats]]
-"""Logs of process medians ``[comparisons, cases, rounds]`` of both sides, which do not differ in truth."""
+"""Return logs of process medians, ``[comparisons, cases, rounds]``, of BASE and NEW; both have the same true speed."""
 
 
 def _each(noise: Callable[[np.random.Generator, tuple[int, ...]], Floats]) -> Draw:
-    """Both sides alike, every process by itself."""
+    """Draw both sides from the same noise, each process independently."""
     return lambda rng, shape: (noise(rng, shape), noise(rng, shape))
 
 
 def _now_and_then(share: float, factor: float) -> Draw:
-    """Besides 1 % of spread, a share of the processes slower by a factor."""
+    """Add to 1 % of spread a ``share`` of processes that are slower by ``factor``."""
     return _each(lambda rng, shape: rng.normal(0, 0.01, shape) + (rng.random(shape) < share) * np.log(factor))
 
 
 def _in_turns(wander: Callable[[np.random.Generator, tuple[int, ...]], Floats]) -> Draw:
-    """Besides 1 % of spread, a machine whose speed changes while processes of both sides take turns."""
+    """Add to 1 % of spread a machine whose speed changes while processes of both sides alternate."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Floats, Floats]:
         both = wander(rng, (*shape[:-1], 2 * shape[-1])) + rng.normal(0, 0.01, (*shape[:-1], 2 * shape[-1]))
@@ -62,7 +62,7 @@ def _in_turns(wander: Callable[[np.random.Generator, tuple[int, ...]], Floats]) 
 
 
 def _one_after_the_other(wander: Callable[[np.random.Generator, tuple[int, ...]], Floats]) -> Draw:
-    """The same machine, with all processes of NEW after those of BASE."""
+    """Use the same machine, but run all processes of NEW after those of BASE."""
 
     def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Floats, Floats]:
         both = wander(rng, (*shape[:-1], 2 * shape[-1])) + rng.normal(0, 0.01, (*shape[:-1], 2 * shape[-1]))
@@ -76,18 +76,18 @@ def _normal(share: float) -> Draw:
 
 
 def _heavy(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """1 % of spread, now and then far more."""
+    """Draw from Student's t with 3 degrees of freedom, scaled to 1 % of spread."""
     drawn: Floats = rng.standard_t(3, shape) * 0.01 / np.sqrt(3)
     return drawn
 
 
 def _drift(_: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """10 % from the first process to the last."""
+    """Slow down steadily, by 10 % from the first process to the last."""
     return np.broadcast_to(np.linspace(0, np.log(1.1), shape[-1]), shape)
 
 
 def _wandering(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """3 % of spread, 0.9 of which each process has of the one before."""
+    """Draw 3 % of spread, with a correlation of 0.9 between consecutive processes."""
     steps = rng.normal(0, 0.03, shape)
     for index in range(1, shape[-1]):
         steps[..., index] = 0.9 * steps[..., index - 1] + np.sqrt(1 - 0.9**2) * steps[..., index]
@@ -96,7 +96,7 @@ def _wandering(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How process medians are spread; ``in_turns``: both sides stand in one run, and are compared as such."""
+    """A distribution of process medians; ``in_turns``: both sides alternate in one run and are compared as pairs."""
 
     name: str
     draw: Draw
@@ -122,7 +122,7 @@ SCENARIOS = (
 
 
 def intervals(base: Floats, new: Floats, level: float, *, in_turns: bool) -> tuple[Floats, Floats]:
-    """The interval of the log of the ratio over the last axis, as :func:`estimate_ratio` has it."""
+    """Return the bounds of log(NEW/BASE) over the last axis, by the method of :func:`estimate_ratio`."""
     halves_of = [_half_of_welch(base, new, level / 2 if in_turns else level)]
     if in_turns:
         rounds = base.shape[-1]
@@ -143,7 +143,7 @@ def _half_of_welch(base: Floats, new: Floats, level: float) -> Floats:
 
 @dataclass(frozen=True)
 class Tally:
-    """Shares of pairs: slow ones found, others named, others that could not be told."""
+    """Shares of pairs: slow ones reported slower, equal ones reported as changed, equal ones left undecided."""
 
     found: float
     named: float
@@ -151,7 +151,7 @@ class Tally:
 
 
 def simulate(draw: Draw, comparisons: int, rng: np.random.Generator, *, in_turns: bool) -> Tally:
-    """Comparisons of :data:`CASES`, the first :data:`SLOW` of which are slower in NEW by :data:`SLOWDOWN`."""
+    """Simulate comparisons of :data:`CASES`, of which the first :data:`SLOW` are slower in NEW by :data:`SLOWDOWN`."""
     level = FAMILY_LEVEL / CASES
     counts = np.zeros(3)
     for start in range(0, comparisons, BATCH):
@@ -160,6 +160,7 @@ def simulate(draw: Draw, comparisons: int, rng: np.random.Generator, *, in_turns
         new[:, :SLOW] += np.log1p(SLOWDOWN)
         low, high = intervals(base, new, level, in_turns=in_turns)
         if start == 0:
+            # The vectorised interval must equal that of attncheck itself, which takes one pair at a time.
             _agree(base[0], new[0], low[0], high[0], level, in_turns=in_turns)
         slower, faster = low > np.log1p(EFFECT), high < -np.log1p(EFFECT)
         same = ~slower & ~faster & (low >= -np.log1p(MARGIN)) & (high <= np.log1p(MARGIN))
@@ -177,7 +178,7 @@ def _agree(base: Floats, new: Floats, low: Floats, high: Floats, level: float, *
 
 
 def print_simulations(comparisons: int, seed: int) -> None:
-    """The scenarios, then the smallest slowdown by spread and rounds, by theory."""
+    """Print the results of the scenarios, then the theoretical smallest slowdown by spread and rounds."""
     rng = np.random.default_rng(seed)
     rows = []
     for scenario in SCENARIOS:
@@ -199,7 +200,10 @@ def print_simulations(comparisons: int, seed: int) -> None:
 
 
 def halves(found: Sequence[Speed], pairs: int, seed: int) -> Iterator[list[SpeedChange]]:
-    """Comparisons of halves of the rounds of ``found``, until ``pairs`` are compared."""
+    """Yield comparisons of two halves of the rounds of ``found``, until ``pairs`` pairs are compared.
+
+    The first split is of even and odd rounds, further ones are random.
+    """
     drawn = Random(seed)  # noqa: S311 (a simulation)
     compared = 0
     splits = 0
@@ -223,7 +227,7 @@ def _rounds(speed: Speed, which: Sequence[int]) -> Speed:
 
 
 def print_false_alarms(paths: Sequence[str], pairs: int, seed: int) -> None:
-    """What is named of times that differ in nothing, and how far processes lie apart."""
+    """Print how often identical runs are reported as changed, and the spread between their processes."""
     runs = [read_run(path) for path in paths]
     rows = []
     for run in runs:
@@ -253,7 +257,7 @@ def _row(name: str, comparisons: Sequence[Sequence[SpeedChange]]) -> list[str]:
 
 
 def print_spread(path: str, found: Sequence[Speed]) -> None:
-    """Of each part how far processes lie apart, and what that allows."""
+    """Print for each part the spread between processes, and the smallest slowdown it allows to find."""
     rows = []
     level = FAMILY_LEVEL / len(found)
     for part in PARTS:
@@ -272,7 +276,7 @@ def print_spread(path: str, found: Sequence[Speed]) -> None:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the benchmark that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=2000)
     parser.add_argument("--aa", nargs="+", metavar="RUN", default=[])

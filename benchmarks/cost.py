@@ -3,9 +3,9 @@
     python benchmarks/cost.py [--only NAME ...] [--source DIR] [--append docs/cost.jsonl]
     python benchmarks/cost.py --show docs/cost.jsonl
 
-Each figure is divided by a yardstick, so that ratios and not seconds are compared from machine to machine. ``--source``
-measures another checkout of attncheck, such as the one before a change. ``--append`` adds the measurement to a file, as
-a line of JSON; ``--show`` prints such a file as a Markdown table. Measure while the machine does nothing else.
+Each cost is divided by a yardstick measured on the same machine, so that ratios can be compared between machines.
+``--source`` measures another checkout of attncheck, such as the one before a change. ``--append`` adds the measurement
+to a file as a line of JSON. ``--show`` prints such a file as a Markdown table. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from tabulate import tabulate
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_GRAPHS = "torch_sdpa"
-"""A candidate that every machine can run, with a CUDA-graph level to measure."""
+"""A candidate that runs on every machine and has a CUDA-graph level to measure."""
 
 NEVER = "reference"
-"""A candidate that declares NEVER."""
+"""A candidate whose CUDA-graph level is NEVER."""
 
 TEST = "a test in vLLM's style of the same batches"
 MATMUL = "one float64 matmul of as many operations"
@@ -41,18 +41,18 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and the name of the yardstick they are divided by."""
+    """A duration in seconds, and the name of the yardstick it is divided by."""
 
     seconds: float
     yardstick: str
 
 
 Costs = dict[str, Cost]
-"""Costs by what they are of."""
+"""Costs by the name of the work measured."""
 
 
 class Checkout:
-    """An attncheck to measure: the folder of its sources, and an empty folder for what its commands write."""
+    """A checkout of attncheck to measure, and an empty folder for the files its commands write."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.source, self.folder = source, folder
@@ -82,7 +82,7 @@ class Checkout:
         return {name: float(seconds) for name, seconds in json.loads(done.stdout).items()}
 
     def records(self, *words: str) -> list[dict[str, Any]]:
-        """Run `attncheck run` with ``words`` and return its records."""
+        """Run `attncheck run` with ``words`` and return the records of its run file."""
         file = self.folder / "run.jsonl"
         file.unlink(missing_ok=True)
         self.attncheck("run", *words, "--output", str(file), "--quiet")
@@ -91,7 +91,7 @@ class Checkout:
 
     @contextmanager
     def started(self, *words: str) -> Iterator["Queue[str]"]:
-        """Run `attncheck` with ``words`` while the context lasts; gives the lines it prints, as they come."""
+        """Run `attncheck` with ``words`` while the context lasts, and yield a queue of its output lines."""
         command = [sys.executable, "-u", "-m", "attncheck", *words]
         lines: Queue[str] = Queue()
         process = subprocess.Popen(
@@ -113,12 +113,12 @@ class Checkout:
 
 
 def best(measure: Callable[[], float], repeats: int = REPEATS) -> float:
-    """Return the smallest of several measurements: what else a machine does only adds to them."""
+    """Return the shortest of several measurements, since other work on the machine only adds to them."""
     return min(measure() for _ in range(repeats))
 
 
 def yardsticks(checkout: Checkout) -> dict[str, float]:
-    """Return what common work takes on this machine, in seconds."""
+    """Return the seconds that common work takes on this machine, by name."""
     return {
         "start of Python": best(lambda: checkout.python("-c", "pass")),
         "import torch": best(lambda: checkout.python("-c", "import torch")),
@@ -127,14 +127,14 @@ def yardsticks(checkout: Checkout) -> dict[str, float]:
 
 
 def first_verdict(checkout: Checkout) -> Costs:
-    """From the command to its end, for one check of one case of a backend in a file."""
+    """Time `attncheck run` from start to exit, for one check of one case of a backend in a file."""
     _write_backend(checkout)
     words = ("run", "--backend", "./mine.py:Mine", "--case", "decode.float16", "--check", "numerics", "--no-output")
     return {"first verdict": Cost(best(lambda: checkout.attncheck(*words)), "import torch")}
 
 
 def verdict_after_save(checkout: Checkout) -> Costs:
-    """From the save of a backend's file to the verdict on its case, under `--watch`: the median of ten."""
+    """Time from saving a backend's file to the verdict on its case, under `--watch`: the median of ten."""
     file = _write_backend(checkout)
     right = file.read_text(encoding="utf-8")
     times = []
@@ -142,7 +142,7 @@ def verdict_after_save(checkout: Checkout) -> Costs:
     with checkout.started(*words) as lines:
         _wait_for(lines, "waiting for a change")
         for number in range(10):
-            time.sleep(4)  # a spare process is there again, as after a person's pause
+            time.sleep(4)  # long enough for attncheck to start its next spare process, as during a person's pause
             began = time.perf_counter()
             file.write_text(f"{right}\n# {number}\n", encoding="utf-8")
             _wait_for(lines, "PASSED")
@@ -152,7 +152,7 @@ def verdict_after_save(checkout: Checkout) -> Costs:
 
 
 def smoke(checkout: Checkout) -> Costs:
-    """The checks of suite smoke, by the durations in their records."""
+    """Sum the durations in the records of suite smoke, CUDA graphs and other checks separately."""
     found = {}
     for name in (WITH_GRAPHS, NEVER):
         records = checkout.records(name, "--suite", "smoke", "--in-process")
@@ -163,33 +163,33 @@ def smoke(checkout: Checkout) -> Costs:
 
 
 def truths(checkout: Checkout) -> Costs:
-    """Problems, truths and budgets of all cases of suite smoke, on one core."""
+    """Time problems, truths and budgets of all cases of suite smoke, on one core."""
     seconds = checkout.inside("truths")
     return {name: Cost(each, "small operation") for name, each in seconds.items()}
 
 
 def examination(checkout: Checkout) -> Costs:
-    """Ten cases examined in full, over a test in vLLM's style of the same batches."""
+    """Time ten fully examined cases, relative to a test in vLLM's style of the same batches."""
     seconds = checkout.inside("examination")
     checkout.yardsticks[TEST] = seconds.pop(TEST)
     return {name: Cost(each, TEST) for name, each in seconds.items()}
 
 
 def prefill(checkout: Checkout) -> Costs:
-    """The float64 reference on a prefill of 4,096 tokens, over one matmul of as many operations."""
+    """Time the float64 reference on a prefill of 4,096 tokens, relative to one matmul of as many operations."""
     seconds = checkout.inside("prefill")
     checkout.yardsticks[MATMUL] = seconds.pop(MATMUL)
     return {name: Cost(each, MATMUL) for name, each in seconds.items()}
 
 
 def default_run(checkout: Checkout) -> Costs:
-    """`attncheck run` without arguments, twice: the second time truths are kept from the first."""
+    """Time `attncheck run` without arguments twice; the second run reads the truths that the first one cached."""
     words = ("run", "--quiet", "--no-output")
     return {name: Cost(checkout.attncheck(*words), "import torch") for name in ("default run", "default run, again")}
 
 
 def own_tests(checkout: Checkout) -> Costs:
-    """The tests of attncheck on two workers."""
+    """Time the tests of attncheck on two workers."""
     words = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider")
     where = (f"--rootdir={checkout.source}", "-c", str(checkout.source / "pyproject.toml"), str(checkout.source))
     return {"own tests": Cost(checkout.python(*words, *where), "import torch")}
@@ -203,7 +203,7 @@ def _write_backend(checkout: Checkout) -> Path:
 
 
 def _wait_for(lines: "Queue[str]", words: str, limit_s: float = 60) -> None:
-    """Wait until one of ``lines`` has ``words``; queue.Empty after ``limit_s`` without a line."""
+    """Wait until one of ``lines`` contains ``words``; raise queue.Empty if none comes within ``limit_s`` seconds."""
     while words not in lines.get(timeout=limit_s):
         pass
 
@@ -222,7 +222,7 @@ BY_NAME_ONLY = ("tests",)
 
 
 def measure(source: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Measure the figures of ``names`` on the checkout at ``source``; the result is one line of ``--append``."""
+    """Measure the figures of ``names`` on the checkout at ``source``; return the object that ``--append`` writes."""
     costs: Costs = {}
     with tempfile.TemporaryDirectory() as folder:
         checkout = Checkout(source, Path(folder))
@@ -254,7 +254,7 @@ def _machine() -> str:
 
 
 def table(measurements: Sequence[dict[str, Any]]) -> str:
-    """Return measurements as a Markdown table, one column each, the newest last: ratio (seconds)."""
+    """Return measurements as a Markdown table with one column each, oldest first; a cell shows "ratio (time)"."""
     heads = [f"{each['commit']}, {each['date']}" for each in measurements]
     sticks = dict.fromkeys(name for each in measurements for name in each["yardsticks"])
     rows = [
@@ -279,7 +279,7 @@ UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 
 def main() -> None:
-    """Measure, or show what was measured, and print the table."""
+    """Measure, or read a file of measurements, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all but the slow ones: tests")
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout to measure (default: this one)")

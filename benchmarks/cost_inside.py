@@ -1,4 +1,4 @@
-"""The parts of ``cost.py`` that measure within one process; prints seconds by name, as JSON.
+"""Measure the parts of ``cost.py`` that run within one process, and print seconds by name as JSON.
 
 python benchmarks/cost_inside.py truths
 """
@@ -22,13 +22,13 @@ CASES = {
     "decode": ("page-edges.bfloat16-NHD", "residues", "single", "ragged", "many", "verify.3q4s70"),
     "mixed": ("usual-order.bfloat16-NHD", "shuffled.16", "one-of-each", "ragged"),
 }
-"""Ten batches of decodes and of mixed requests, short ones and long ones."""
+"""Ten batches, short and long: pure decodes, and mixes of decodes and prefills."""
 
 GRAPHS = "cudagraph"
 
 
 def best(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the CPU seconds of the fastest of several calls: another process takes none of them."""
+    """Return the CPU seconds of the fastest of several calls; CPU time excludes other processes."""
     times = []
     for _ in range(repeats):
         began = time.process_time()
@@ -38,7 +38,7 @@ def best(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def yardsticks() -> dict[str, float]:
-    """A small operation of torch, and a float64 matmul of one GFLOP."""
+    """Time a small torch operation, and a float64 matmul of one GFLOP."""
     few, square = torch.ones(4), torch.ones(1024, 1024, dtype=torch.float64)
 
     def small_operations() -> None:
@@ -52,20 +52,20 @@ def yardsticks() -> dict[str, float]:
 
 
 def truths() -> dict[str, float]:
-    """Problems, truths and budgets of suite smoke, computed, and nothing kept from an earlier time."""
+    """Compute problems, truths and budgets of suite smoke, without a cache of earlier results."""
     from attncheck.cases.loader import load_suite
     from attncheck.harness.problem.problem import build_problem
     from attncheck.harness.truth.truth import truth_of
 
     cases = load_suite("smoke").cases
     device = torch.device("cpu")
-    for case in cases[:3]:  # loads what is loaded at a first call
+    for case in cases[:3]:  # warm-up: the first call loads modules
         truth_of(build_problem(case, 1), device)
     return {"truths of smoke": best(lambda: [truth_of(build_problem(case, 0), device) for case in cases], repeats=2)}
 
 
 def prefill() -> dict[str, float]:
-    """The reference on one causal prefill of 4,096 tokens; only the arithmetic a causal row needs is counted."""
+    """Time the reference on one causal prefill of 4,096 tokens; operations are counted for the visible keys only."""
     import reference_prefill as benchmark
 
     problem, tokens = benchmark.make_problem(4096), 4096
@@ -77,10 +77,10 @@ def prefill() -> dict[str, float]:
 
 
 def examination() -> dict[str, float]:
-    """Ten cases examined, each for the second time in this process, and what a test in vLLM's style takes.
+    """Time the examination of ten cases, after one warm-up in this process, and a test in vLLM's style of each.
 
-    Such a test builds metadata, calls forward once, computes each request by torch's own attention, and compares once.
-    Its tensors and its cache are there before the clock starts.
+    Such a test builds metadata, calls ``forward`` once, computes each request with torch's own attention and compares
+    once. Its tensors and its cache are prepared before the clock starts.
     """
     from attncheck.backends.registry import load
     from attncheck.cases.loader import load_suite
@@ -107,7 +107,6 @@ def examination() -> dict[str, float]:
 
 
 def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
-    """Return one such test of ``case``."""
     from attncheck.harness.driver.forward_calls import forward_calls_of
     from attncheck.harness.driver.session import Session
     from attncheck.harness.driver.step import make_step

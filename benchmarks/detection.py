@@ -31,16 +31,16 @@ from attncheck.reports.run_file.records import FALLEN_SHORT
 
 OTHERS = ("vLLM", "FlashInfer-Bench", "FlashAttention")
 _AT_ONCE = 8
-"""Mutants that a process tries; more share the questions, and their right answers."""
+"""Mutants per process. More mutants share the problems and truths of the cases."""
 
 
 def asked_of_all() -> list[Mutant]:
-    """Return the mutants that all the tests can run on a CPU."""
+    """Return the mutants that every compared test can run on a CPU."""
     return [each for each in catalogue() if not each.is_provider and not each.base.startswith("triton")]
 
 
 def measure(jobs: int) -> dict[str, Any]:
-    """Return the names that each way of testing catches, and the seconds each takes."""
+    """Return the names of the mutants, those that each way of testing catches, and the seconds each way takes."""
     mutants = asked_of_all()
     names = [mutant.name for mutant in mutants]
     began = time.monotonic()
@@ -65,11 +65,11 @@ def measure(jobs: int) -> dict[str, Any]:
 
 
 def _caught(mutants: Sequence[Mutant], suites: Sequence[str], jobs: int) -> set[str]:
-    """Return the names of those that a check of attncheck catches; no suites: the default ones."""
+    """Return the names of the mutants that a check of attncheck catches; without ``suites``, the default ones run."""
     options = RunOptions(suites=tuple(suites), device="cpu", until_failure="backend")
     caught: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
-        # Right backends, which show that there is no false alarm, are examined by the default suites alone.
+        # Correct backends guard against false alarms. The default suites suffice for them.
         groups = [group for group in groups_of(mutants) if not (suites and group.are_right)]
         for group in examine_groups(groups, options, jobs, Path(folder)):
             if group.run is None:
@@ -82,7 +82,6 @@ def _caught(mutants: Sequence[Mutant], suites: Sequence[str], jobs: int) -> set[
 
 
 def _found_by_others(refs: Sequence[str], jobs: int) -> dict[str, set[str]]:
-    """Return by project the names of the mutants that its tests find."""
     found: dict[str, set[str]] = {project: set() for project in OTHERS}
     groups = [refs[first : first + _AT_ONCE] for first in range(0, len(refs), _AT_ONCE)]
     with ThreadPoolExecutor(jobs) as pool:
@@ -94,7 +93,7 @@ def _found_by_others(refs: Sequence[str], jobs: int) -> dict[str, set[str]]:
 
 
 def _found_in(refs: Sequence[str]) -> dict[str, set[str]]:
-    """Return by mutant the projects whose tests find it. One that ends the process of a test is found by it."""
+    """Return, by mutant, the projects whose tests find it. A mutant that ends the test process counts as found."""
     try:
         return _in_a_process(refs, OTHERS)
     except BrokenProcessPool:
@@ -115,7 +114,7 @@ def _in_a_process(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[st
 
 
 def _try_others(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[str]]:
-    """Return by mutant those of the projects ``asked`` whose tests find it. What cannot be loaded here is left out."""
+    """Return, by mutant, the projects in ``asked`` whose tests find it; mutants that cannot be loaded are left out."""
     import torch
     from other_tests import other_tests
 
@@ -158,7 +157,7 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Read the command line, measure or show, and print the table."""
+    """Measure or read a result, and print it as a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-j", "--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at once")
     parser.add_argument("--output", type=Path, help="file to write the result to, as JSON")

@@ -26,7 +26,7 @@ CEILINGS = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=6e14, dtype="bfloa
 
 
 def repeated(run: Run, count: int) -> Iterator[Record]:
-    """``count`` records that differ in more than their key as those of the run do."""
+    """Yield ``count`` copies of the run's records, under new case ids once each was used."""
     for index in range(count):
         turn, place = divmod(index, len(run.records))
         record = run.records[place]
@@ -34,7 +34,7 @@ def repeated(run: Run, count: int) -> Iterator[Record]:
 
 
 def timed(run: Run, count: int, rounds: int, samples: int) -> Iterator[Record]:
-    """``count`` records of times: of as many cases and backends as there is room for, each in every round."""
+    """Yield ``count`` records with timings, ``rounds`` for each pair of case and backend."""
     luck = random.Random(0)  # noqa: S311
     asked = list({(r.backend, r.case): r for r in run.records if isinstance(r, Passed)}.values())
     for index in range(count):
@@ -48,7 +48,7 @@ def timed(run: Run, count: int, rounds: int, samples: int) -> Iterator[Record]:
 
 
 def latency(luck: random.Random, part: StepPart, size: int, samples: int) -> Latency:
-    """One part of one process, with times about ``size`` microseconds."""
+    """Return the latency of one part in one process, with samples around ``size`` microseconds."""
     times = tuple(int(size * 1000 * luck.lognormvariate(0, 0.05)) for _ in range(samples))
     work = {"moved_bytes": size * 10**6, "flops": size * 10**8} if part == "forward" else {}
     middle = sorted(times)[samples // 2]
@@ -65,7 +65,7 @@ def latency(luck: random.Random, part: StepPart, size: int, samples: int) -> Lat
 
 
 def main() -> None:
-    """Make the file, render it in a process of its own, and say how long that took."""
+    """Write the run file, render it in a fresh process, and print the time and the page size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--records", type=int, default=10_000)

@@ -1,7 +1,7 @@
-"""How many records a second one run can take from its nodes, and what memory each record costs.
+"""Measure how many records a second one run can take from its nodes, and the memory each record costs.
 
-The nodes of the cluster are made up and answer at once. All else is a run's own: order, expectations, run file,
-progress, and the report at the end. ``python benchmarks/many_records.py [RECORDS]``
+The nodes of the cluster are simulated and answer at once. Everything else is that of a real run: order, expectations,
+run file, progress, and the report at the end. ``python benchmarks/many_records.py [RECORDS]``
 """
 
 import resource
@@ -32,7 +32,7 @@ from attncheck.reports.terminal.run import render
 CHECKS = ("numerics", "lse", "cache_write", "containment", "refusals")
 NODES = 1000
 LEAST = 5000
-"""Records a second that a run has to take."""
+"""Required records a second."""
 
 EXPECTED = """\
 - {backend: reference, case: smoke/case7, check: numerics, outcome: failed, reason: never seen}
@@ -41,31 +41,31 @@ EXPECTED = """\
 
 
 class MadeUpNodes:
-    """Nodes that answer each question by the records of ``template``, with the case in place of ``ID``."""
+    """Simulated nodes that answer each case with the records of ``template``, its id in place of ``ID``."""
 
     def __init__(self, template: tuple[bytes, ...]) -> None:
         self._template = template
         self._answers: list[tuple[Node, Answer]] = []
 
     def start(self, most: int) -> Node:
-        """Let all nodes join, and return the first."""
+        """Make all nodes join the cluster, and return the first."""
         first, *others = (Node(None, str(number)) for number in range(min(NODES, most)))
         self._answers = [(node, None) for node in others]
         return first
 
     def ask(self, node: Node, asked: Asked) -> None:
-        """Answer a question; the answer waits for :meth:`wait`."""
+        """Prepare the answer to ``asked``, which :meth:`wait` returns."""
         lines = tuple(line.replace(b"ID", asked.case.id.encode()) for line in self._template)
         self._answers.append((node, Examined(lines)))
 
     def wait(self) -> list[tuple[Node, Answer]]:
-        """Return all answers, the latest first, as from nodes of unequal speed."""
+        """Return all prepared answers, the latest first, as from nodes of unequal speed."""
         answers, self._answers = self._answers[::-1], []
         return answers
 
 
 def measure(count: int, folder: Path) -> None:
-    """Print what ``count`` records cost; assert that the run takes as many a second as it has to."""
+    """Print the cost of ``count`` records, and assert that the run takes more than :data:`LEAST` a second."""
     backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
     environment = Environment(
         attncheck=attncheck.__version__,
@@ -119,7 +119,7 @@ def measure(count: int, folder: Path) -> None:
 
 
 def _record(check: str, environment: Environment) -> Passed:
-    """Return a record as long as those of the suite ``smoke`` are."""
+    """Return a record as long as those of suite ``smoke``."""
     return Passed(
         suite="smoke",
         case_id="ID",
@@ -138,7 +138,8 @@ def _record(check: str, environment: Environment) -> Passed:
 
 
 def _memory() -> int:
-    """Return the bytes of the largest memory that this process has had."""
+    """Return the peak resident memory of this process in bytes."""
+    # macOS counts bytes, Linux KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

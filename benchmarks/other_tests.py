@@ -1,15 +1,16 @@
-"""Whether tests in the manner of three other projects find a wrong backend.
+"""Find wrong backends by tests in the manner of three other projects.
 
-Each project's rule and its batches, over attncheck's own driver, so that one backend takes part in all of them:
+Each project contributes its rule and its batches. All of them run over attncheck's own driver, so that one backend can
+take every test:
 
 * vLLM's ``tests/v1/attention/test_attention_backends.py``: named batches, a cache of zeros, ``assert_close`` at 1e-2.
-* FlashInfer-Bench: paged decode and prefill, pages of 1 and 64 tokens; an element is wrong if its absolute and its
-  relative error exceed 1e-2, and the share of right elements must reach the required one, 1.0 by default.
-* FlashAttention's ``tests/test_flash_attn.py``: windows, soft caps and ALiBi; the largest error must be at most twice
+* FlashInfer-Bench: paged decode and prefill, pages of 1 and 64 tokens. An element is wrong if its absolute and its
+  relative error both exceed 1e-2. The share of right elements must reach the required one, 1.0 by default.
+* FlashAttention's ``tests/test_flash_attn.py``: windows, soft caps and ALiBi. The largest error must be at most twice
   that of plain torch in the same dtype.
 
-Inputs are normal numbers. Layers have 8 query heads, 2 KV heads and head size 64, which a CPU can bear; theirs are
-larger. A backend is asked what it declares. An exception counts as found.
+Inputs are normally distributed. Layers have 8 query heads, 2 KV heads and head size 64, so that a CPU can run them;
+the projects use larger ones. A backend is run only on layers it declares. An exception counts as found.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,12 +63,12 @@ _FLASH_VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 Rule = Callable[[Tensor, Tensor, Tensor], bool]
-"""(answer, right answer, answer of plain torch in the same dtype) -> whether the answer passes; all float32."""
+"""(output, truth, output of plain torch in the same dtype) -> whether the output passes; all float32."""
 
 
 @dataclass(frozen=True)
 class OtherTest:
-    """One question of another project's tests, and the rule by which its answer passes."""
+    """One case of another project's tests, and the rule that its output must pass."""
 
     project: str
     problem: Problem
@@ -76,7 +77,7 @@ class OtherTest:
     passes: Rule
 
     def finds(self, backend: type[AttentionBackend]) -> bool:
-        """Whether the test fails for ``backend``; False where it does not declare the layer."""
+        """Return whether the test fails for ``backend``; False if the backend does not declare the layer."""
         case = self.problem.case
         if declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch)):
             return False
@@ -88,7 +89,7 @@ class OtherTest:
 
 
 def other_tests() -> Iterator[OtherTest]:
-    """Every question of the three projects, the small ones of each first."""
+    """Yield every test of the three projects."""
     causal = partial(_layer, dtype="bfloat16")
     for batch in _VLLM_CAUSAL:
         yield _test("vLLM", batch, causal(), 16, is_close)
@@ -105,18 +106,18 @@ def other_tests() -> Iterator[OtherTest]:
 
 
 def is_close(answer: Tensor, right: Tensor, _plain: Tensor) -> bool:
-    """Whether all is finite and every element lies within 1e-2 + 1e-2 * |right|."""
+    """Return whether all elements are finite and within 1e-2 + 1e-2 * |right|."""
     return bool(answer.isfinite().all()) and bool(((answer - right).abs() <= 1e-2 + 1e-2 * right.abs()).all())
 
 
 def matches(answer: Tensor, right: Tensor, _plain: Tensor) -> bool:
-    """Whether no element's absolute and relative error both exceed 1e-2, and none is NaN or Inf."""
+    """Return whether all elements are finite, and none has absolute and relative errors that both exceed 1e-2."""
     error = (answer - right).abs()
     return bool(answer.isfinite().all()) and not bool(((error > 1e-2) & (error / (right.abs() + 1e-8) > 1e-2)).any())
 
 
 def is_near_plain(answer: Tensor, right: Tensor, plain: Tensor) -> bool:
-    """Whether the largest error is at most twice that of plain torch."""
+    """Return whether the largest error is at most twice that of plain torch, plus 1e-5."""
     return bool((answer - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-5)
 
 

@@ -4,9 +4,9 @@
 
 Prints the time and the peak memory of ``attncheck.reference.paged_attention`` and of a dense float64 einsum + softmax
 in the same process, the largest difference of their outputs, and the share of this machine's float64 matmul rate that
-either reaches. Only the arithmetic a causal row needs is counted, so the dense form cannot pass one half. Rounds are
-interleaved, since the speed of a shared machine drifts, and medians are shown. Peaks are read from the kernel's account
-of this process (VmHWM), which Linux alone resets on request.
+either reaches. Operations are counted for the visible keys only, so the dense form cannot exceed one half. Rounds are
+interleaved, since the speed of a shared machine drifts, and medians are shown. Peaks are read from the kernel's VmHWM
+of this process, which only Linux can reset.
 """
 
 import argparse
@@ -26,7 +26,7 @@ HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 64, 16
 
 
 def make_problem(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query ``[n, H, D]``, key and value cache ``[NB, BS, H, D]``, block table ``[1, NB]`` in shuffled order."""
+    """Return query ``[n, H, D]``, key and value cache ``[NB, BS, H, D]``, shuffled block table ``[1, NB]`` (int32)."""
     generator = torch.Generator().manual_seed(0)
     blocks = -(-tokens // BLOCK_SIZE)
     query = torch.randn(tokens, HEADS, HEAD_SIZE, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def make_problem(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dense(query: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor) -> Tensor:
-    """The textbook formulation: every score of every head at once."""
+    """Compute causal attention in the textbook form, which holds every score of every head at once."""
     tokens = query.shape[0]
     key, value = (cache[table[0].long()].reshape(-1, HEADS, HEAD_SIZE)[:tokens] for cache in (key_cache, value_cache))
     scores = torch.einsum("qhd,khd->hqk", query, key) * HEAD_SIZE**-0.5
@@ -45,14 +45,15 @@ def dense(query: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor) 
 
 
 def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, table: Tensor) -> Tensor:
-    """The same by attncheck's reference, tile by tile."""
+    """Compute the same with attncheck's reference, tile by tile."""
     params = AttentionParams(num_heads=HEADS, num_kv_heads=HEADS, head_size=HEAD_SIZE)
     lengths, starts = torch.tensor([query.shape[0]]), torch.tensor([0, query.shape[0]])
     return paged_attention(query, key_cache, value_cache, table, lengths, starts, params)[0]
 
 
 def peak_memory_of(run: Callable[[], Tensor]) -> int:
-    """Bytes of resident memory that ``run`` adds at its peak, its result included."""
+    """Return the bytes of resident memory that ``run`` adds at its peak, its result included."""
+    # Writing 5 resets VmHWM to the current resident size (Linux, proc(5)).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmRSS")
     result = run()
@@ -68,20 +69,20 @@ def _status(field: str) -> int:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
 def matmul_rate(size: int = 2048) -> float:
-    """Float64 operations a second of one square matmul, the best of five."""
+    """Return float64 operations a second of one square matmul, the best of five."""
     a, b = torch.ones(2, size, size, dtype=torch.float64)
     return 2 * size**3 / min(seconds(lambda: a @ b) for _ in range(5))
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure both forms and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
@@ -89,8 +90,8 @@ def main() -> None:
 
     problem = make_problem(options.tokens)
     runs = {"reference": lambda: reference(*problem), "dense": lambda: dense(*problem)}
-    reference(*make_problem(BLOCK_SIZE))  # torch's own first-call buffers are nobody's
-    # The leaner one first: what an earlier run gave back to the allocator, a later one would not be charged for.
+    reference(*make_problem(BLOCK_SIZE))  # so that torch's first-call buffers count for neither
+    # The leaner one runs first. Memory that an earlier run returned to the allocator would not count for a later one.
     peaks = {name: peak_memory_of(run) for name, run in runs.items()}
     difference = (runs["reference"]() - runs["dense"]()).abs().max().item()
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -3,11 +3,11 @@
     python benchmarks/timing_fidelity.py [--rounds 3]
     python benchmarks/timing_fidelity.py --device cuda [--backend triton_unified]
 
-Without a GPU: a backend whose ``forward`` computes the right answer and then spins until a known time has passed since
-it was entered goes through the whole check ``timing``; shown is what the record says. Exits with 1 where a median is
-further from the truth than 2 %. With one: 20 steps of a backend are timed by events and by torch's profiler, which
-tells how long each kernel took, on the same contents and without a flush, since the profiler knows none. Exits with 1
-where the two differ by more than 3 %.
+Without a GPU, the check ``timing`` runs on a backend whose ``forward`` computes the right answer and then spins until a
+known time has passed since its entry. Exits with 1 if a median in the record differs from that time by more than 2 %.
+On a GPU, 20 steps of a backend are timed by CUDA events and by torch's profiler, which measures each kernel. Both use
+the same contents and no cache flush, as the profiler's calls have none. Exits with 1 if the two differ by more than
+3 %.
 """
 
 import argparse
@@ -65,14 +65,14 @@ REPEATS = 30
 
 
 def attend(query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: Any, _: object, out: Tensor) -> None:
-    """One row over the keys of one request, in as few operators as it takes, for the sizes of the suite."""
+    """Attend one query row to the keys of one request, in as few operators as possible, for the sizes of the suite."""
     pages, end = metadata.block_table_tensor[0], metadata.max_seq_len
     scores = (key_cache[pages].flatten(0, 1)[:end, 0] @ query[0, 0]).mul_(0.125)
     torch.mv(value_cache[pages].flatten(0, 1)[:end, 0].T, scores.softmax(0), out=out[0, 0])
 
 
 def spinning(target_us: int) -> type:
-    """A backend whose ``forward`` takes so long, by a clock of its own."""
+    """Return a backend whose ``forward`` takes ``target_us`` microseconds by ``perf_counter_ns``."""
     kernel = kernel_backend(attend, name=f"spins_{target_us}us", supported_devices=("cpu",))
     entered: Any = kernel.get_impl_cls()
     now, target_ns = time.perf_counter_ns, target_us * 1000
@@ -82,7 +82,7 @@ def spinning(target_us: int) -> type:
             self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, metadata: Any, output: Tensor
         ) -> Tensor:
             began = now()
-            if metadata is None:  # profiling: there is no batch
+            if metadata is None:  # vLLM's profiling run has no batch
                 return output.zero_()
             attend(query, *self._cache_views(kv_cache), metadata.common, None, output)
             while now() - began < target_ns:
@@ -98,9 +98,9 @@ def spinning(target_us: int) -> type:
 
 
 def spin(rounds: int) -> list[list[object]]:
-    """Target and median in microseconds, samples, error."""
+    """Return rows of target and median in microseconds, number of samples, relative error."""
     rows: list[list[object]] = []
-    torch.set_num_threads(1)  # what is spun is one thread's time
+    torch.set_num_threads(1)  # the spin uses one thread
     with tempfile.TemporaryDirectory() as folder:
         suite = Path(folder) / "spin.yaml"
         suite.write_text(SPIN_SUITE, encoding="utf-8")
@@ -115,7 +115,7 @@ def spin(rounds: int) -> list[list[object]]:
 
 
 def timing_of(backend: type, suite: str) -> Timing:
-    """What the check says of the only case of ``suite``."""
+    """Return the timing of the only case of ``suite``; exit if the check did not pass."""
     (record,) = examine(backend, suite, checks="timing", device="cpu").records
     if not isinstance(record, Passed) or record.timing is None:
         sys.exit(f"the check ended otherwise: {record}")
@@ -123,7 +123,7 @@ def timing_of(backend: type, suite: str) -> Timing:
 
 
 def against_the_profiler(backend: LoadedBackend, device: torch.device) -> list[list[object]]:
-    """Of every step: the kernels of a call, their time by the profiler and by the clock in microseconds, error."""
+    """Return a row for each step: name, kernels a call, profiler and clock time in microseconds, relative error."""
     rows: list[list[object]] = []
     overhead = measure_overhead(device)
     empty_ns = 0 if overhead is None else overhead.empty_ns
@@ -150,7 +150,7 @@ def against_the_profiler(backend: LoadedBackend, device: torch.device) -> list[l
 
 
 def main() -> None:
-    """Print a table, and exit with 1 where an error is too large."""
+    """Print a table, and exit with 1 if an error is too large."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="triton_unified", help="whose kernels are timed on a GPU")

@@ -1,16 +1,16 @@
-"""How fast the metadata utilities are beside vLLM's, and the slots of a batch beside a loop over its requests.
+"""Compare the speed of the metadata utilities with vLLM's, and the slots of a batch with a loop over its requests.
 
     OMP_NUM_THREADS=1 python -m pytest benchmarks/utilities_against_vllm.py -k promise          asserts the ratios
     OMP_NUM_THREADS=1 python -m pytest benchmarks/utilities_against_vllm.py --benchmark-only    prints the times
 
-Wants an interpreter that has vLLM beside attncheck; without it the comparisons with vLLM are skipped, with the reason.
-Both sides run in one process on one batch: half decodes, then prefills of up to 63 tokens, contexts of up to 4032. The
-promises: a median of at most 1.1 times vLLM's, argument checks included, and where vLLM or the loop goes from request
-to request at most half of it at 4096 requests. Calls are timed in turn, since the speed of a shared machine drifts, and
-the answers are compared before the times.
+Needs an interpreter with both vLLM and attncheck; without vLLM the comparisons with it are skipped. Both sides run in
+one process on one batch: half decodes, then prefills of up to 63 tokens, with contexts of up to 4032. The asserted
+ratios: a median of at most 1.1 times vLLM's, argument checks included. Where the other side loops over the requests, at
+most half of its median at 4096 requests. Calls alternate, since the speed of a shared machine drifts. Results are
+compared before the times.
 
-Not promised: a pure decode that ``max_query_len`` vouches for. There vLLM's ``split_decodes_and_prefills`` answers from
-three numbers in 0.1 us, while the reference first looks at the start locations, for about 5 us.
+Excluded: a pure decode that ``max_query_len`` identifies. There vLLM's ``split_decodes_and_prefills`` answers from
+three numbers in 0.1 us, while the reference first validates the start locations, for about 5 us.
 """
 
 import gc
@@ -37,7 +37,7 @@ ROUNDS = 101
 
 @dataclass(frozen=True)
 class Sides:
-    """Two calls for one answer; ``read`` turns a result of either into something that can be compared."""
+    """Two calls that compute the same; ``read`` turns the result of either into a comparable value."""
 
     ours: Callable[[], Any]
     theirs: Callable[[], Any]
@@ -45,7 +45,7 @@ class Sides:
 
 
 class Batch:
-    """One step's requests, decodes first, as metadata of either side over the same tensors."""
+    """A batch of one step, decodes first, with metadata for both sides over the same tensors."""
 
     def __init__(self, num_reqs: int, pages: int = MAX_MODEL_LEN // BLOCK_SIZE) -> None:
         rng = np.random.default_rng(num_reqs)
@@ -76,13 +76,13 @@ class Batch:
 
     @property
     def theirs(self) -> Any:
-        """The metadata as vLLM's."""
+        """The batch as vLLM's ``CommonAttentionMetadata``."""
         metadata = vllm_module("vllm.v1.attention.backend").CommonAttentionMetadata
         return metadata(**self.shared, seq_lens_cpu_upper_bound=self.ours.seq_lens_cpu)
 
 
 def local_attention(num_reqs: int, pages: int = MAX_MODEL_LEN // BLOCK_SIZE) -> Sides:
-    """Virtual batches. vLLM returns a pair."""
+    """Compare the virtual batches of local attention; vLLM returns a pair, of which the first is compared."""
     batch, vllm = Batch(num_reqs, pages), vllm_utils()
     ours, theirs = batch.ours, batch.theirs
     return Sides(
@@ -95,12 +95,12 @@ def local_attention(num_reqs: int, pages: int = MAX_MODEL_LEN // BLOCK_SIZE) -> 
 
 
 def local_attention_at_the_edge(num_reqs: int) -> Sides:
-    """The same where the last chunk reaches past the block table, for a quarter of the requests."""
+    """Compare the same where the last chunk of a quarter of the requests reaches past the block table."""
     return local_attention(num_reqs, MAX_MODEL_LEN // BLOCK_SIZE - 1)
 
 
 def decode_boundary(num_reqs: int) -> Sides:
-    """The boundary between decodes and prefills."""
+    """Compare the boundary between decodes and prefills."""
     batch, vllm = Batch(num_reqs), vllm_utils()
     ours, theirs = batch.ours, batch.theirs
     return Sides(
@@ -109,7 +109,7 @@ def decode_boundary(num_reqs: int) -> Sides:
 
 
 def uniform_boundary(num_reqs: int) -> Sides:
-    """The same where decodes have one length."""
+    """Compare the same where decodes must have one length."""
     batch, vllm = Batch(num_reqs), vllm_utils()
     ours, theirs = batch.ours, batch.theirs
     return Sides(
@@ -120,7 +120,7 @@ def uniform_boundary(num_reqs: int) -> Sides:
 
 
 def causal_conv1d(num_reqs: int) -> Sides:
-    """Programs of the short convolution. vLLM loops over the requests and is told the device."""
+    """Compare the programs of the short convolution; vLLM loops over requests and takes the device as an argument."""
     starts, vllm, cpu = Batch(num_reqs).ours.query_start_loc_cpu, vllm_utils(), torch.device("cpu")
     return Sides(
         lambda: reference.compute_causal_conv1d_metadata(starts),
@@ -130,7 +130,10 @@ def causal_conv1d(num_reqs: int) -> Sides:
 
 
 def reordering(num_reqs: int) -> Sides:
-    """Short requests to the front, half of them on the wrong side; both loop over requests. Nothing really moves."""
+    """Compare the reordering of a batch with half of its requests on the wrong side; both sides loop over requests.
+
+    The swaps do nothing, so every call sees the same order.
+    """
     vllm = vllm_utils()
     counts = np.random.default_rng(num_reqs).permutation(np.arange(num_reqs) % 2 * 8 + 1)
     ids = [f"request-{i}" for i in range(num_reqs)]
@@ -148,7 +151,7 @@ def reordering(num_reqs: int) -> Sides:
 
 
 def slot_mapping(num_reqs: int) -> Sides:
-    """The slots of all tokens, beside what numpy needs request by request."""
+    """Compare the slots of all tokens with a numpy loop over the requests."""
     batch = Batch(num_reqs)
     request = np.repeat(np.arange(num_reqs), batch.query_lens)
     position = np.arange(len(request)) - batch.starts[request] + batch.computed[request]
@@ -184,7 +187,7 @@ LOOPS_OVER_REQUESTS = {"causal_conv1d", "reordering", "slot_mapping"}
 @pytest.mark.parametrize("name", COMPARISONS)
 @pytest.mark.parametrize("side", ["ours", "theirs"])
 def test_times(benchmark: Any, name: str, num_reqs: int, side: str) -> None:
-    """One row of the table."""
+    """Time one side of one comparison, a row of the table."""
     benchmark.group = f"{name}, {num_reqs} requests"
     benchmark(getattr(COMPARISONS[name](num_reqs), side))
 
@@ -192,7 +195,7 @@ def test_times(benchmark: Any, name: str, num_reqs: int, side: str) -> None:
 @pytest.mark.parametrize("num_reqs", SIZES)
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_promise(name: str, num_reqs: int) -> None:
-    """Equal answers, and the ratio of the medians."""
+    """Check that both sides agree, and the ratio of their medians."""
     sides = COMPARISONS[name](num_reqs)
     assert sides.read(sides.ours()) == sides.read(sides.theirs())
     ours, theirs = medians(sides)
@@ -204,7 +207,7 @@ def test_promise(name: str, num_reqs: int) -> None:
 
 
 def medians(sides: Sides) -> tuple[float, float]:
-    """Seconds a call of either side, called in turn."""
+    """Return the median seconds a call of each side; the calls alternate."""
     times: tuple[list[float], list[float]] = ([], [])
     gc.disable()
     try:
@@ -219,12 +222,12 @@ def medians(sides: Sides) -> tuple[float, float]:
 
 
 def vllm_utils() -> Any:
-    """The module of vLLM's utilities."""
+    """Return the module of vLLM's utilities."""
     return vllm_module("vllm.v1.attention.backends.utils")
 
 
 def vllm_module(name: str) -> Any:
-    """A module of vLLM; skips the test, with the reason, where it cannot be imported."""
+    """Import a module of vLLM; skip the test if that fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

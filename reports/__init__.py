@@ -1,6 +1,6 @@
-"""Run files, and every report made from them, without torch.
+"""Run files, and the reports rendered from them; no module here imports torch.
 
-Begin with ``run_file/records.py``, which holds what a run leaves behind. ``analysis``, ``speeds`` and ``comparison``
-work out what records come to; the other folders and modules write that in one format each. ``formats.py`` lists the
-formats: a new one is an entry there.
+Begin with ``run_file/records.py``, which defines the records of a run. ``analysis``, ``speeds`` and ``comparison``
+evaluate records; the other folders and modules render the results in one format each. To add a format, add an entry to
+``formats.py``.
 """

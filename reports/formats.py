@@ -1,6 +1,6 @@
-"""Every format of `attncheck report` and `attncheck compare`, in one table: a new format is one entry of it.
+"""The formats of `attncheck report` and `attncheck compare` in one table; to add a format, add an entry.
 
-A function of the table loads what it needs when it is called, since some formats need packages that others do without.
+Each function imports its format when it is called, since some formats need packages that others do not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RenderedReport(NamedTuple):
-    """``text``: the report, for stdout or a file. ``log``: what is printed to stdout in any case."""
+    """``text``: the report, for stdout or a file. ``log``: text that is always printed to stdout."""
 
     text: str
     log: str = ""
@@ -24,10 +24,10 @@ class RenderedReport(NamedTuple):
 
 @dataclass(frozen=True)
 class ReportFormat:
-    """How one format shows runs and, where it can, a comparison; the second argument is for a terminal.
+    """One format: functions that render runs and, if supported, a comparison; only the terminal format uses the style.
 
-    ``about_runs``, ``about_comparison``: its words in the help of the commands. ``advice``: what to do with several
-    runs, of a format that takes one. ``is_step_summary``: the text belongs into the summary of a GitHub step.
+    ``about_runs``, ``about_comparison``: its text in the help of the commands. ``advice``: what to do with several
+    runs, for a format of a single run. ``is_step_summary``: the text belongs in the summary of a GitHub step.
     """
 
     about_runs: str
@@ -134,4 +134,4 @@ FORMATS: Mapping[str, ReportFormat] = {
     "json": ReportFormat("every table as one JSON document", _json_runs, "one JSON document", _json_comparison),
     "csv": ReportFormat("CSV with a row for each record", _csv_runs),
 }
-"""By the word after ``--format``, in the order of the help."""
+"""Formats by the value of ``--format``, in the order of the help."""

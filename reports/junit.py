@@ -1,7 +1,7 @@
-"""Runs as JUnit XML, which CI systems read: a test suite for each suite of cases and backend, a test for each check.
+"""Runs as JUnit XML for CI systems: a test suite for each suite and backend, a test for each case and check.
 
-Tests are named as the pytest plugin names them, so that one history holds both. What was asked in several rounds is one
-test, with its worst round. XML 1.0 cannot hold most control characters, even escaped: they are replaced.
+Tests have the names of the pytest plugin, so that both share one history. A check with several rounds is one test, with
+its worst round. XML 1.0 forbids most control characters, even escaped, so they are replaced by ``?``.
 """
 
 import re
@@ -31,13 +31,13 @@ from attncheck.reports.speeds.tables import time_unit
 from attncheck.reports.terminal.findings import story
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What is no character of XML 1.0 (its production 2)."""
+"""Characters that XML 1.0 does not allow (its production 2)."""
 
 
 def render_runs(runs: Sequence[Run], root: str = "") -> str:
     """Return one document of all ``runs``, ending in a newline.
 
-    ``root``: the folder of the checkout; a test names the file of its backend if that lies below it.
+    ``root``: the folder of the checkout; a test has the file of its backend as an attribute if that is below it.
     """
     document = ET.Element("testsuites", name="attncheck")
     for run in runs:
@@ -94,7 +94,7 @@ def _suite(
         skipped=holding("skipped"),
         time=_seconds(sum(float(case.get("time", "0")) for case in cases)),
         timestamp=_text(header.started.partition("+")[0]),
-        hostname="localhost",  # what its schema says of a host that is not known
+        hostname="localhost",  # the value that the schema prescribes for an unknown host
     )
     if properties:
         told = ET.SubElement(suite, "properties")
@@ -105,7 +105,6 @@ def _suite(
 
 
 def _properties(header: RunHeader, backend: str) -> list[tuple[str, str]]:
-    """The environment, what was asked, and the backend's version and conventions."""
     named = [*header.environment.model_dump(mode="json").items(), ("seed", header.seed), ("rounds", header.rounds)]
     info = next((each for each in header.backends if each.name == backend), None)
     if info is not None:
@@ -128,7 +127,7 @@ def _case(
         name=_text(record.check),
         time=_seconds(duration_s),
     )
-    kind = f"{record.outcome}: {finding.words}" if finding is not None else record.outcome  # tools group by it
+    kind = f"{record.outcome}: {finding.words}" if finding is not None else record.outcome  # tools group by type
     rounds = f"in {worst.short} of {worst.rounds} rounds: " if worst.rounds > 1 else ""
     happened = rounds + phrases.what_happened(record)
     match record:
@@ -151,7 +150,6 @@ def _case(
 
 
 def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
-    """Return everything known of a failure: its finding, the shape of its case, and the line that repeats it."""
     text = story(record, header)
     case = header.case_by_name.get((record.suite, record.case_id))
     if case is not None:
@@ -182,7 +180,7 @@ def _fault(name: str, message: str) -> ET.Element:
 
 
 def _add(case: ET.Element, tag: str, kind: str, message: str, body: str) -> None:
-    """Add an element; Jenkins shows ``message`` and ``body``, GitLab ``body`` alone."""
+    """Add an element; Jenkins shows ``message`` and ``body``, GitLab only ``body``."""
     ET.SubElement(case, tag, type=_text(kind), message=_text(message)).text = _text(body)
 
 

@@ -1,8 +1,8 @@
-"""A run as pytest-benchmark's JSON, which its command line compares and dashboards read.
+"""A run as pytest-benchmark's JSON, for its command line and for dashboards.
 
-One benchmark for each case, backend and part, with every sample of every round in seconds; those of one case and part
-are a group, so that backends stand side by side. The pytest plugin names its benchmarks by the same functions, so that
-files of both compare. Statistics are pytest-benchmark's own.
+There is one benchmark for each case, backend and part, with the samples of all rounds in seconds. Those of one case and
+part form a group, so that backends are shown side by side. The pytest plugin names its benchmarks by the functions of
+this module, so files of both can be compared. pytest-benchmark computes the statistics.
 """
 
 import json
@@ -18,11 +18,11 @@ from attncheck.reports.run_file.timings import TIMING, DeviceState, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
 
 MACHINE = "attncheck"
-"""The key of pytest-benchmark's ``machine_info`` under which our own facts stand."""
+"""The key in pytest-benchmark's ``machine_info`` for attncheck's own facts."""
 
 
 class BenchmarkNames(NamedTuple):
-    """How pytest-benchmark knows one benchmark: files are compared by ``fullname``, tables made by ``group``."""
+    """The names of one benchmark in pytest-benchmark, which compares by ``fullname`` and tabulates by ``group``."""
 
     name: str
     fullname: str
@@ -32,7 +32,7 @@ class BenchmarkNames(NamedTuple):
 
 
 def benchmark_names(suite: str, case_id: str, backend: str, part: StepPart) -> BenchmarkNames:
-    """The names of one part of one case of one backend; ``fullname`` is the pytest item's id and the part."""
+    """Return the names of one part of one case of one backend; ``fullname`` is the pytest item's id and the part."""
     param = f"{backend}-{part}"
     return BenchmarkNames(
         name=one_line(f"{case_id}[{param}]"),
@@ -44,7 +44,7 @@ def benchmark_names(suite: str, case_id: str, backend: str, part: StepPart) -> B
 
 
 def machine_of(environment: Environment, device: DeviceState | None) -> dict[str, Any]:
-    """What must be equal, or known, where runs are compared: the device, its driver and clocks, versions."""
+    """Return what a comparison of runs needs to know: the device, its driver and clocks, and versions."""
     return {
         "device": environment.device.partition(":")[0],
         "device_name": environment.device_name,
@@ -58,10 +58,10 @@ def machine_of(environment: Environment, device: DeviceState | None) -> dict[str
 
 
 def extra_info(speed: Speed, record: Record) -> dict[str, Any]:
-    """What a benchmark says besides its samples: whose, of what, how settled, how much of the roofline; SI units.
+    """Return the further facts of a benchmark in SI units: versions, clock, cache, medians, intervals, rates, notes.
 
-    Of all rounds together, the first of which left ``record``; beside it the median of each, since processes differ by
-    more than their samples.
+    They summarise all rounds, of which the first produced ``record``. The median of each round is included, since
+    processes differ more than samples within one.
     """
     return {
         "backend_version": record.backend_version,
@@ -86,10 +86,10 @@ def extra_info(speed: Speed, record: Record) -> dict[str, Any]:
 
 
 def render_run(run: Run) -> str:
-    """The whole of one run's times, ending in a newline.
+    """Return all times of one run, ending in a newline.
 
     Raises:
-        QuestionError: nothing in the run was timed.
+        QuestionError: the run has no times of right outputs.
     """
     records = {(record.backend, record.case): record for record in reversed(run.records) if record.check == TIMING}
     found = speeds(run.records)
@@ -141,7 +141,7 @@ def _version() -> str:
 
 
 def _machine_info(environment: Environment, device: DeviceState | None) -> dict[str, Any]:
-    """pytest-benchmark's own keys as far as a run knows them, and ours."""
+    """Return pytest-benchmark's own keys, as far as a run file has their values, and attncheck's."""
     system, _, machine = environment.platform.partition(" ")
     return {
         "processor": machine,

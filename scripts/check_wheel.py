@@ -1,13 +1,13 @@
-"""Prove a built wheel: the rooms are whole in it, and it works where the checkout is not; some of it without torch.
+"""Check that a built wheel is complete, works outside the checkout, and partly works without torch.
 
     python scripts/check_wheel.py DIST_FOLDER SCRATCH_FOLDER
 
-The import root reaches the rooms by links; a build that did not follow them, or lost the suites, still installs. So the
-wheel's list of files is compared with the rooms, and the wheel is installed into a clean environment of SCRATCH_FOLDER
-together with its light dependencies only. There `attncheck list` and `attncheck schema` must name every suite and load
-no torch. In a second one, with all it depends on, an author's first steps are taken as docs/adding-a-backend.md tells
-them: `attncheck new backend`, the command that it names, and the test that it wrote. Exits with a message when
-something is missing.
+The import root contains the rooms as links. A build that did not follow them, or lost the suites, could still be
+installed. So the wheel's files are compared with those of the rooms, and the wheel is installed into a clean
+environment in SCRATCH_FOLDER with its light dependencies only. There `attncheck list` and `attncheck schema` must name
+every suite without torch. A second environment has all dependencies. In it the first steps of docs/adding-a-backend.md
+must work: `attncheck new backend`, the command it prints, and the test it writes. Exits with a message if a check
+fails.
 """
 
 import json
@@ -25,13 +25,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("reference", "cases", "backends", "reports", "harness")
 LIGHT = ("pydantic", "PyYAML", "typer", "rich", "tabulate")
-"""What listing, validating and reporting need."""
+"""Dependencies of listing, validating and reporting."""
 WAYS = ("function", "classes")
-"""Kinds of backends that need no more than attncheck; what needs vLLM is tried by `tox run -e vllm`."""
+"""Kinds of backends that need only attncheck; `tox run -e vllm` tries those that need vLLM."""
 
 
 def expected_files() -> set[str]:
-    """Every file of ours that belongs into the wheel, as its path inside it."""
+    """Return the path inside the wheel of every file that belongs in it."""
     root = {f"attncheck/{path.name}" for path in (ROOT / "src" / "attncheck").iterdir() if path.is_file()}
     sources = [path for room in ROOMS for kind in ("*.py", "*.pyi") for path in (ROOT / room).rglob(kind)]
     modules = {f"attncheck/{path.relative_to(ROOT)}" for path in sources}
@@ -45,7 +45,7 @@ def expected_files() -> set[str]:
 
 
 def check_files(wheel: Path) -> None:
-    """Refuse a wheel that lacks a file of the rooms, or holds a module they no longer have."""
+    """Exit if the wheel lacks a file of the rooms, or has a file that they do not have."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("attncheck/")}
     expected = expected_files()
@@ -54,7 +54,7 @@ def check_files(wheel: Path) -> None:
 
 
 class Home:
-    """A clean environment with what pip is told to install; what is asked of it is asked in ``outside``."""
+    """A clean environment with the packages of ``installations``; its programs run in the folder ``outside``."""
 
     def __init__(self, folder: Path, outside: Path, *installations: Sequence[str]) -> None:
         self.folder, self.outside = folder, outside
@@ -67,11 +67,12 @@ class Home:
             sys.exit(f"the clean environment is not clean: attncheck is at {found}")
 
     def tool(self, name: str) -> str:
-        """The path of one of its programs."""
+        """Return the path of one of its programs."""
         return str(self.folder / "bin" / name)
 
     def ask(self, program: str, *arguments: str) -> str:
-        """What one of its programs prints; the end, with all it printed, where it fails."""
+        """Run one of its programs and return its standard output; exit with all output if it fails."""
+        # Variables such as PYTHONPATH would make the checkout visible.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         words = [self.tool(program), *arguments]
         done = subprocess.run(words, cwd=self.outside, env=environment, capture_output=True, text=True, check=False)
@@ -81,7 +82,7 @@ class Home:
 
 
 def check_without_torch(wheel: Path, scratch: Path, outside: Path) -> None:
-    """Install without torch, and ask the two commands that must not need it."""
+    """Install without torch, and run the two commands that must not need it."""
     home = Home(scratch / "without_torch", outside, LIGHT, ["--no-deps", str(wheel)])
     if (found := home.ask("python", "-c", "import importlib.util as u; print(u.find_spec('torch'))").strip()) != "None":
         sys.exit(f"the clean environment is not clean: {found}")
@@ -94,7 +95,7 @@ def check_without_torch(wheel: Path, scratch: Path, outside: Path) -> None:
 
 
 def check_first_steps(wheel: Path, scratch: Path, outside: Path) -> None:
-    """Install all, and bring a backend in every way that needs no more."""
+    """Install with all dependencies, and create, run and test a backend of each kind in :data:`WAYS`."""
     home = Home(scratch / "with_torch", outside, [str(wheel)])
     page = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
     for kind in WAYS:
@@ -111,11 +112,11 @@ def check_first_steps(wheel: Path, scratch: Path, outside: Path) -> None:
 
 
 def main() -> None:
-    """Check the one wheel of the folder given."""
+    """Check the only wheel in the folder given."""
     dist, scratch = (Path(argument).resolve() for argument in sys.argv[1:3])
     (wheel,) = dist.glob("attncheck-*.whl")
     check_files(wheel)
-    # SCRATCH_FOLDER may lie in the checkout, where pytest would find our settings.
+    # SCRATCH_FOLDER may be inside the checkout, where pytest would use the checkout's settings.
     with tempfile.TemporaryDirectory() as outside:
         check_without_torch(wheel, scratch, Path(outside))
         check_first_steps(wheel, scratch, Path(outside))

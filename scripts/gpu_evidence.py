@@ -1,9 +1,10 @@
-"""Runs attncheck's own commands on a machine with a GPU, and keeps what each prints and writes in one folder.
+"""Run attncheck's commands on a machine with a GPU, and keep their output and files in one folder.
 
     scripts/gpu-evidence [FOLDER]        default: docs/evidence/<gpu>-<date>
 
-First what the machine is, then times while nothing else runs, then the other parts side by side. A command that fails
-or takes too long stops no other. Exit codes: 0 the folder is written, whatever came out; 2 no GPU, or no empty folder.
+The machine is described first, then times are measured while nothing else runs, then the other parts run in parallel. A
+command that fails or takes too long stops no other. Exit codes: 0 if the folder was written, whatever the results;
+2 without a GPU or an empty folder.
 """
 
 import contextlib
@@ -33,33 +34,33 @@ ROOT = Path(__file__).resolve().parent.parent
 ATTNCHECK = (sys.executable, "-P", "-m", "attncheck")
 PARTS = ("machine", "warm", "timing", "memcheck", "smoke", "miniatures", "suites")
 KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
-"""Candidates whose kernels are their own, or a library's: a CPU interprets them, which takes long, or lacks them."""
+"""Candidates with kernels of their own or of a library; a CPU interprets them slowly, or cannot run them."""
 
 TIMED = {
     16: ("triton_unified", "torch_sdpa", "flex_attention", "xformers", "flashinfer"),
     256: ("triton_unified", "torch_varlen", "flash_attn"),
 }
-"""By tokens of a page: who is timed in turns. FlashAttention reads pages of 256 in place."""
+"""Candidates that are timed in turns, by page size in tokens. FlashAttention reads pages of 256 tokens in place."""
 
 LARGE = "--case=large_* --case=mixed_large"
 LARGE += " --set=layer.num_heads=32 --set=layer.num_kv_heads=8 --set=layer.head_size=128"
 
 PLAIN = ("decode", "mixed.float16", "prefill", "long-decode", "soft-cap", "fp8-cache")
 MEMCHECKED = {"triton_unified": PLAIN, "xformers": PLAIN, "triton_mla": ("latent", "latent-fp8")}
-"""Small cases of suite interpreted: the memory checker follows every access of every kernel."""
+"""Small cases of suite ``interpreted``, since the memory checker follows every access of every kernel."""
 
-# Within a block that torch hands out in pieces, a stray access crosses no boundary: no caching.
+# Without caching every tensor is its own allocation, so that a stray access crosses its boundary.
 SANITIZER = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {} --tool=memcheck --report-api-errors=no --error-exitcode=77"
 
 TRIED = ("torch_sdpa", "triton_unified", "ClaimsSingleDecode")
-"""The backends of a trial on a CPU."""
+"""Backends of a trial on a CPU."""
 
 Chain = tuple[str, list[list[str]]]
-"""A name, and commands that run one after the other, since some read what others wrote."""
+"""A name, and commands that run in sequence, since some read what others wrote."""
 
 
 def options() -> ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     parser = ArgumentParser(prog="gpu-evidence", description="Checks, times and graph levels on a GPU.")
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where it all goes; must be empty")
     parser.add_argument("--device", default="cuda", help="cpu: tries the script on a few cases, without a GPU")
@@ -72,7 +73,7 @@ def options() -> ArgumentParser:
 
 
 def main(words: list[str]) -> int:
-    """Run the parts that are asked for."""
+    """Run the selected parts."""
     parser = options()
     asked = parser.parse_args(words)
     if asked.device != "cpu" and not torch.cuda.is_available():
@@ -91,7 +92,7 @@ def main(words: list[str]) -> int:
         _run(chain, asked)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
         list(pool.map(lambda chain: _run(chain, asked), [chain for part in chains.values() for chain in part]))
-    for file in sorted(folder.rglob("*.jsonl")):  # a fiftieth of the room, and attncheck reads it
+    for file in sorted(folder.rglob("*.jsonl")):  # a fiftieth of the size, and attncheck can read it
         file.with_suffix(".jsonl.xz").write_bytes(lzma.compress(file.read_bytes()))
         file.unlink()
     print(folder / "README.md")
@@ -139,7 +140,7 @@ def _chains(part: str, asked: Namespace) -> Iterator[Chain]:
 def _chain(
     name: str, refs: Iterable[str], words: list[str], asked: Namespace, under: str = "", *, is_emulated: bool = False
 ) -> Iterator[Chain]:
-    """A run of those backends that are wanted, and its reports; and a comparison with graphs emulated on the CPU."""
+    """Yield a run of the selected backends with its reports; if ``is_emulated``, also a comparison with emulation."""
     wanted = [ref for ref in refs if fnmatch(ref, asked.backend)]
     wanted = [ref for ref in wanted if asked.device != "cpu" or ref.rpartition(":")[2] in TRIED]
     folder = asked.folder.relative_to(ROOT) if asked.folder.is_relative_to(ROOT) else asked.folder
@@ -159,13 +160,13 @@ def _chain(
 
 
 def _backends_in(path: Path) -> list[str]:
-    """References of the miniatures of a file, but for the base they share."""
+    """Return the references of the miniatures in a file, without their common base classes."""
     own = [name for name, found in vars(import_file(str(path), path)).items() if hasattr(found, "get_kv_cache_shape")]
     return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Base", "Miniature"))]
 
 
 def _run(chain: Chain, asked: Namespace) -> None:
-    """Run the commands of a chain; what they print goes into one text file, how they ended into the page."""
+    """Run the commands of a chain; their output goes to one text file, their exit codes to the README."""
     name, commands = chain
     log = asked.folder / f"{name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -182,10 +183,10 @@ def _run(chain: Chain, asked: Namespace) -> None:
 
 
 def _ended(words: Sequence[str], limit: float, sink: TextIO) -> str:
-    """How a command ended; it is killed with its group after ``limit`` seconds."""
+    """Run a command and return how it ended; its process group is killed after ``limit`` seconds."""
     if limit <= 0:
         return "not begun: out of time"
-    env = {"OMP_NUM_THREADS": "1", **os.environ}  # the tensors of a case are small, and many processes run at a time
+    env = {"OMP_NUM_THREADS": "1", **os.environ}  # tensors of a case are small, and many processes run in parallel
     try:
         process = subprocess.Popen(
             words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True

@@ -1,10 +1,10 @@
-"""docs/vllm-utilities.md: how the utilities of the installed vLLM relate to the reference, from an examination.
+"""Generate docs/vllm-utilities.md, which compares the utilities of the installed vLLM with the reference.
 
     python scripts/vllm_utilities.py > docs/vllm-utilities.md
     python scripts/vllm_utilities.py --check docs/vllm-utilities.md
 
-Only the batches that are always asked are used, and no counts are written: the text depends on vLLM's version and on
-the table of departures alone.
+Only the fixed batches are used, and no counts are written, so that the text depends only on vLLM's version and on the
+table of departures.
 """
 
 import inspect
@@ -77,7 +77,7 @@ module, and the examination finds all of them.
 
 
 def main(words: list[str]) -> int:
-    """Prints the document, or says whether a file holds it."""
+    """Print the document, or return 1 if a file differs from it."""
     text = document(load_provider("vllm"))
     if not words:
         print(text, end="")
@@ -90,7 +90,7 @@ def main(words: list[str]) -> int:
 
 
 def document(provider: Provider) -> str:
-    """The whole text."""
+    """Return the whole document."""
     setting = SubjectSetting(ALWAYS, torch.device("cpu"))
     results = {subject.key: examine_subject(provider, subject, setting) for subject in SUBJECTS}
     rows = [row(key, examined) for key, examined in results.items()]
@@ -102,14 +102,14 @@ def document(provider: Provider) -> str:
 
 
 def row(key: str, examined: SubjectResult | None) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if examined is None:
         return f"| `{key}` | missing | - |"
     return f"| `{key}` | {examined.verdict} | `{examined.place}` |"
 
 
 def detail(key: str, examined: SubjectResult) -> list[str]:
-    """What is known of one function, one line each."""
+    """Return the departures of one function, one line each."""
     lines = [f"- `{key}`, {departure.kind}: {departure.what}" for departure in examined.shown]
     lines += [f"- `{key}`: known, and no longer there: {departure.what}" for departure in examined.stale]
     if examined.first is not None:
@@ -118,7 +118,7 @@ def detail(key: str, examined: SubjectResult) -> list[str]:
 
 
 def missing(provider: Provider, results: dict[str, SubjectResult | None]) -> list[str]:
-    """One line a reason, with the names that are gone for it."""
+    """Return one line for each reason, with the names of the missing functions."""
     names: dict[str, list[str]] = {}
     for key in (key for key, examined in results.items() if examined is None):
         names.setdefault(provider.departures.why_gone(key) or "nobody says why", []).append(f"`{key}`")
@@ -126,7 +126,7 @@ def missing(provider: Provider, results: dict[str, SubjectResult | None]) -> lis
 
 
 def left_out(provider: Provider) -> list[str]:
-    """Return the functions of vLLM's modules that no question is about."""
+    """Return the functions of vLLM's modules that are not examined."""
     examined = {subject.name for subject in SUBJECTS}
     names = [
         f"`{name}`"

@@ -1,8 +1,8 @@
-"""docs/vllm-versions.md: what attncheck finds in several versions of vLLM, side by side, from their run files.
+"""Generate docs/vllm-versions.md, which compares the results for several versions of vLLM, from their run files.
 
     python scripts/vllm_versions.py RUN... > docs/vllm-versions.md
 
-A run file is of one version, and each version may have several. docs/vllm-cpu.md has the commands that make them.
+Each run file is of one version; a version may have several. docs/vllm-cpu.md has the commands that produce them.
 """
 
 import sys
@@ -58,7 +58,7 @@ def _table(head: str, names: Sequence[str], versions: Sequence[str], cell: Calla
 
 
 def _differences(records: Sequence[Record], versions: Sequence[str]) -> list[str]:
-    """Return a line for each question whose outcomes differ, or that one version was not asked."""
+    """Return a line for each check of a case whose outcomes differ between versions, or that one version lacks."""
     outcomes: dict[tuple[str, str], dict[str, str]] = {}
     for record in records:
         outcomes.setdefault((record.case, record.check), {})[record.backend_version] = record.outcome

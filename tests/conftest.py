@@ -1,6 +1,6 @@
-"""Settings of every test: property tests repeat exactly, and no machine is too slow for one. How docs are tried.
+"""Settings of all tests, the processes that run commands of the docs, and records and run files for several rooms.
 
-Records and run files that several rooms need.
+Property tests are deterministic and have no deadline.
 """
 
 import json
@@ -23,16 +23,16 @@ from attncheck.reports.run_file.records import Record, RunFooter, parse_line
 from attncheck.reports.run_file.store import RunWriter
 
 if not torch.cuda.is_available():
-    # Triton reads it when a kernel is decorated, at the import of whichever test comes first.
+    # Triton reads it when a kernel is decorated, in the import of any test.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The documents show what a terminal of 100 columns shows, and pytest-xdist sets the width of its workers.
+# The documents show the output of a terminal of 100 columns, and pytest-xdist sets the width of its workers.
 os.environ["COLUMNS"] = "100"
 
-# Else each process that a test starts compiles all modules of attncheck again.
+# With this variable, each process that a test starts would compile all modules of attncheck again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Tests compute every truth, and leave the user's cache as it is.
+# Tests compute every truth and do not touch the user's cache.
 os.environ["ATTNCHECK_NO_CACHE"] = "1"
 
 settings.register_profile("attncheck", derandomize=True, deadline=None, database=None)
@@ -42,7 +42,7 @@ settings.load_profile("attncheck")
 
 @pytest.fixture(scope="session")
 def _preloaded() -> Iterator[Preloaded | None]:
-    """None where processes are started afresh: on other systems, and under coverage, which would not see them."""
+    """Yield None on other systems, and under coverage, which cannot follow forked processes."""
     if sys.platform != "linux" or "coverage" in sys.modules:
         yield None
         return
@@ -53,7 +53,7 @@ def _preloaded() -> Iterator[Preloaded | None]:
 
 @pytest.fixture
 def preloaded(_preloaded: Preloaded | None) -> Iterator[None]:
-    """Processes of Python that a test starts have torch imported; for tests in which no import is examined."""
+    """Fork the Python processes that a test starts from one with torch imported; not for tests of imports."""
     if _preloaded is not None:
         _preloaded.install()
     yield
@@ -64,7 +64,7 @@ def preloaded(_preloaded: Preloaded | None) -> Iterator[None]:
 def shell(
     _preloaded: Preloaded | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., tuple[int, str]]]:
-    """``shell(command, folder, NAME=value)``: run it there, without a GPU, with this interpreter first.
+    """``shell(command, folder, NAME=value)`` runs a command in a folder, without a GPU, with this interpreter first.
 
     Returns the exit code, and output and errors as one text.
     """
@@ -86,9 +86,9 @@ def shell(
 
 @pytest.fixture(scope="session")
 def assert_printed() -> Callable[[str, str], None]:
-    """``assert_printed(expected, printed)``: every line stands there, in order; ``...`` stands for any lines.
+    """``assert_printed(expected, printed)`` checks that all expected lines are printed, in order; ``...`` is any lines.
 
-    Figures with a decimal point and the machine's own words are not compared; counts are.
+    Figures with a decimal point and machine-specific words are not compared; counts are.
     """
 
     def check(expected: str, printed: str) -> None:
@@ -101,7 +101,7 @@ def assert_printed() -> Callable[[str, str], None]:
 
 
 def _plain(line: str) -> str:
-    """A line without what differs from machine to machine: torch's version, cores, figures, padding of tables."""
+    """Return a line without what depends on the machine: torch's version, cores, figures, padding of tables."""
     line = re.sub(r"torch \S+,|\d+ cores?", "#", line)
     return " ".join(re.sub(r"\d+(\.\d+)+(e[+-]?\d+)?", "#", line).split())
 
@@ -133,7 +133,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def header() -> RunHeader:
-    """The header of a run of two suites, three checks and two backends; ``model_copy`` gives others."""
+    """The header of a run of two suites, three checks and two backends; vary it with ``model_copy``."""
     return RunHeader(
         started="2026-01-01T00:00:00+00:00",
         environment=ENVIRONMENT,
@@ -150,7 +150,7 @@ def header() -> RunHeader:
 
 @pytest.fixture
 def make_record() -> Callable[..., Record]:
-    """``make_record("failed", case_id="b", ...)``: a record of that outcome with everything else filled in."""
+    """``make_record("failed", case_id="b", ...)`` returns a record of that outcome with defaults for other fields."""
 
     def make(outcome: str, **fields: Any) -> Record:
         who = {
@@ -179,7 +179,7 @@ def make_record() -> Callable[..., Record]:
 
 @pytest.fixture
 def write_run() -> Callable[..., Path]:
-    """``write_run(path, header, *records)``: a complete run file, and its path; ``errors`` are of its footer."""
+    """``write_run(path, header, *records)`` writes a complete run file with ``errors`` and returns its path."""
 
     def write(path: Path, header: RunHeader, *records: Record, errors: tuple[str, ...] = ()) -> Path:
         with RunWriter(path, header) as writer:

@@ -1,8 +1,8 @@
-"""False claims: declared capabilities of which the cases that need them fall short for a reason that needs them.
+"""False claims: declared capabilities that cases which need them disprove.
 
-A capability is a feature, or a form such as ``head_size=80``. A finding concerns a feature where its likely cause names
-it, or where all its cases need it and no passing case does, or hardly one. It concerns a form where the form alone
-tells its cases from the passing ones, which are as many at least.
+A capability is a feature, or a form such as ``head_size=80``. A finding concerns a feature if its likely cause names
+it, or if all its cases need it and passing cases need it too rarely for chance. It concerns a form if the form alone
+separates its cases from the passing ones, of which there are at least as many.
 """
 
 import math
@@ -15,14 +15,14 @@ from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
 from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of
 
 _CHANCE = 0.01
-"""Below this probability, failing cases do not all need a feature by chance."""
+"""If failing cases would all need a feature by chance with less than this probability, the feature is blamed."""
 
 
 @dataclass(frozen=True)
 class FalseClaim:
-    """A capability that a backend declares: ``wrong`` of the ``asked`` cases that need it fall short.
+    """A capability that a backend declares: ``wrong`` of the ``asked`` cases that need it did not pass.
 
-    ``measured``: of a CUDA-graph level, the level that all layers reach; empty for any other capability.
+    ``measured``: for a CUDA-graph level, the lowest level that a layer reached; empty for any other capability.
     """
 
     backend: str
@@ -38,9 +38,9 @@ class FalseClaim:
 
 
 def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[FalseClaim, ...]:
-    """Return the false claims that the findings prove, most wrong cases first within a backend.
+    """Return the false claims that the findings prove, backend by backend, those with most wrong cases first.
 
-    ``records``: of the whole run. Findings on undeclared cases concern no claim.
+    ``records``: all records of the run. Findings on undeclared cases concern no claim.
     """
     claims: list[FalseClaim] = []
     for backend in dict.fromkeys(finding.backend for finding in found):
@@ -63,7 +63,7 @@ def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[F
 def concerned(finding: Finding, needs: Mapping[tuple[str, str], frozenset[str]]) -> set[str]:
     """Return the capabilities that a finding concerns.
 
-    ``needs``: what each case needs that was examined as declared, by (suite, id); others prove nothing.
+    ``needs``: by (suite, id), the needs of every case that was examined as declared; other cases are ignored.
     """
     cases = frozenset((r.suite, r.case_id) for r in finding.records if r.check != REFUSALS) & needs.keys()
     if not cases:
@@ -78,7 +78,7 @@ def concerned(finding: Finding, needs: Mapping[tuple[str, str], frozenset[str]])
 def _telling_features(
     cases: frozenset[tuple[str, str]], needs: Mapping[tuple[str, str], frozenset[str]], finding: Finding
 ) -> set[str]:
-    """Return the features that all ``cases`` need, and so few others that chance does not explain it."""
+    """Return the features that all ``cases`` need, and that other cases need too rarely for chance."""
     passing = finding.contrast.right if finding.contrast else 0
     shared = frozenset.intersection(*(needs[case] for case in cases))
     chances: dict[str, float] = {}
@@ -93,10 +93,9 @@ def _telling_features(
 
 
 def _telling_key(finding: Finding) -> str:
-    """Return the key that alone tells the cases of a finding from the passing ones, without its room; empty: none.
+    """Return the last part of the key that alone separates a finding's cases from the passing ones, or "".
 
-    One failing case may differ from the others in much else. Where more cases fail than pass, the form is not the
-    reason.
+    One failing case may differ from the others in much else. If more cases fail than pass, the form is not the reason.
     """
     contrast = finding.contrast
     if (
@@ -111,7 +110,7 @@ def _telling_key(finding: Finding) -> str:
 
 
 def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
-    """Return the claim of the feature ``lse`` if the log-sum-exp is wrong where the output is right; else nothing."""
+    """Return a false claim of the feature ``lse`` if the log-sum-exp is wrong where the output is right."""
     own = [record for record in records if record.backend == backend and record.outcome in EXAMINED]
     asked = [record for record in own if record.check == "lse"]
     short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
@@ -120,7 +119,7 @@ def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
 
 
 def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:
-    """Return the CUDA-graph levels that layers declare and do not reach, with the lowest that one of them reaches."""
+    """Return each declared CUDA-graph level that a layer does not reach, with the lowest level that one reaches."""
     reached: dict[GraphLevel, list[GraphLevel]] = {}
     for record in records:
         graph = graph_of(record)
@@ -135,7 +134,7 @@ def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:
 
 
 def _needs(records: Sequence[Record], backend: str) -> dict[tuple[str, str], frozenset[str]]:
-    """Return what each case of the backend needs that was examined as declared."""
+    """Return the needs of each case of the backend that was examined as declared."""
     own = [record for record in records if record.backend == backend]
     declared = answered_cases(own)
     return {(r.suite, r.case_id): frozenset(r.needs) for r in own if (r.suite, r.case_id) in declared}

@@ -1,7 +1,7 @@
-"""What failing cases have in common that passing cases do not have.
+"""Find what failing cases have in common that passing cases do not have.
 
-A condition holds for every failing case. The fewest conditions that hold together for no passing case are the answer;
-of equally few, those that are simplest to read. Pure: keys of cases in, frozen values out.
+A condition holds for every failing case. The result is the smallest set of conditions that no passing case meets
+together; among sets of one size, the one that is simplest to read. Pure functions of the keys of cases.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,41 +10,41 @@ from itertools import combinations
 
 Value = bool | int | float | str | None
 Keys = Mapping[str, Value]
-"""The keys of one case; one that is missing has the value None, which reads "not given"."""
+"""The keys of one case; a missing key has the value None, shown as "not given"."""
 
 _MOST_VALUES = 4
-"""Values that a condition lists; more are no pattern."""
+"""Maximum number of values that a condition lists."""
 
 _MOST_LENGTHS = 2
 
 _MOST_CONDITIONS = 3
 
 _TRIED = 60
-"""Conditions that are combined with each other, the easiest to read."""
+"""Maximum number of conditions that are combined with each other; the easiest to read are taken."""
 
 _FEW = 4
-"""Failing cases below which other single conditions are shown as well."""
+"""With fewer failing cases than this, other single conditions are shown as well."""
 
 _SIMPLE = 1.2
-"""The highest cost of a condition that is shown beside the best one."""
+"""Maximum cost of a condition that is shown as an alternative."""
 
 _GIVEN = "given"
 
 _LENGTHS = ("batch.num_", "batch.max_", "batch.min_")
 
 _ORDER = ("layer.", "cache.", "path", "inputs", "batch ", "batch.padding", "batch.")
-"""Keys that come first explain best: a modifier of the layer is a better reason than a length."""
+"""Prefixes of keys, best explanation first: a modifier of the layer explains more than a length."""
 
 _SIZES = ("layer.num_heads", "layer.num_kv_heads", "layer.group_size", "layer.head_size", "layer.dtype")
-"""Every layer has these, so that they come after the keys which only some have."""
+"""Keys that every layer has; they rank after keys that only some layers have."""
 
 
 @dataclass(frozen=True)
 class Condition:
     """One key and the values it has in the failing cases.
 
-    ``bound``: the key is a number ``at least`` or ``at most`` so, or it is ``given`` at all; empty: it is one of
-    ``values``. ``others``: the values it has in the passing cases, in order.
+    ``bound``: ``at least`` or ``at most`` for a limit on a number, ``given`` if the key is present; empty if the key
+    has one of ``values``. ``others``: the values of the key in the passing cases, sorted.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Condition:
     others: tuple[Value, ...] = ()
 
     def holds(self, keys: Keys) -> bool:
-        """Return whether a case meets the condition."""
+        """Return whether a case with these keys meets the condition."""
         value = keys.get(self.key)
         if self.bound == _GIVEN:
             return value is not None
@@ -67,12 +67,10 @@ class Condition:
 
     @property
     def cost(self) -> float:
-        """How hard the condition is to read, in conditions of one value."""
+        """How hard the condition is to read, in units of a condition with one value."""
         if self.bound:
             return 1.0 if self.bound == _GIVEN else 1.2
-        if self.key.startswith(
-            _LENGTHS
-        ):  # the very length, or a list of them, is hardly ever the reason; a bound may be
+        if self.key.startswith(_LENGTHS):  # an exact length, or a list of them, is rarely the reason; a bound may be
             return 0.3 + len(self.values)
         return 1 + 0.5 * (len(self.values) - 1)
 
@@ -90,7 +88,7 @@ class Condition:
 class Contrast:
     """Conditions that hold in all ``wrong`` cases, and together in ``exceptions`` of the ``right`` ones.
 
-    ``alternatives``: single conditions that tell the cases apart as well.
+    ``alternatives``: other single conditions that separate the cases equally well.
     """
 
     conditions: tuple[Condition, ...]
@@ -101,11 +99,11 @@ class Contrast:
 
     @property
     def cost(self) -> float:
-        """How hard the conditions are to read."""
+        """How hard the conditions are to read, the sum of their costs."""
         return sum(condition.cost for condition in self.conditions)
 
     def __str__(self) -> str:
-        """``cache.block_size is 1, 8 or 128 in all 4 that fail; 16 in all 30 that pass``."""
+        """Return text such as ``cache.block_size is 1, 8 or 128 in all 4 that fail; 16 in all 30 that pass``."""
         text = " and ".join(map(str, self.conditions))
         text += " in the one case that fails" if self.wrong == 1 else f" in all {self.wrong} that fail"
         others = self.conditions[0].others
@@ -121,9 +119,10 @@ class Contrast:
 
 
 def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None:
-    """Return what tells the failing cases from the passing ones; None where nothing does, or no case passes.
+    """Return what separates the failing cases from the passing ones, or None if nothing does or no case passes.
 
-    Where no few conditions exclude every passing case, the one that excludes most of them, if it excludes nine of ten.
+    If no set of up to three conditions excludes every passing case, return the condition that excludes most. It must
+    exclude at least nine of ten.
     """
     if not wrong or not right:
         return None
@@ -152,9 +151,9 @@ def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None
 
 
 def parts_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> list[tuple[Contrast, list[int]]]:
-    """Split failing cases into groups, each told from the passing ones by one value of one key.
+    """Split failing cases into groups that one value of one key each separates from the passing cases.
 
-    Returns (contrast, positions in ``wrong``) for two to four groups that hold all failing cases together; empty where
+    Return (contrast, positions in ``wrong``) for two to four groups that cover all failing cases, or an empty list if
     there are no such groups.
     """
     names = sorted({key for keys in wrong for key in keys})
@@ -174,7 +173,7 @@ def parts_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> list[tuple[Contras
 
 
 def _conditions(wrong: Sequence[Keys], right: Sequence[Keys]) -> Iterator[Condition]:
-    """Yield every condition that all failing cases meet and some passing case does not."""
+    """Yield every condition that all failing cases meet and at least one passing case does not."""
     for key in sorted({key for keys in (*wrong, *right) for key in keys}):
         values, others = _values(wrong, key), _values(right, key)
         numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
@@ -199,12 +198,12 @@ def _values(cases: Iterable[Keys], key: str) -> tuple[Value, ...]:
 
 
 def _is_same(one: Value, other: Value) -> bool:
-    """Return whether two values are equal; True is not 1."""
+    """Return whether two values are equal; unlike ``==``, True differs from 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _sorting(value: Value) -> tuple[int, float, str]:
-    """Return the place of a value among others: none, then numbers by size, then words."""
+    """Return a sort key: None first, then numbers by size, then strings."""
     if value is None or isinstance(value, str):
         return (0, 0.0, "") if value is None else (2, 0.0, value)
     return 1, float(value), ""
@@ -215,12 +214,12 @@ def _rank(condition: Condition) -> tuple[float, int, str]:
     if condition.key in _SIZES:
         place = 2 if condition.key == "layer.group_size" else 3
     if condition.values == (None,):
-        place += len(_ORDER)  # that a key is not given says least
+        place += len(_ORDER)  # a key that is not given explains least
     return condition.cost, place, condition.key
 
 
 def _mask(condition: Condition, cases: Sequence[Keys]) -> int:
-    """Return which of the cases meet the condition, a bit each."""
+    """Return a bit mask of the cases that meet the condition."""
     return sum(1 << position for position, keys in enumerate(cases) if condition.holds(keys))
 
 

@@ -1,8 +1,8 @@
-"""Failures by cause: the records of one backend that one fault explains are one finding.
+"""Failures grouped by cause: records of one backend that one fault explains form one finding.
 
-Pure: records in, frozen values out. Records have the words of their finding (``finding``); records with equal words are
-one. Of several causes that fit a record, that of most records of the backend counts. Failures that no known fault
-explains are split where keys of their cases tell them apart.
+Pure functions from records to frozen values. Records with equal ``finding`` text are grouped. If several causes fit a
+record, the one that fits most records of the backend wins. Failures that no known fault explains are split if keys of
+their cases separate them.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ from attncheck.reports.run_file.records import (
 )
 
 CONTRASTED = 200
-"""Findings of a backend of which each is held against the cases that pass; of more, none is."""
+"""Maximum findings of a backend for which each is compared with the passing cases; beyond it, none is."""
 
 _OF_THE_OUTPUT = frozenset({"lse", "features", "invariance"})
 """Checks of an output that `numerics` judges as well."""
@@ -52,8 +52,9 @@ Short = Failed | Errored | Ended | XFailed | XPassed
 class Finding:
     """Records of one backend with one cause.
 
-    ``example``: the record to show, of the smallest case. ``case``: that case; None: the run file does not describe it.
-    ``contrast``: what the cases have in common that passing ones do not have; None: nothing was found.
+    ``example``: the record to show, that of the smallest case. ``case``: its case, or None if the run file does not
+    describe it. ``contrast``: what the cases have in common that passing ones do not have, or None if nothing was
+    found.
     """
 
     backend: str
@@ -65,7 +66,7 @@ class Finding:
 
     @cached_property
     def checks(self) -> tuple[str, ...]:
-        """The checks that it makes fail, in the order of the records."""
+        """The checks of its records, in their order."""
         return tuple(dict.fromkeys(record.check for record in self.records))
 
     @cached_property
@@ -75,7 +76,7 @@ class Finding:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the run expected it, so that it does not fail the run."""
+        """Whether the run expected the failure, so that it does not fail the run."""
         return isinstance(self.example, XFailed)
 
     @property
@@ -93,14 +94,14 @@ class Finding:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a run with this finding alone: 0 expected, 1 the backend's fault, 3 attncheck's own."""
+        """The exit status of a run with this finding alone: 0 if expected, 3 if attncheck is at fault, else 1."""
         if self.is_expected:
             return 0
         return 3 if isinstance(self.example, Errored) and self.example.stage == OURSELVES else 1
 
     @property
     def title(self) -> str:
-        """The cause in words, with the figures of the example."""
+        """The cause, with the figures of the example."""
         match self.example:
             case Failed(meaning=str(meaning)) if self.is_explained:
                 causes = likely_causes(meaning)
@@ -111,16 +112,18 @@ class Finding:
                 return joined(seen)
             case Errored():
                 first = next(iter(self.example.message.strip().splitlines()), "")
-                place = self.words.removesuffix(f": {without_figures(first)}")  # which words without a place end with
+                place = self.words.removesuffix(
+                    f": {without_figures(first)}"
+                )  # the words end with the message, figures removed
                 return f"{place}: {first}" if first else self.words
             case _:
                 return self.words
 
 
 def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...]:
-    """Return the findings of a run, backends in the header's order; of each the explained first, expected ones last.
+    """Return the findings of a run, backends in the header's order; within a backend, explained first, expected last.
 
-    What was asked in several rounds counts once, with its worst outcome.
+    A check repeated in several rounds counts once, with its worst outcome.
     """
     asked = [each.record for each in worst_rounds(records) if each.record.check != UTILITIES]
     own: dict[str, list[Record]] = {}
@@ -131,9 +134,9 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     of_output = {_place(record): record for record in asked if record.check == "numerics" and _causes(record)}
     for record in asked:
         if isinstance(record, Failed | Errored | Ended | XFailed | XPassed):
-            # An LSE, a feature or a step that nothing explains is wrong because the output is, if that is explained.
+            # If the output of the same case is explained, an unexplained LSE, feature or step has the same cause.
             blamed = of_output.get(_place(record), record) if _may_follow(record) else record
-            # Of several causes that fit, the one that fits most records of the backend.
+            # Of several causes that fit, take the one that fits most records of the backend.
             shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=record.finding)
             words = record.reason if isinstance(record, XFailed) else shared
             groups.setdefault((record.backend, words), []).append(record)
@@ -147,7 +150,7 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
 
 
 def _causes(record: Record) -> tuple[str, ...]:
-    """Return the likely causes of a failure without their figures; none where the check named the finding itself."""
+    """Return the likely causes of a failure without their figures, or () if the check set the finding itself."""
     causes = tuple(map(without_figures, likely_causes(record.meaning))) if isinstance(record, Failed) else ()
     return causes if causes and isinstance(record, Failed) and record.finding == causes[0] else ()
 
@@ -167,7 +170,7 @@ def _rank(finding: Finding) -> int:
     if isinstance(finding.example, XPassed):
         return 4
     if finding.words == UNEXPLAINED:
-        return 3  # which may follow from what other checks found, such as a cache that is not written
+        return 3  # it may follow from what other checks found, such as a cache that is not written
     if not finding.is_explained:
         return 2
     is_written_wrongly = isinstance(finding.example, Failed) and finding.example.check == "cache_write"
@@ -181,9 +184,9 @@ def _split(
     own: Sequence[Record],
     described: Mapping[tuple[str, str], CaseInfo],
 ) -> list[Finding]:
-    """Return the records as one finding, or as several where nothing explains them but keys of their cases differ.
+    """Return the records as one finding, or as several if they are unexplained and keys of their cases separate them.
 
-    ``own``: the records of the backend that they are compared with.
+    ``own``: the records of the backend to compare them with.
     """
     checks = {record.check for record in members}
     wrong = list(dict.fromkeys((record.suite, record.case_id) for record in members))
@@ -215,7 +218,7 @@ def _split(
 
 
 def _passing(own: Sequence[Record], checks: set[str]) -> list[tuple[str, str]]:
-    """Return the cases that were examined by one of the checks, and passed all of them that were made."""
+    """Return the cases that at least one of the checks examined, and that passed all of those that did."""
     outcomes: dict[tuple[str, str], list[Record]] = {}
     for record in own:
         if record.check in checks and record.outcome in EXAMINED:
@@ -224,7 +227,7 @@ def _passing(own: Sequence[Record], checks: set[str]) -> list[tuple[str, str]]:
 
 
 def keys_of_record(record: Record, described: Mapping[tuple[str, str], CaseInfo]) -> Keys:
-    """Return the keys of a record's case; of a run file without cases, the features and forms that it needs."""
+    """Return the keys of a record's case, or its features and forms if the run file does not describe cases."""
     case = described.get((record.suite, record.case_id))
     if case is not None:
         return case.keys
@@ -233,7 +236,7 @@ def keys_of_record(record: Record, described: Mapping[tuple[str, str], CaseInfo]
 
 
 def _size(keys: Keys) -> float:
-    """Return how much work a case is, for choosing the smallest example."""
+    """Return an estimate of the work of a case, used to choose the smallest example."""
     size = 1.0
     for name in ("batch.num_requests", "batch.max_seq_len", "layer.num_heads", "layer.head_size"):
         value = keys.get(name)
@@ -242,5 +245,5 @@ def _size(keys: Keys) -> float:
 
 
 def short_of(found: Sequence[Finding]) -> int:
-    """Return how many records the findings hold that make the run fail."""
+    """Return the number of records in the findings that make the run fail."""
     return sum(record.outcome in FALLEN_SHORT for each in found for record in each.records)

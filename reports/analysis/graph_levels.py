@@ -1,8 +1,8 @@
-"""Which CUDA-graph levels a run measured: rows of what is declared, what is measured, and the probe that broke.
+"""Measured CUDA-graph levels: rows of the declared level, the measured level and the probe that failed.
 
-Cases equal in layer and cache share one examination, and its result stands on the record of each of them: here they
-come together again, and with them those that differ in nothing but the figures of a reason, or played other probes.
-Rows only; tables are made by ``terminal.run`` and ``markdown.graph_levels``.
+Cases with equal layer and cache share one examination, whose result is on the record of each. This module merges such
+records, together with those that differ only in the figures of a reason or in the probes played. It computes rows;
+``terminal.run`` and ``markdown.graph_levels`` render the tables.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ LEGEND_OF_EMULATION = "emulated: no GPU, the operators of forward are recorded a
 
 @dataclass(frozen=True)
 class LevelResult:
-    """One result, with the probes of its row, and all ``cases`` (``suite/id``) it stands for."""
+    """One result, with all probes of its row, and the ``cases`` (``suite/id``) that have it."""
 
     graph: GraphLevels
     cases: tuple[str, ...]
@@ -27,10 +27,10 @@ class LevelResult:
 
 @dataclass(frozen=True)
 class LevelRow:
-    """Results of one backend that are alike but for their reasons, those with most cases first.
+    """Results of one backend that differ only in their reasons, those with most cases first.
 
-    ``graph`` is what they have in common: the levels and the outcome of every probe, without reasons. ``notes``: of any
-    of them. ``repeats``: an earlier row of the backend broke at the same probe for the same reason.
+    ``graph``: what they share, that is, the levels and the outcome of every probe, without reasons. ``notes``: the
+    notes of all of them. ``repeats``: an earlier row of the backend broke at the same probe for the same reason.
     """
 
     backend: str
@@ -41,22 +41,22 @@ class LevelRow:
 
     @property
     def cases(self) -> int:
-        """How many cases the row stands for."""
+        """The number of cases in the row."""
         return sum(len(result.cases) for result in self.results)
 
     @property
     def other_cases(self) -> int:
-        """How many of them have another reason than :attr:`broke_at`."""
+        """The number of cases with another reason than :attr:`broke_at`."""
         return self.cases - len(self.results[0].cases)
 
     @property
     def broke_at(self) -> GraphProbe | None:
-        """The first probe that failed or could not be examined, with the reason that most cases have."""
+        """The first probe that failed or could not be examined, with the reason of most cases, or None."""
         return broken_probe(self.results[0].graph)
 
     @property
     def proven(self) -> GraphLevel:
-        """The level measured; where that cannot be told, the highest one whose probes, and those below, passed."""
+        """The measured level; if it is unknown, the highest level up to which all probes passed."""
         if self.graph.measured is not None:
             return self.graph.measured
         open_levels = [GRAPH_LEVELS.index(probe.level) for probe in self.graph.probes if probe.outcome != "passed"]
@@ -69,23 +69,23 @@ class LevelRow:
 
     @property
     def falls_short(self) -> bool:
-        """Whether less is measured than declared."""
+        """Whether the measured level is below the declared one."""
         measured = self.graph.measured
         return measured is not None and GRAPH_LEVELS.index(measured) < GRAPH_LEVELS.index(self.graph.declared)
 
     @property
     def probes(self) -> str:
-        """Passed of examined, ``9/10``."""
+        """Passed of examined probes, such as ``9/10``."""
         outcomes = [probe.outcome for probe in self.graph.probes]
         passed = outcomes.count("passed")
         return f"{passed}/{passed + outcomes.count('failed')}"
 
 
 def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
-    """The rows of a run: backends in the order in which records first name them, rows with most cases first.
+    """Return the rows of a run: backends in the order of the records, rows with most cases first.
 
-    Cases with equal levels and the same broken probe are one row, whichever probes each of them played.
-    A row that breaks at the same probe for the same reason as one before it follows that one.
+    Cases with equal levels and the same broken probe form one row, whichever probes each of them played. A row that
+    breaks at the same probe for the same reason as an earlier one comes directly after it.
     """
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
     notes: dict[tuple[str, GraphLevels], dict[str, None]] = {}
@@ -110,7 +110,7 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
 
 
 def unmeasured_cases(records: Sequence[Record]) -> dict[str, dict[str, int]]:
-    """How many cases of each backend raised or died before a level could be told, by outcome; none: no entry."""
+    """Return, by backend and outcome, how many cases raised or died before a level was measured; zeros are left out."""
     cases: dict[str, dict[str, set[str]]] = {}
     for record in records:
         if record.check == CUDAGRAPH and record.outcome in EXAMINED and graph_of(record) is None:
@@ -123,7 +123,7 @@ def unmeasured_cases(records: Sequence[Record]) -> dict[str, dict[str, int]]:
 
 
 def level_notes(rows: Sequence[LevelRow]) -> dict[str, tuple[str, ...]]:
-    """What is to be known of how each backend's levels were measured, each thing once; backends without: no entry."""
+    """Return, by backend, the distinct notes on how its levels were measured; backends without notes are left out."""
     notes: dict[str, dict[str, None]] = {}
     for row in rows:
         for note in row.notes:
@@ -132,7 +132,7 @@ def level_notes(rows: Sequence[LevelRow]) -> dict[str, tuple[str, ...]]:
 
 
 def notes_of(graph: GraphLevels) -> tuple[str, ...]:
-    """Return what is to be known of how one level was measured."""
+    """Return the notes on how one level was measured."""
     if not graph.played_in_full:
         return graph.notes
     shared = f"probes are shared out over layers and caches; that of {graph.played_in_full} played all of them"
@@ -140,18 +140,18 @@ def notes_of(graph: GraphLevels) -> tuple[str, ...]:
 
 
 def legend(rows: Sequence[LevelRow]) -> str:
-    """What the words of these rows mean."""
+    """Return the legend of these rows."""
     emulated = any(row.graph.recorder == "emulated" for row in rows)
     return "; ".join([LEGEND_OF_EMULATION, LEGEND] if emulated else [LEGEND])
 
 
 def broken_probe(graph: GraphLevels) -> GraphProbe | None:
-    """The first probe that failed or could not be examined, or None."""
+    """Return the first probe that failed or could not be examined, or None."""
     return next((probe for probe in graph.probes if probe.outcome in ("failed", "not examined")), None)
 
 
 def without_reasons(graph: GraphLevels) -> GraphLevels:
-    """The levels and the outcome of every probe alone."""
+    """Return a copy without the reasons of its probes."""
     probes = tuple(probe.model_copy(update={"reason": ""}) for probe in graph.probes)
     return graph.model_copy(update={"probes": probes})
 
@@ -161,9 +161,10 @@ def _without_notes(graph: GraphLevels) -> GraphLevels:
 
 
 def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], notes: tuple[str, ...]) -> LevelRow:
-    """Return the row of cases that are alike. Each result has the probes of all: what one played counts for the row.
+    """Return the row of cases that are alike. Each result gets the probes of all, since these hold for the whole row.
 
-    A case that played a share has the reason of the one that played every probe, where figures alone differ.
+    If a case played only some probes and its reasons differ only in figures, it gets the reasons of the case that
+    played all of them.
     """
     played: dict[str, GraphProbe] = {}
     for graph in sorted(members, key=lambda each: (bool(each.played_in_full), -len(each.probes))):

@@ -1,4 +1,4 @@
-"""How a run's figures and circumstances are put into words, the same in every report."""
+"""Phrases for a run's figures and circumstances, shared by all reports."""
 
 import math
 import re
@@ -26,16 +26,16 @@ from attncheck.reports.run_file.records import (
 from attncheck.reports.run_file.store import Run
 
 _FIGURES = re.compile(r"([^(;]*)(;.*)", re.DOTALL)
-"""What ended a process, and the figures behind it."""
+"""The cause of a process's end, and the figures that follow it."""
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 case``, ``2 cases``."""
+    """Return ``1 case``, ``2 cases``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def budgets(share: float | None) -> str:
-    """A share of the error budget to about three digits; ``-`` where nothing was measured."""
+    """Return a share of the error budget to about three digits, or ``-`` if it is None."""
     if share is None:
         return "-"
     if math.isinf(share):
@@ -45,13 +45,14 @@ def budgets(share: float | None) -> str:
 
 _UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
 _COMMAND = re.compile(r"(?<!\S)::(?=\S)|##(?=\[)")
-"""How a line begins that GitHub's runner obeys, wherever it is printed: ``::error ...``, and of old ``##[error]``."""
+"""The start of a line that GitHub's runner interprets as a command: ``::error ...``, or the older ``##[error]``."""
 
 
 def printable(text: str) -> str:
-    """``text`` without what is obeyed rather than shown: messages come from foreign code.
+    """Return ``text`` with everything neutralised that a terminal or a GitHub runner would interpret.
 
-    A terminal obeys control characters; the log of a GitHub runner obeys lines that look like its commands.
+    Messages come from foreign code. A terminal interprets control characters; the log of a GitHub runner interprets
+    lines that look like its commands.
     """
     return _COMMAND.sub(lambda match: " ".join(match[0]), _UNUSUAL.sub(_visible, text))
 
@@ -61,7 +62,7 @@ def _visible(match: re.Match[str]) -> str:
 
 
 def title(header: RunHeader) -> str:
-    """One line: versions, machine, what was asked."""
+    """Return one line with versions, machine, suites and seed."""
     env = header.environment
     machine = plural(env.cores, "core") if env.driver is None else env.device_name
     suites = ", ".join(f"{suite.name}: {suite_size(suite)}" for suite in header.suites)
@@ -71,17 +72,17 @@ def title(header: RunHeader) -> str:
 
 
 def suite_size(suite: SuiteInfo) -> str:
-    """``57 cases``; what is asked of a provider are functions."""
+    """Return ``57 cases``, or ``12 functions`` for the suite of providers."""
     return plural(suite.cases, "function" if suite.name == UTILITIES else "case")
 
 
 def chosen_kernels(cases: Mapping[str, int]) -> str:
-    """Kernels and in how many cases each ran: ``flash (52 cases), math (1 case)``."""
+    """Return kernels and the number of cases in which each ran: ``flash (52 cases), math (1 case)``."""
     return ", ".join(f"{one_line(kernel)} ({plural(count, 'case')})" for kernel, count in cases.items())
 
 
 def conventions(backend: BackendInfo) -> str:
-    """The backend's conventions in one line."""
+    """Return the backend's conventions on one line."""
     return ", ".join(f"{name}: {_word(value)}" for name, value in backend.conventions.items()) or "none stated"
 
 
@@ -92,36 +93,36 @@ def _word(value: object) -> str:
 
 
 def gap(item: UnexaminedCases, checks: int) -> str:
-    """What was not examined, without the reasons: ``9 cases``, or ``41 cases (lse)`` where only some checks were not.
+    """Return the extent of a gap: ``9 cases``, or ``41 cases (lse)`` if only some checks were not examined.
 
-    ``checks`` is how many checks the run has.
+    ``checks``: the number of checks of the run.
     """
     some = f" ({', '.join(item.checks)})" if len(item.checks) < checks else ""
     return f"{plural(item.cases, 'case')}{some}"
 
 
 def gap_outcome(item: UnexaminedCases) -> str:
-    """The outcome's word, and whose limit it is where that is not the backend's."""
+    """Return the outcome, followed by ``by attncheck`` if the limit is attncheck's."""
     return f"{item.outcome} by attncheck" if item.by == "attncheck" else item.outcome
 
 
 def gap_reasons(item: UnexaminedCases) -> str:
-    """Why something was not examined, on one line."""
+    """Return on one line why something was not examined."""
     return one_line("; ".join(item.reasons))
 
 
 def measured_level(level: GraphLevel | None) -> str:
-    """A measured CUDA-graph level in words."""
+    """Return a measured CUDA-graph level, or ``cannot tell`` for None."""
     return level or "cannot tell"
 
 
 def probe_outcome(probe: GraphProbe) -> str:
-    """The outcome's word; what could not be examined, could not be examined here."""
+    """Return the outcome of a probe; ``not examined`` becomes ``not examined here``."""
     return "not examined here" if probe.outcome == "not examined" else probe.outcome
 
 
 def broke_at(probe: GraphProbe, *, width: int | None = None) -> str:
-    """The probe that ended the climb from level to level, and why, on one line; the reason cut to ``width``."""
+    """Return the probe at which the level ended and its reason on one line, the reason cut to ``width``."""
     reason = one_line(joined(probe.reason))
     return f"{_stop(probe)}: {reason if width is None else shortened(reason, width)}"
 
@@ -132,9 +133,9 @@ def _stop(probe: GraphProbe) -> str:
 
 
 def why_no_higher(row: LevelRow, *, width: int | None = None) -> str:
-    """The probe a row broke at, and what is proven all the same where the level cannot be told; empty: none broke.
+    """Return the probe a row broke at, and the level proven if the measured one is unknown; "" if no probe broke.
 
-    What a row above says in the very same words is not said again.
+    If an earlier row has the same reason, the text is ``as above``.
     """
     if row.broke_at is None:
         return ""
@@ -143,17 +144,17 @@ def why_no_higher(row: LevelRow, *, width: int | None = None) -> str:
 
 
 def other_reasons(row: LevelRow) -> str:
-    """That not all cases of a row break for the reason shown."""
+    """Return a note that some cases of a row break for another reason than the one shown."""
     return f"other figures or reasons in {row.other_cases} of {plural(row.cases, 'case')}"
 
 
 def one_line(text: str) -> str:
-    """``text`` without control characters and line breaks."""
+    """Return ``text`` without control characters and line breaks."""
     return " ".join(printable(text).split())
 
 
 def cut(text: str, width: int) -> str:
-    """``text``, or its beginning and ``...`` where it is longer than ``width`` characters."""
+    """Return ``text``, cut to ``width`` characters with ``...`` at the end if it is longer."""
     return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
@@ -171,7 +172,7 @@ def _recurrence(record: Ended) -> str:
 
 
 def what_happened(record: Record) -> str:
-    """One line for a record that fell short; any other is told by its outcome."""
+    """Return one line on a record that did not pass, or the outcome of any other record."""
     match record:
         case Failed():
             text = record.summary if record.graph is None else joined(record.summary)
@@ -207,14 +208,14 @@ def claims(each: BackendVerdict) -> str:
 
 
 def extent(finding: Finding) -> str:
-    """Return how many cases and which checks a finding makes fail: ``8 cases, checks numerics and containment``."""
+    """Return the number of cases and the checks of a finding: ``8 cases, checks numerics and containment``."""
     checks = finding.checks
     names = checks[0] if len(checks) == 1 else f"{', '.join(checks[:-1])} and {checks[-1]}"
     return f"{plural(len(finding.cases), 'case')}, {'check' if len(checks) == 1 else 'checks'} {names}"
 
 
 def example(finding: Finding) -> str:
-    """Return the case that is shown for a finding, with its check and its description."""
+    """Return the example case of a finding, with its check and its description."""
     record = finding.example
     described = finding.case.description if finding.case else ""
     return one_line(f"{record.case}, check {record.check}{f': {described}' if described else ''}")
@@ -227,11 +228,10 @@ def closing(
     complete: bool = True,
     verdicts: Sequence[BackendVerdict] = (),
 ) -> str:
-    """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say.
+    """Return the last line of a report: the verdict and the counts.
 
-    Counts are of questions (a check of a case of a backend), however often each was put.
-
-    What an unfinished run has not found wrong so far is no verdict.
+    ``errors`` fail a run whatever its records are. Counts are of checks of a case of a backend, each counted once
+    however many rounds it had. An unfinished run has a verdict only if it failed.
     """
     verdict: str = "failed" if errors else summary.verdict
     if not complete and verdict != "failed":
@@ -250,13 +250,13 @@ def closing(
 
 
 def rounds_short(summary: RunSummary, record: Record) -> str:
-    """``in 3 of 10 rounds``, for a record that stands for several rounds; empty for any other."""
+    """Return ``in 3 of 10 rounds`` for a record that represents several rounds, or "" for any other."""
     short, rounds = summary.rounds.get(record.key, (1, 1))
     return f"in {short} of {rounds} rounds" if rounds > 1 else ""
 
 
 def incomplete(run: Run) -> str | None:
-    """A warning about a run without footer, or None."""
+    """Return a warning if the run has no footer, or None."""
     if run.complete:
         return None
     where = "in the middle of a line" if run.cut_line else "before its footer"

@@ -1,6 +1,6 @@
-"""Which file and line of the user's code a record is about, as CI services take them: from the root of the checkout.
+"""The file and line of the user's code that a record is about, relative to the root of the checkout, as CI expects.
 
-Computed from the text of the run file alone. A path outside the checkout is left out: no service can show it.
+Computed from the text of the run file alone. A path outside the checkout is left out, since no CI service can show it.
 """
 
 import re
@@ -14,9 +14,9 @@ _FILE_OF_REFERENCE = re.compile(r"(?:^|:)(?P<path>[^:]+\.py)(?::|$)")
 
 
 def place_to_show(record: Record, header: RunHeader, root: str) -> tuple[str, int | None]:
-    """Return file and line for an annotation; empty and None if no file of the record is below ``root``.
+    """Return file and line for an annotation, or ("", None) if no file of the record is below ``root``.
 
-    The line that raised or died; else the backend's file; else the YAML file of the suite.
+    The first choice is the line that raised or died, then the backend's file, then the YAML file of the suite.
     """
     suite = header.suite_ref(record.suite).partition("{")[0]
     places = [
@@ -32,7 +32,7 @@ def place_to_show(record: Record, header: RunHeader, root: str) -> tuple[str, in
 
 
 def backend_file(reference: str, root: str) -> str:
-    """Return the file that a backend's reference names, from ``root``; empty if it names none, or one elsewhere.
+    """Return the file that a backend's reference names, relative to ``root``; "" if there is none below ``root``.
 
     >>> backend_file("./kernels/mine.py:Mine", "/work"), backend_file("vllm:/work/mine.py:Mine", "/work")
     ('kernels/mine.py', 'mine.py')
@@ -57,7 +57,7 @@ def _file_of(reference: str) -> str:
 
 
 def _in_checkout(path: str, root: str) -> str:
-    """Return a path from the root of the checkout; empty: it lies elsewhere."""
+    """Return a path relative to the root of the checkout, or "" if it is outside."""
     if path.startswith("/"):
         return path.removeprefix(f"{root}/") if root and path.startswith(f"{root}/") else ""
     return "" if path.startswith("../") else path.removeprefix("./")

@@ -1,7 +1,4 @@
-"""Long reasons made short: places of one violation joined, the rest cut where it does not hurt.
-
-Text in, text out.
-"""
+"""Shorten long reasons: merge lines of the same violation, and cut the rest at a word or clause."""
 
 import re
 from collections.abc import Sequence
@@ -9,14 +6,14 @@ from dataclasses import dataclass, replace
 
 _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 _WHOLE_FIGURE = re.compile(rf"(?<!\w){_FIGURE.pattern}")
-"""That ends no name, such as a dtype's."""
+"""A figure that is not the end of a name, such as of a dtype."""
 
 _VIOLATION = re.compile(r"(?P<what>.+) at (?P<file>.+?):(?P<line>\d+) in (?P<function>.+)")
 
 
 @dataclass(frozen=True)
 class _ReasonPart:
-    """One part between semicolons; with ``lines``, a violation in one function of one file."""
+    """One part of a reason between semicolons; with ``lines``, a violation in one function of one file."""
 
     what: str
     file: str = ""
@@ -24,7 +21,7 @@ class _ReasonPart:
     lines: tuple[str, ...] = ()
 
     def holds(self, other: "_ReasonPart") -> bool:
-        """Whether ``other`` differs in nothing but its line; the first of a list follows what introduces the list."""
+        """Return whether ``other`` differs only in its line; ``what`` may begin with the introduction of a list."""
         is_alike = self.what == other.what or self.what.endswith(f": {other.what}")
         return is_alike and bool(other.lines) and (self.file, self.function) == (other.file, other.function)
 
@@ -33,7 +30,7 @@ class _ReasonPart:
 
 
 def joined(reason: str) -> str:
-    """Violations that differ in their lines alone as one: ``.item() at mine.py:9, 10 in forward``."""
+    """Merge violations that differ only in their lines: ``.item() at mine.py:9, 10 in forward``."""
     parts: list[_ReasonPart] = []
     for text in reason.split("; "):
         match = _VIOLATION.fullmatch(text)
@@ -52,10 +49,10 @@ def joined(reason: str) -> str:
 
 
 def shortened(reason: str, width: int) -> str:
-    """``reason``, or its beginning and ``...``, at most ``width`` characters.
+    """Return ``reason``, or its beginning and ``...``, at most ``width`` characters.
 
-    It ends after the last semicolon where that keeps half of the width, else after a whole word; within one only where
-    there is a single one.
+    The cut is after the last semicolon if that keeps half of the width, else after a whole word. A single long word is
+    cut inside.
     """
     if len(reason) <= width:
         return reason
@@ -67,16 +64,16 @@ def shortened(reason: str, width: int) -> str:
 
 
 def listed(reasons: Sequence[str]) -> str:
-    """Reasons that differ in their first figure alone as one: ``block_size 1, 8, 16: supported are ...``."""
+    """Merge reasons that differ only in their first figure: ``block_size 1, 8, 16: supported are ...``."""
     figures = dict.fromkeys(match[0] for reason in reasons if (match := _WHOLE_FIGURE.search(reason)))
     return _WHOLE_FIGURE.sub(", ".join(sorted(figures, key=float)), reasons[0], count=1)
 
 
 def without_first_figure(reason: str) -> str:
-    """What reasons have in common that :func:`listed` makes one."""
+    """Replace the first figure by ``#``; reasons with equal results are merged by :func:`listed`."""
     return _WHOLE_FIGURE.sub("#", reason, count=1)
 
 
 def without_figures(reason: str) -> str:
-    """What reasons that differ in figures alone have in common."""
+    """Replace every figure by ``#``."""
     return _FIGURE.sub("#", reason)

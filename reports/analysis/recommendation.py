@@ -1,7 +1,7 @@
-"""Which backends of a run are right for a combination of needs, by measurement.
+"""Rank the backends of a run by measured suitability for a combination of needs.
 
-A need is a feature (``sinks``) or a form (``block_size=32``), in the words of a record's ``needs``. Pure: records,
-findings and times in, frozen values out. The HTML page applies the same rules to the same values in a script.
+A need is a feature (``sinks``) or a form (``block_size=32``), as in a record's ``needs``. Pure functions of records,
+findings and times. A script in the HTML page applies the same rules to the same values.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Record
 
 Standing = Literal["right", "right in each", "wrong", "declared", "not declared", "not asked"]
-"""``right``: in cases that need all; ``right in each``: in cases of each need, none of which needs all."""
+"""``right``: in cases that need all; ``right in each``: in cases of each need, but no right case needs all."""
 
 STANDINGS: Mapping[Standing, str] = {
     "right": "right in every case that needs all of this",
@@ -33,9 +33,9 @@ STANDINGS: Mapping[Standing, str] = {
 
 @dataclass(frozen=True)
 class NeededCase:
-    """A case of one backend: what it needs, and which count of a :class:`SupportRow` it belongs to.
+    """A case of one backend: its needs, and the count of a :class:`SupportRow` it belongs to.
 
-    ``false``: the capabilities it needs that are false claims of the backend.
+    ``false``: the needs of the case that are false claims of the backend.
     """
 
     backend: str
@@ -45,13 +45,13 @@ class NeededCase:
     false: frozenset[str]
 
     def counts_for(self, needs: Collection[str]) -> bool:
-        """Return whether the case needs all of ``needs``, and no further capability explains that it fails."""
+        """Return whether the case needs all of ``needs``, and no false claim beyond ``needs`` explains its failure."""
         return self.needs.issuperset(needs) and not (self.count == "short" and self.false.difference(needs))
 
 
 @dataclass(frozen=True)
 class NeedAnswer:
-    """What a run says of one need of one backend alone; ``words``: counts of cases, as the support table has them."""
+    """The result for one need of one backend alone; ``words``: counts of cases, as in the support table."""
 
     standing: Literal["right", "wrong", "declared", "not declared", "not asked"]
     words: str
@@ -59,11 +59,11 @@ class NeedAnswer:
 
 @dataclass(frozen=True)
 class Suitability:
-    """What a run says of one backend and all needs together.
+    """The result for one backend and all needs together.
 
-    right, wrong: cases that need all. ``why``: what there is to know, in words. ``findings``: those that concern the
-    combination. ``median_ns``: geometric mean of the times of ``forward`` over ``timed`` cases that need all and were
-    timed for every right backend that has times.
+    right, wrong: numbers of cases that need all. ``why``: an explanation. ``findings``: those of the cases concerned.
+    ``median_ns``: geometric mean of the times of ``forward`` over ``timed`` cases. These cases need all, and were timed
+    for every right backend that has times.
     """
 
     backend: str
@@ -77,17 +77,17 @@ class Suitability:
 
 
 def known_needs(records: Sequence[Record], header: RunHeader) -> tuple[str, ...]:
-    """Return every need of a case and every declared feature of the run, features first, values of a form by size."""
+    """Return every need of a case and every declared feature of the run, features first, forms by numeric value."""
     needs = {need for record in records if record.check != UTILITIES for need in record.needs}
     needs.update(feature for backend in header.backends for feature in backend.features)
     return tuple(sorted(needs, key=_by_size))
 
 
 def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
-    """Return the needs in a text such as ``sinks,fp8_kv,block_size=32``, each once.
+    """Return the distinct needs in a text such as ``sinks,fp8_kv,block_size=32``.
 
     Raises:
-        UnknownNameError: no case needs one of them, and no backend declares it.
+        UnknownNameError: if no case needs one of them and no backend declares it.
     """
     needs = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for need in needs:
@@ -111,7 +111,7 @@ def needed_cases(records: Sequence[Record], found: RunFindings) -> tuple[NeededC
 def need_answers(
     needs: Collection[str], found: RunFindings, cases: Sequence[NeededCase], header: RunHeader
 ) -> dict[tuple[str, str], NeedAnswer]:
-    """Return, by (backend, need), what the run says of each need alone."""
+    """Return, by (backend, need), the result for each need alone."""
     rows = {(row.backend, row.feature): row for row in found.support}
     features = {backend.name: backend.features for backend in header.backends}
     examined = {case.backend for case in cases if case.count != "left"}
@@ -131,9 +131,10 @@ def recommend(
     answers: Mapping[tuple[str, str], NeedAnswer],
     times: Mapping[tuple[str, str], float],
 ) -> tuple[Suitability, ...]:
-    """Return the backends of a run, the most suitable first; of the right ones, those timed first, by time.
+    """Return the backends of a run, the most suitable first; right backends are ordered by time, untimed ones last.
 
-    ``times``: the median of ``forward`` in nanoseconds by (backend, ``suite/id``). ``answers``: of each need alone.
+    ``times``: the median of ``forward`` in nanoseconds by (backend, ``suite/id``). ``answers``: the results for each
+    need alone.
     """
     own = {each.backend: [case for case in cases if case.backend == each.backend] for each in found.verdicts}
     judged = [_suitability(name, needs, found, own[name], answers) for name in own]
@@ -216,7 +217,7 @@ def _need_answer(need: str, row: SupportRow | None, features: Collection[str], i
     if row is None or not is_examined:
         words = "no case" if is_examined else "not examined"
         if "=" in need:
-            return NeedAnswer("not asked", words)  # the header lists declared features alone
+            return NeedAnswer("not asked", words)  # the header lists declared features only, no forms
         return NeedAnswer("declared" if need in features else "not declared", words)
     if row.verdict in ("right", "short"):
         return NeedAnswer("right" if row.verdict == "right" else "wrong", row.in_words)

@@ -1,6 +1,6 @@
-"""The one line that repeats a record: made to be pasted into a POSIX shell, from the directory of the first run.
+"""The command that repeats a record: one line for a POSIX shell, to run in the directory of the first run.
 
-A candidate that was handed over in Python has no name a shell could give; its line is Python.
+A backend that was passed as a Python object has no name for a shell; its line is Python.
 """
 
 import shlex
@@ -10,17 +10,17 @@ from attncheck.reports.run_file.records import UTILITIES, Crashed, Ended, Record
 
 
 def python_ref(name: str) -> str:
-    """The ``backend_ref`` of a candidate that was handed over in Python under ``name``."""
+    """Return the ``backend_ref`` of a backend that was passed as a Python object under ``name``."""
     return f"<{name}>"
 
 
 def repro_command(record: Record, header: RunHeader | None = None) -> str:
-    """``attncheck run ...`` for this backend, case, check and seed alone, in one plain process.
+    """Return ``attncheck run ...`` for this backend, case, check and seed alone, in one process.
 
-    What ran out of memory is repeated in a process of its own, where a run watches it.
+    A timeout and a crash out of memory are repeated in a worker process, since only there a run enforces its limits.
 
-    The header adds what a record does not say: the file of a suite that is not built in, and the device. A seed of 0
-    is the default and left out. What the backend's process must be started with stands before the command.
+    ``header`` adds what a record lacks: the file of a suite that is not built in, and the device. A seed of 0 is the
+    default and left out. Environment variables that the backend requires precede the command.
     """
     if record.check == UTILITIES:
         return _repro_function(record, header)
@@ -39,7 +39,7 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
 
 
 def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:
-    """Return the command that repeats a crash on a GPU under compute-sanitizer; empty for other records."""
+    """Return the command that repeats a crash on a GPU under compute-sanitizer, or "" for other records."""
     is_crash = isinstance(record, Crashed) and not record.backend_ref.startswith("<")
     if not is_crash or header is None or header.device == "cpu":
         return ""
@@ -49,20 +49,18 @@ def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:
 
 
 def _assignments(record: Record, header: RunHeader | None) -> str:
-    """``NAME=value`` for each environment variable that the repetition needs, and a space: those the backend requires.
-
-    A crash on a GPU is repeated with launches that wait, so that the kernel which crashes is the one that is named.
-    """
+    """Return ``NAME=value`` and a space for each environment variable that the repetition needs."""
     if header is None:
         return ""
     required = next((info.required_environment for info in header.backends if info.name == record.backend), {})
+    # With blocking launches, the error is raised at the kernel that causes it.
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if isinstance(record, Ended) and header.device != "cpu" else {}
     values = {**blocking, **required}
     return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in values.items())
 
 
 def _repro_function(record: Record, header: RunHeader | None) -> str:
-    """The same for a function of a provider; the suites are those whose batches it was asked about."""
+    """Return the command for a function of a provider; its suites are those that supply the batches."""
     words = ["attncheck", "run", "--provider", record.backend_ref, "--function", record.case_id]
     if header is not None:
         words += [word for suite in header.suites if suite.name != UTILITIES for word in ("--suite", suite.ref)]

@@ -1,7 +1,4 @@
-"""A check that was made in several rounds, each in a process of its own, counts once: with its worst outcome.
-
-A run without rounds keeps all its records.
-"""
+"""The worst outcome of a check that was repeated in several rounds, each in its own process."""
 
 import math
 from collections.abc import Sequence
@@ -25,9 +22,9 @@ _WORST_FIRST: tuple[Outcome, ...] = (
 
 @dataclass(frozen=True)
 class WorstRound:
-    """One check of one case of one backend. ``record``: the worst of its rounds, the first of those.
+    """One check of one case of one backend. ``record``: its worst round, the first of equally bad ones.
 
-    ``rounds``: how often it was made, ``short``: in how many of them it fell short.
+    ``rounds``: the number of rounds. ``short``: in how many of them the check did not pass.
     """
 
     record: Record
@@ -36,7 +33,10 @@ class WorstRound:
 
 
 def worst_rounds(records: Sequence[Record]) -> tuple[WorstRound, ...]:
-    """The worst round of each check of each case and backend, in the order in which these first come."""
+    """Return the worst round of each check of each case and backend, in the order of their first records.
+
+    If no record has a round above 0, every record is returned, even one with an equal key.
+    """
     if not any(record.round for record in records):
         return tuple(WorstRound(record, 1, int(record.outcome in FALLEN_SHORT)) for record in records)
     asked: dict[RecordKey, list[Record]] = {}
@@ -49,6 +49,6 @@ def worst_rounds(records: Sequence[Record]) -> tuple[WorstRound, ...]:
 
 
 def _badness(record: Record) -> tuple[int, float]:
-    """Smaller is worse: by outcome, then by the share of the error budget that was used."""
+    """Return a sort key, worst first: the outcome, then the share of the error budget used."""
     share = float(record.figures.get(BUDGET_SHARE, 0.0)) if isinstance(record, Passed | Failed) else 0.0
     return _WORST_FIRST.index(record.outcome), -math.inf if math.isnan(share) else -share

@@ -1,7 +1,7 @@
-"""Records counted: which backend stands where, what was never asked and why, and what fell short.
+"""Count records: outcomes by backend, check and suite, what was not examined and why, and what did not pass.
 
-Pure: records in, frozen values out. Tables and sentences are made from these by ``terminal`` and ``markdown``. What
-was asked in several rounds is counted once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
+Pure functions from records to frozen values, which ``terminal`` and ``markdown`` render. A check repeated in several
+rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
 """
 
 import math
@@ -33,7 +33,7 @@ RunVerdict = Literal["passed", "failed", "not examined"]
 
 @dataclass(frozen=True)
 class OutcomeCounts:
-    """How often each outcome came, over some set of records; and the largest share of the error budget used."""
+    """How often each outcome occurs in a set of records, and the largest share of the error budget used."""
 
     counts: tuple[tuple[Outcome, int], ...] = ()
     worst_share: float | None = None
@@ -43,25 +43,25 @@ class OutcomeCounts:
 
     @property
     def examined(self) -> int:
-        """Records of questions that were really put."""
+        """The number of records of checks that ran."""
         return sum(count for outcome, count in self.counts if outcome in EXAMINED)
 
     @property
     def short(self) -> int:
-        """Records that fell short of what was declared or expected."""
+        """The number of records that did not pass as declared or expected."""
         return sum(count for outcome, count in self.counts if outcome in FALLEN_SHORT)
 
     @property
     def not_examined(self) -> int:
-        """Records that say why nothing was examined."""
+        """The number of records without an examination."""
         return sum(count for _, count in self.counts) - self.examined
 
 
 @dataclass(frozen=True)
 class UnexaminedCases:
-    """Something not examined: one backend, one set of reasons, and the ``cases`` and ``checks`` it concerns.
+    """The ``cases`` and ``checks`` of one backend that were not examined for one set of reasons.
 
-    Reasons that differ in a size or a number at their beginning are one, which lists them.
+    Reasons that differ only in their first figure are merged into one that lists the figures.
     """
 
     backend: str
@@ -74,13 +74,13 @@ class UnexaminedCases:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the records of a run come to. Rows and columns keep the order in which records first name them.
+    """Counts of the records of a run. Rows and columns keep the order of the records.
 
-    ``short`` are the records that fell short, ``expected`` those that did so as expected. Providers and their functions
-    are counted in all figures, and apart from ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``. ``rounds``:
-    of each record in ``short`` that stands for several rounds, in how many it fell short, and of how many;
-    ``most_rounds``: in how many any question was put. ``chosen_kernels``: of each backend that knows them, in how many
-    cases each of its library's kernels ran, the most frequent first.
+    ``short``: records that did not pass. ``expected``: those that did not pass as expected. Providers and their
+    functions are left out of ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``, and included in all other
+    counts. ``rounds``: for each record in ``short`` that represents several rounds, (rounds that did not pass, all
+    rounds). ``most_rounds``: the largest number of rounds of any check. ``chosen_kernels``: by backend, in how many
+    cases each kernel of its library ran, the most frequent first; backends that do not report kernels are left out.
     """
 
     backends: tuple[str, ...]
@@ -102,23 +102,23 @@ class RunSummary:
 
     @property
     def verdict(self) -> RunVerdict:
-        """``failed`` if any record fell short, ``not examined`` if none was examined, else ``passed``."""
+        """``failed`` if any record is in ``short``, ``not examined`` if no record was examined, else ``passed``."""
         return verdict(self.total)
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """Backends of which no case can run on the machine."""
+        """Backends that are unavailable on this machine in every record."""
         outcomes = {name: {outcome for outcome, _ in self.by_backend[name].counts} for name in self.backends}
         return tuple(name for name, found in outcomes.items() if found == {"unavailable"})
 
     @property
     def has_errors_measured(self) -> bool:
-        """Whether any record of a backend says which share of the error budget was used."""
+        """Whether any record of a backend has a share of the error budget."""
         return any(self.by_backend[backend].worst_share is not None for backend in self.backends)
 
 
 def verdict(total: OutcomeCounts) -> RunVerdict:
-    """What a tally comes to; a run that examined nothing has not passed."""
+    """Return the verdict on a tally; a run that examined nothing has not passed."""
     if total.short:
         return "failed"
     return "passed" if total.examined else "not examined"
@@ -138,7 +138,7 @@ def tally(records: Iterable[Record]) -> OutcomeCounts:
 
 
 def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSummary:
-    """Summarise the records of one run. ``checks`` gives the order of the columns; unnamed ones follow."""
+    """Summarise the records of one run. ``checks`` gives the order of the columns; other checks follow."""
     asked = worst_rounds(records)
     records = [each.record for each in asked]
     of_backends = [record for record in records if record.check != UTILITIES]
@@ -177,7 +177,6 @@ def _in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _chosen_kernels(records: Sequence[Record]) -> dict[str, dict[str, int]]:
-    """Of each backend, the kernels that its records name, and in how many cases."""
     found = {(r.backend, kernel, r.suite, r.case_id) for r in records for kernel in chosen_kernels_of(r)}
     counts = Counter((backend, kernel) for backend, kernel, _, _ in found)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -189,7 +188,7 @@ def _chosen_kernels(records: Sequence[Record]) -> dict[str, dict[str, int]]:
 
 
 def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[UnexaminedCases, ...]:
-    """Everything not examined, like reasons of a backend together; backends in order, most cases first."""
+    """Return everything not examined, grouped by backend and reasons; backends in order, most cases first."""
     groups: dict[tuple[str, Outcome, str, tuple[str, ...]], list[Unsupported | Unavailable]] = {}
     for record in records:
         if isinstance(record, Unsupported | Unavailable):

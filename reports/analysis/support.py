@@ -1,8 +1,8 @@
-"""What a backend supports by measurement, feature by feature, beside what it declares; sizes and forms likewise.
+"""Measured support of each backend, by feature and form, next to its declarations.
 
-Told by the answers to the cases that need a feature, or have a form such as ``head_size=64``; what other checks found
-(of poison, graphs, claims) is true of a backend whatever the feature. A case needs several: that it fell short is told
-in the row of each. Rows only; ``markdown.support`` makes the tables.
+Support is measured by the output checks (:data:`ANSWERS`) of the cases that need a feature or have a form such as
+``head_size=64``. Other checks (poison, graphs, claims) do not depend on the feature. A case that needs several features
+and does not pass counts in the row of each. This module computes rows; ``markdown.support`` renders the tables.
 """
 
 import re
@@ -26,35 +26,35 @@ from attncheck.reports.run_file.records import (
 )
 
 REFUSALS = "refusals"
-"""The check that tries what is not declared."""
+"""The check that runs cases a backend does not declare."""
 
 ANSWERS = ("numerics", "lse", "cache_write")
-"""The checks that judge an answer."""
+"""The checks that compare outputs with the truth."""
 
 LATENT = "mla"
-"""The feature whose backends serve layers that need it, and no others."""
+"""The feature of MLA layers; backends that declare it serve only layers that need it."""
 
 REFUSED = "refused at"
 ANSWERED = "answered right without declaring it"
-"""How the notes of :data:`REFUSALS` begin where an undeclared case was refused, or answered right."""
+"""First words of the notes of :data:`REFUSALS` if an undeclared case was refused, or computed correctly."""
 
 UNCLEAR = "not declared, and no clear refusal"
-"""How its summary begins where such a case raised something else than a refusal."""
+"""First words of its summary if such a case raised an error that is no refusal."""
 
 _AS_DECLARED = ("right", "short")
 
 SupportVerdict = Literal["right", "short", "unproven", "wrong", "died", "answered", "unclear", "refused", "left"]
-"""What a :class:`SupportRow` comes to, in the words of its counts."""
+"""The verdict of a :class:`SupportRow`, named after its counts."""
 
 
 @dataclass(frozen=True)
 class SupportRow:
-    """Cases of one backend that need one feature, or have one form (``key=value``), by what became of them.
+    """Cases of one backend that need one feature, or have one form (``key=value``), counted by result.
 
-    right, short: examined as declared, and all answers right, or one fell short. ``is_false``: the reason needs the
-    feature or form; else the cases in ``short`` say nothing about it. Of the rest, which the declarations
-    leave out: refused, unclear (raised, and no clear refusal), died (the process), answered (right all the same), wrong
-    (accepted, and wrong); left: never put, or passed against expectation, which does not tell how.
+    Declared cases: right (all outputs right) or short (one did not pass). ``is_false``: the reason for the failure
+    needs the feature or form; otherwise the cases in ``short`` prove nothing about it. Undeclared cases: refused,
+    unclear (raised without a clear refusal), died (the process), answered (right anyway), wrong (accepted, wrong
+    output). left: not run, or passed against expectation, in which case the record does not show how.
     """
 
     backend: str
@@ -72,14 +72,14 @@ class SupportRow:
 
     @property
     def is_form(self) -> bool:
-        """Whether this is a size or form, and no feature."""
+        """Whether the row is about a form instead of a feature."""
         return _is_form(self.feature)
 
     @property
     def verdict(self) -> SupportVerdict:
-        """The count that matters most: of what was examined as declared, and where nothing was, the gravest.
+        """The verdict on the declared cases; if none was examined, the worst result of the others.
 
-        ``unproven``: every case falls short, for reasons that need neither this feature nor this form.
+        ``unproven``: every case failed, for reasons that need neither this feature nor this form.
         """
         if self.short and self.is_false:
             return "short"
@@ -96,7 +96,7 @@ class SupportRow:
 
     @property
     def in_words(self) -> str:
-        """``right (12)``, ``wrong in 2 of 12``, ``not declared: refused (4)``; numbers count cases."""
+        """The row in words, counting cases: ``right (12)``, ``wrong in 2 of 12``, ``not declared: refused (4)``."""
         asked = self.right + self.short
         words = []
         if asked and self.short and self.is_false:
@@ -122,13 +122,13 @@ class SupportRow:
 def support_rows(
     records: Sequence[Record], header: RunHeader, false: Mapping[str, Collection[str]] | None = None
 ) -> tuple[SupportRow, ...]:
-    """A row a backend and feature that any case needs; backends in the header's order, features by name.
+    """Return a row for each backend and feature or form that a case needs; backends in the header's order.
 
-    ``false``: by backend, the capabilities that a finding concerns; None: every failing case counts against all it
-    needs.
+    ``false``: by backend, the capabilities that a finding concerns. If None, every failing case counts against
+    everything it needs.
 
-    A case outside the declarations says something of what the reasons against it name: one refused for its layout says
-    nothing of its head size. One without a latent cache says nothing of a backend that serves no other layers.
+    An undeclared case counts only for the needs that its reasons name: a case refused for its layout proves nothing
+    about its head size. A case without a latent cache does not count for a backend that serves only latent layers.
     """
     cases = _by_case(records)
     became = {key: _became(members) for key, members in cases.items()}
@@ -162,7 +162,7 @@ def support_rows(
 
 
 def _is_named(feature: str, reason: str) -> bool:
-    """Whether a reason is about a feature (``...: feature 'sinks' ...``) or a form (``head_size 72: ...``)."""
+    """Return whether a reason names a feature (``...: feature 'sinks' ...``) or form (``head_size 72: ...``)."""
     key, is_form, value = feature.partition("=")
     return f"'{key}'" in reason if not is_form else re.match(rf"{re.escape(f'{key} {value}')}\b", reason) is not None
 
@@ -194,7 +194,7 @@ def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:
 
 
 def _became(records: Iterable[Record]) -> str:
-    """Which count of a :class:`SupportRow` one case of one backend belongs to."""
+    """Return the count of a :class:`SupportRow` that one case of one backend belongs to."""
     examined = [record for record in records if record.outcome in EXAMINED]
     if not examined:
         return "left"
@@ -206,7 +206,7 @@ def _became(records: Iterable[Record]) -> str:
         if any(note.startswith(ANSWERED) for note in notes):
             return "answered"
         if isinstance(claim, XPassed):
-            return "left"  # its record does not tell whether it was refused or answered
+            return "left"  # its record does not state whether it was refused or computed
         if _is_short(claim):
             return _how_short(claim)
         return "right"
@@ -222,5 +222,5 @@ def _how_short(claim: Record) -> str:
 
 
 def _is_short(record: Record) -> bool:
-    """Whether the backend fell short; what passed against expectation makes the run fail, and is right."""
+    """Return whether the backend's result is wrong; an unexpected pass fails the run, but its result is right."""
     return isinstance(record, XFailed) or (record.outcome in FALLEN_SHORT and not isinstance(record, XPassed))

@@ -1,6 +1,6 @@
-"""What a run found out about the functions of providers: a verdict and figures for each, and why.
+"""Results for the functions of providers: a verdict, counts and notes for each.
 
-Rows and sentences only; tables are made by ``terminal`` and ``markdown``.
+This module computes rows and sentences; ``terminal`` and ``markdown`` render the tables.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _NOTE_HEADINGS = {
     "missing": ("missing",),
     "notes": (),
 }
-"""Headings of notes, and the kinds of notes that belong under them; the last takes the rest."""
+"""Headings of notes, and the kinds of notes under each; the last heading takes all other kinds."""
 
 LEGEND = (
     "equal: every question is answered as the reference does; drifted: a known change of signature or meaning; judged: "
@@ -42,7 +42,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class FunctionRow:
-    """One function of one provider. ``counts``: questions in all, then by answer, in the order of the headings."""
+    """One function of one provider. ``counts``: inputs compared, then by result in the order of the headings."""
 
     name: str
     word: FunctionVerdict
@@ -51,20 +51,17 @@ class FunctionRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row under :data:`HEADINGS`."""
+        """The cells of the row under :data:`HEADINGS`."""
         return (self.name, self.word, *self.counts)
 
 
 def function_rows(records: Sequence[Record], provider: str) -> tuple[FunctionRow, ...]:
-    """The rows of one provider, in the order of its records."""
+    """Return the rows of one provider, in the order of its records."""
     return tuple(_row(record) for record in records if record.check == UTILITIES and record.backend == provider)
 
 
 def notes_by_heading(rows: Sequence[FunctionRow]) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
-    """Return what is said of the functions, under its headings: names and a sentence.
-
-    Functions of which the same is said stand together.
-    """
+    """Return, by heading, pairs of function names and a note; functions with equal notes share one pair."""
     owners: dict[str, dict[str, list[str]]] = {heading: {} for heading in _NOTE_HEADINGS}
     for row in rows:
         for note in row.notes:
@@ -79,7 +76,7 @@ def notes_by_heading(rows: Sequence[FunctionRow]) -> tuple[tuple[str, tuple[tupl
 
 
 def provider_title(header: RunHeader, provider: str) -> str:
-    """The provider's name and version."""
+    """Return a title with the provider's name and version."""
     version = next((info.version for info in header.backends if info.name == provider), "")
     return f"utilities of {provider}{f' {version}' if version else ''}"
 

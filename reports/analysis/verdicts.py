@@ -1,4 +1,4 @@
-"""The answer of a run, a line a backend: whether it is right, which of its claims are false, what it could declare."""
+"""The verdict on each backend of a run: whether it passed, its false claims, and what it could declare."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
 
 @dataclass(frozen=True)
 class BackendVerdict:
-    """What a run says of one backend. ``cases``: how many were examined.
+    """The verdict on one backend. ``cases``: the number of examined cases.
 
-    ``could_declare``: capabilities that it does not declare, and answers right where it does not refuse the case; and
-    the CUDA-graph level that was measured above the declared one.
+    ``could_declare``: undeclared features whose outputs are right wherever the case is not refused, and a CUDA-graph
+    level measured above the declared one.
     """
 
     backend: str
@@ -35,13 +35,13 @@ class BackendVerdict:
 
     @property
     def failing_cases(self) -> int:
-        """How many cases the findings make fail."""
+        """The number of cases in the failing findings."""
         return len({case for finding in self.failing for case in finding.cases})
 
 
 @dataclass(frozen=True)
 class RunFindings:
-    """The findings of a run and what follows from them; ``support``: what each backend supports by measurement."""
+    """The findings of a run, the verdicts on its backends, and the measured support of each."""
 
     findings: tuple[Finding, ...]
     verdicts: tuple[BackendVerdict, ...]
@@ -77,7 +77,7 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
 
 
 def _undeclared_and_right(support: Sequence[SupportRow], backend: str) -> list[str]:
-    """Return the features that the backend does not declare, and answers right where it does not refuse the case."""
+    """Return the undeclared features whose outputs are right wherever the case is not refused."""
     return [
         f"{row.feature} ({row.answered} of {row.answered + row.refused + row.unclear} right)"
         for row in support
@@ -86,7 +86,7 @@ def _undeclared_and_right(support: Sequence[SupportRow], backend: str) -> list[s
 
 
 def _higher_level(rows: Sequence[LevelRow], backend: str) -> list[str]:
-    """Return the CUDA-graph level that every examined layer reaches, where it is above the declared one."""
+    """Return the CUDA-graph level that every examined layer reaches, if it is above the declared one."""
     own = [row for row in rows if row.backend == backend]
     lowest = min((GRAPH_LEVELS.index(row.proven) for row in own), default=0)
     highest = max((GRAPH_LEVELS.index(row.graph.declared) for row in own), default=0)

@@ -1,4 +1,4 @@
-"""An audit of a library's backends: CUDA-graph levels and features, declared beside measured; begin with ``page``.
+"""An audit of a library's backends: declared and measured CUDA-graph levels and features; begin with ``page``.
 
-Over a run of all backends of a family, such as ``vllm:*``, whose header says what each class declares.
+Its input is a run of all backends of a family, such as ``vllm:*``, whose header has the declarations of each class.
 """

@@ -1,4 +1,4 @@
-"""What every backend of an audit declares, column by column of its library's table, beside what was measured."""
+"""Declared and measured features of every backend of an audit, in the columns of its library's own table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from attncheck.reports.run_file.header import SurveyedBackend
 from attncheck.reports.run_file.store import Run
 
 FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
-"""Columns of which cases have values."""
+"""Columns whose values are forms of cases."""
 
 FEATURES = ("sinks", "sliding_window", "non_causal")
 """Columns of yes or no that are features of cases."""
 
 UNASKED = ("sparse", "mm_prefix", "dcp")
-"""Columns that no case asks about: chosen keys, prefixes that see each other, a context shared out over ranks."""
+"""Columns that no case tests: sparse attention, bidirectional prefixes, decode context parallelism."""
 
 LAYERS, CAPABILITY = "layers", "compute_capability"
 
 STATE = "state"
-"""Layers with a state in place of a cache."""
+"""Layers that keep a state instead of a KV cache."""
 
 _AS_DECLARED: tuple[SupportVerdict, ...] = ("right", "short", "unproven")
 
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """One value of a column: ``right`` of the ``asked`` cases. Empty ``value``: the column is yes or no."""
+    """One value of a column: ``right`` of the ``asked`` cases. ``value`` is "" in a column of yes or no."""
 
     value: str
     verdict: SupportVerdict
@@ -36,13 +36,13 @@ class MeasuredValue:
 
     @property
     def is_asked_as_declared(self) -> bool:
-        """Whether cases with it were examined as declared; the others were tried, and not declared."""
+        """Whether cases with this value were examined as declared, rather than tried although undeclared."""
         return self.verdict in _AS_DECLARED
 
 
 @dataclass(frozen=True)
 class AuditedFeature:
-    """One cell: what a backend declares in a column, and what was measured; ``is_asked``: cases can ask about it."""
+    """One cell: the declared values of a column and the measured ones. ``is_asked``: some cases can test the column."""
 
     column: str
     declared: tuple[str, ...]
@@ -52,7 +52,7 @@ class AuditedFeature:
 
 @dataclass(frozen=True)
 class AuditedBackend:
-    """One backend: its cells in the order of the columns. ``reason``: why it was not examined; empty: it was."""
+    """One backend with its cells in column order. ``reason``: why it was not examined, or "" if it was."""
 
     name: str
     features: tuple[AuditedFeature, ...]
@@ -60,7 +60,7 @@ class AuditedBackend:
 
 
 def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
-    """Return every backend of the survey; of a run without one, those of its header, of which nothing is declared."""
+    """Return every backend of the survey; without a survey, those of the header, without declarations."""
     surveyed = run.header.surveyed or tuple(SurveyedBackend(name=each.name) for each in run.header.backends)
     support: dict[str, dict[str, list[SupportRow]]] = {}
     for row in run_findings(run.records, run.header).support:
@@ -72,9 +72,12 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
 
 
 def _features(
-    backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run
+    backend: SurveyedBackend,
+    support: Mapping[str, Sequence[SupportRow]],
+    run: Run,
+    # Layers with a state: the cases test their metadata builders, and no column is about those.
 ) -> tuple[AuditedFeature, ...]:
-    if backend.declared.get(LAYERS) == (STATE,):  # a case asks its builder about a batch, and no column
+    if backend.declared.get(LAYERS) == (STATE,):
         support = {}
     cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_asked=False)]
     for column in (*FORMS, *FEATURES, *UNASKED):
@@ -88,7 +91,7 @@ def _measured(row: SupportRow) -> MeasuredValue:
 
 
 def _capability(backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run) -> AuditedFeature:
-    """The GPU of the run, with all cases of the backend that were examined on it."""
+    """Return the cell of the run's GPU, with all cases of the backend that were examined on it."""
     found, rows = run.header.environment.capability, support.get("dtype", ())
     right, asked = sum(row.right for row in rows), sum(row.right + row.short for row in rows)
     verdict: SupportVerdict = "right" if right == asked else "short" if not right else "unproven"

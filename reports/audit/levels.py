@@ -1,6 +1,6 @@
-"""Declared and measured CUDA-graph levels of every backend of an audit, per kind of layer and of batch.
+"""Declared and measured CUDA-graph levels of every backend of an audit, by kind of layer and of batch.
 
-The rows are those of ``analysis.graph_levels``; a backend that was not measured has one as well, with the reason.
+The rows come from ``analysis.graph_levels``. A backend without a measurement gets a row with the reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ BATCHES: Mapping[GraphLevel, str] = {
     "UNIFORM_BATCH": "uniform batches of several tokens",
     "ALWAYS": "mixed batches",
 }
-"""What a graph of each level serves besides those below."""
+"""The batches that a graph of each level serves in addition to those of lower levels."""
 
 NOT_MEASURED = "not measured"
 
@@ -29,16 +29,16 @@ _LAYER_FEATURES = frozenset(
         *("head_size_v", "kv_sharing", "fp8_kv", "fp8_per_head", "output_quant", "mla", "local"),
     }
 )
-"""The needs of a case that are its layer's or its cache's."""
+"""Needs of a case that belong to its layer or cache."""
 
 
 @dataclass(frozen=True)
 class AuditedLevel:
-    """One row: layers of one backend whose levels are alike.
+    """One row: layers of one backend with equal levels.
 
-    ``layers``: the kinds among its ``cases`` cases. ``measured``: a level, ``cannot tell``, or :data:`NOT_MEASURED`.
-    ``head_room``: the level that could be declared instead; empty: none. ``batches``: what became of each kind of
-    batch, by :data:`BATCHES`. ``breaks``: what breaks at the next level, or why nothing was measured.
+    ``layers``: the kinds of layers among its ``cases`` cases. ``measured``: a level, ``cannot tell``, or
+    :data:`NOT_MEASURED`. ``head_room``: a higher level that could be declared, or "". ``batches``: the result for each
+    kind of batch of :data:`BATCHES`. ``breaks``: what breaks at the next level, or why nothing was measured.
     """
 
     backend: str
@@ -53,7 +53,7 @@ class AuditedLevel:
 
 
 def audited_levels(run: Run) -> tuple[AuditedLevel, ...]:
-    """Return the rows of every backend of the run, and of those that it could not examine, in the survey's order."""
+    """Return rows of every backend of the run, and of those it could not examine, in the survey's order."""
     needs = {(record.backend, record.case): record.needs for record in run.records}
     rows: dict[str, list[AuditedLevel]] = {}
     for row in level_rows(run.records):
@@ -85,7 +85,6 @@ def _measured(row: LevelRow, needs: Mapping[tuple[str, str], Sequence[str]]) -> 
 
 
 def _became(row: LevelRow, level: GraphLevel) -> str:
-    """What became of the probes of one level."""
     outcomes = [probe.outcome for probe in row.graph.probes if probe.level == level]
     if "failed" in outcomes:
         return "breaks"
@@ -96,12 +95,10 @@ def _became(row: LevelRow, level: GraphLevel) -> str:
 
 
 def _kind(needs: Sequence[str]) -> str:
-    """The modifiers of a case's layer and cache, in words."""
     return ", ".join(need for need in needs if need in _LAYER_FEATURES) or _NO_MODIFIER
 
 
 def _unmeasured(backend: str, records: Sequence[Record]) -> str:
-    """Why a backend of the run has no level."""
     return next(_reasons(backend, records), "no case of the run asks for the check cudagraph")
 
 

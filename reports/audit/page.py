@@ -1,4 +1,4 @@
-"""An audit as Markdown that can be pasted into a thread, and as a JSON document."""
+"""An audit, as Markdown for a discussion thread and as a JSON document."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.store import Run
 
 FORMAT = 1
-"""Version of the JSON document. Raised when a field changes its meaning or goes."""
+"""Version of the JSON document. Raise it when a field is removed or changes its meaning."""
 
 _VERDICTS: dict[SupportVerdict, str] = {
     "right": "right",
@@ -34,7 +34,7 @@ _VERDICTS: dict[SupportVerdict, str] = {
     "refused": "not declared, refused",
     "left": "not asked",
 }
-"""What a verdict is called, in the order of a cell."""
+"""Verdicts in words, in the order they have within a cell."""
 
 _NOT_ASKED = "not asked"
 _SHOWN_LAYERS = 4
@@ -46,7 +46,7 @@ _LEGEND = (
 
 
 def render(run: Run) -> str:
-    """The audit as Markdown, ending in a newline."""
+    """Return the audit as Markdown, ending in a newline."""
     levels, backends = audited_levels(run), audited_features(run)
     able, left = [each for each in backends if not each.reason], [each for each in backends if each.reason]
     measured = [row for row in levels if row.measured != NOT_MEASURED]
@@ -66,7 +66,7 @@ def render(run: Run) -> str:
 
 
 def document(run: Run) -> str:
-    """The same as JSON."""
+    """Return the audit as a JSON document, ending in a newline."""
     environment = run.header.environment
     parts = {
         "format": FORMAT,
@@ -118,7 +118,6 @@ def _level_row(row: AuditedLevel) -> list[str]:
 
 
 def _unmeasured(rows: Sequence[AuditedLevel]) -> list[str]:
-    """The backends without a measured level: what they declare, those with one reason together."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reason = row.breaks.replace(_own(row.backend), "it")
@@ -189,5 +188,5 @@ def _values(values: Iterable[str]) -> str:
 
 
 def _own(name: str) -> str:
-    """The name within its family."""
+    """Return the name within its family."""
     return name.partition(":")[2] or name

@@ -1,5 +1,5 @@
-"""Two runs compared: which outcomes changed, which times, and what the runs were made with.
+"""Comparison of two runs: changes of outcomes, of times, and of the environment.
 
-Begin with ``compare.py``, which puts a comparison together. ``significance.py`` has the statistics of a changed time,
+Begin with ``compare.py``, which assembles a comparison. ``significance.py`` has the statistics of a change in time,
 ``summary.py`` the counts and sentences that every format shares.
 """

@@ -1,6 +1,6 @@
-"""Two runs compared: speeds, outcomes, what only one of them asked, and what they were made with.
+"""Compare two runs: speeds, outcomes, cases and checks of only one run, and environments.
 
-Both sides may be one run file, in which two backends took turns on the same machine: no other protocol tells smaller
+Both sides may be one run file in which two backends alternated on the same machine. That protocol detects the smallest
 differences.
 """
 
@@ -47,12 +47,12 @@ ComparisonVerdict = Literal["regression", "incomplete", "cannot tell", "no regre
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What became of BASE in NEW.
+    """The comparison of a run NEW with a run BASE.
 
     ``compared``: how much of BASE was compared. ``speeds``: every pair of speeds, in the order of BASE.
-    ``suite_speeds``: the same by suite and part. ``outcomes``: those that changed. ``only_base``, ``only_new``: what
-    one run alone asked. ``changed_cases``: asked by both under one name, with another hash, and not compared.
-    ``warnings``: what makes the comparison worth less, a sentence each; like all text here, unescaped.
+    ``suite_speeds``: the same by suite and part. ``outcomes``: those that changed. ``only_base``, ``only_new``: cases
+    or checks of one run only. ``changed_cases``: cases with equal names and different hashes, which are not compared.
+    ``warnings``: one sentence for each circumstance that weakens the comparison. All text here is unescaped.
     """
 
     base: Run
@@ -70,26 +70,26 @@ class RunComparison:
 
     @property
     def is_regression(self) -> bool:
-        """Whether NEW fell behind BASE: an outcome worse, or a pair slower by as much as counts.
+        """Whether an outcome of NEW is worse, or a pair is slower by at least its ``--fail-on`` threshold.
 
-        A backend that cannot run any more is asked, and its records say so.
+        A backend that can no longer run has records with other outcomes, which count here.
         """
         is_worse = any(change.kind == "worse" for change in self.outcomes)
         return is_worse or any(change.is_regression for change in self.speeds)
 
     @property
     def lost(self) -> tuple[OneSidedCases, ...]:
-        """What BASE examined and NEW did not ask."""
+        """What BASE examined and NEW does not have."""
         return tuple(each for each in self.only_base if each.is_lost)
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether anything is lost, or a run was cut off: what is missing may be worse."""
+        """Whether anything is lost or a run was cut off; what is missing may be worse."""
         return bool(self.lost) or not (self.base.complete and self.new.complete)
 
     @property
     def verdict(self) -> ComparisonVerdict:
-        """What the comparison comes to; ``cannot tell``: times were taken, and nothing is known of any of them."""
+        """The verdict of the comparison; ``cannot tell``: there are times, and every one of them is undecided."""
         if self.is_regression:
             return "regression"
         if self.is_incomplete and not self.terms.allow_missing:
@@ -99,20 +99,20 @@ class RunComparison:
 
     @property
     def fails(self) -> bool:
-        """Whether `attncheck compare` ends with exit code 1."""
+        """Whether `attncheck compare` exits with code 1."""
         return self.verdict in ("regression", "incomplete")
 
 
 def compare_runs(
     base: Run, new: Run, *, backends: Mapping[str, str] | None = None, terms: ComparisonTerms | None = None
 ) -> RunComparison:
-    """Compare two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
+    """Compare two runs. ``backends`` maps a backend of BASE to one of NEW where the names differ.
 
-    Backends it leaves out are matched by name, unless BASE and NEW are one file.
+    Other backends are matched by name, unless BASE and NEW are one file.
 
     Raises:
-        QuestionError: a backend that its run does not have, a file compared with itself, nothing in common, or a
-            threshold that concerns no case.
+        QuestionError: a backend is not in its run, a file is compared with itself, nothing is in common, or a threshold
+            matches no case.
     """
     terms = terms or ComparisonTerms()
     matching = match_runs(base, new, backends or {})
@@ -142,9 +142,9 @@ def compare_runs(
 
 
 def _pair_speeds(base: Run, new: Run, matching: RunMatching) -> tuple[list[SpeedPair], int]:
-    """Both speeds of every part of the common cases, and how many parts have one where the other run timed others.
+    """Return the speeds of every part timed in both runs of a case, and the number of parts timed in only one of them.
 
-    A case that was timed in one run alone came out otherwise, and is told as such.
+    Cases that were timed in only one run are left out: their outcome changed, which is reported elsewhere.
     """
     before, after = _speeds(base), _speeds(new)
     in_one_run = is_one_file(base, new)
@@ -164,7 +164,6 @@ def _pair_speeds(base: Run, new: Run, matching: RunMatching) -> tuple[list[Speed
 
 
 def _speeds(run: Run) -> dict[tuple[str, str], dict[StepPart, Speed]]:
-    """By backend and case."""
     found: dict[tuple[str, str], dict[StepPart, Speed]] = {}
     for speed in speeds(run.records):
         found.setdefault((speed.backend, speed.case), {})[speed.part] = speed

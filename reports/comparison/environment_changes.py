@@ -1,4 +1,4 @@
-"""What two runs were made with that is not the same: machine, versions, what was asked, how it was timed."""
+"""Differences between the environments, options and timing conditions of two runs."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,17 +12,17 @@ from attncheck.reports.speeds.speed import Speed
 
 CEILING_DRIFT = 0.05
 CLOCK_DRIFT = 0.01
-"""Changes of what is measured beside the times that are told, as a share of it."""
+"""Relative changes of the copy rate and the SM clock from which a warning is added."""
 
 FEW_PAIRS = 5
 COMMON_SHIFT = 0.01
 MOST = 0.9
-"""Times moved alike where so large a share of so many pairs went one way, by as much in their middle."""
+"""Warn of a common shift if at least FEW_PAIRS times have a median change of COMMON_SHIFT and a share MOST agree."""
 
 
 @dataclass(frozen=True)
 class EnvironmentChange:
-    """``field`` of the environment, the question or a backend, and what it was in either run."""
+    """A ``field`` of the environment, the options or a backend, with its value in either run."""
 
     field: str
     base: str
@@ -30,7 +30,7 @@ class EnvironmentChange:
 
 
 def environment_changes(base: RunHeader, new: RunHeader, backends: Mapping[str, str]) -> tuple[EnvironmentChange, ...]:
-    """Every field of the environments, and what else of the headers matters to a comparison.
+    """Return the fields that differ: of the environments, the options and the backends compared.
 
     ``backends``: the names of those compared, in BASE and NEW.
     """
@@ -45,7 +45,7 @@ def environment_changes(base: RunHeader, new: RunHeader, backends: Mapping[str, 
 def kernel_changes(
     base: Sequence[Record], new: Sequence[Record], backends: Mapping[str, str]
 ) -> tuple[EnvironmentChange, ...]:
-    """Return the backends whose libraries chose other kernels in NEW; none where a run does not know its kernels.
+    """Return the backends whose libraries chose other kernels in NEW; backends without known kernels are left out.
 
     ``backends``: the names of those compared, in BASE and NEW.
     """
@@ -58,7 +58,7 @@ def kernel_changes(
 
 
 def another_device(base: Environment, new: Environment) -> str:
-    """Why times of the two machines are no comparison of backends; empty: one device, as far as can be told."""
+    """Return why times of the two machines cannot be compared, or "" if the device appears to be the same."""
     names = ["device", "device_name"]
     if "cpu" in (base.device, new.device):
         names += ["cpu", "cores"]
@@ -68,7 +68,7 @@ def another_device(base: Environment, new: Environment) -> str:
 
 
 def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:
-    """What makes these times worth less: throttling, another clock rate, a machine that became slower itself."""
+    """Return warnings about the times: throttling, another clock rate, or a machine that changed its speed."""
     base, new = _timings(change.base for change in changes), _timings(change.new for change in changes)
     found = [
         *_throttled("BASE", base),
@@ -120,7 +120,7 @@ def _words(value: object) -> str:
 
 
 def _timings(speeds: Iterable[Speed]) -> list[Timing]:
-    """Each once, though it has times of several parts."""
+    """Return each timing once, although it appears in the speeds of several parts."""
     return list({id(timing): timing for speed in speeds for timing in speed.timings}.values())
 
 
@@ -140,7 +140,7 @@ def _drift(
     read: Callable[[Timing], float | None],
     least: float,
 ) -> list[str]:
-    """That a figure measured beside the times moved by ``least`` of it or more, in the middle of its values."""
+    """Return a warning if the median of a figure measured with the times moved by ``least`` or more, relative."""
     middles = []
     for side in (base, new):
         values = [value for timing in side if (value := read(timing)) is not None]
@@ -163,7 +163,7 @@ def _copy_rate(timing: Timing) -> float | None:
 
 
 def _common_shift(changes: Sequence[SpeedChange]) -> list[str]:
-    """That nearly all times of several backends moved one way from run to run: so does a machine, not a kernel."""
+    """Return a warning if nearly all times of several backends moved the same way, as when the machine changed."""
     apart = [change for change in changes if change.noise is not None and change.noise.in_turns is None]
     if len(apart) < FEW_PAIRS or len({change.backend for change in apart}) < 2:
         return []

@@ -1,7 +1,7 @@
-"""Which questions two runs have in common, and what only one of them asked.
+"""Match the cases and checks of two runs, and list those of only one of them.
 
-A backend answers to the one of its name, or to the one it is told to. A case is the same question where its
-``suite/id`` and its hash are: what was rewritten is asked anew.
+Backends are matched by name, or as the user maps them. Cases match if their ``suite/id`` and hash are equal; a case
+that was rewritten is another case.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,10 +22,10 @@ _Questions = Mapping[tuple[str, str], Record]
 
 @dataclass(frozen=True)
 class OneSidedCases:
-    """What only one run asked of ``backend``: these ``cases``; all there are where the other run lacks the backend.
+    """Cases of ``backend`` in only one run; ``is_whole`` if the other run lacks the backend.
 
-    ``check``: empty where the other run lacks the cases; else it has the cases without this check. ``is_lost``: BASE
-    examined something of them, which NEW has not.
+    ``check``: empty if the other run lacks the cases, else the check that it lacks of them. ``is_lost``: BASE examined
+    at least one of them.
     """
 
     backend: str
@@ -37,9 +37,9 @@ class OneSidedCases:
 
 @dataclass(frozen=True)
 class ComparedCounts:
-    """How many cases and backends of BASE were compared. A case counts if every matched backend of BASE has it in NEW.
+    """How much of BASE was compared. A case counts if all matched backends that have it in BASE share it with NEW.
 
-    ``of_cases``, ``of_backends``: how many BASE has; where BASE and NEW are one file, how many were to be compared.
+    ``of_cases``, ``of_backends``: how many BASE has; if BASE and NEW are one file, how many the matched backends have.
     """
 
     cases: int
@@ -50,11 +50,11 @@ class ComparedCounts:
 
 @dataclass(frozen=True)
 class RunMatching:
-    """What two runs have in common.
+    """The match of two runs.
 
-    ``backends``: names in BASE and NEW. ``answers``: both records of every check of every common case, the worst of all
-    rounds, with the label of the backend. ``cases``: the common cases, with the backend's name in BASE. ``changed``:
-    cases of one name and two hashes.
+    ``backends``: names in BASE and NEW. ``answers``: (label of the backend, record in BASE, record in NEW) for every
+    check of every common case, the worst of all rounds. ``cases``: (backend in BASE, case) of the common cases.
+    ``changed``: cases with equal names and different hashes.
     """
 
     backends: Mapping[str, str]
@@ -67,17 +67,17 @@ class RunMatching:
 
 
 def label(base: str, new: str) -> str:
-    """What a pair of backends is called."""
+    """Return the name of a pair of backends."""
     return base if base == new else f"{base} {ARROW} {new}"
 
 
 def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
-    """Match two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
+    """Match two runs. ``backends`` maps a backend of BASE to one of NEW where the names differ.
 
-    Those it leaves out are matched by name, unless BASE and NEW are one file.
+    Other backends are matched by name, unless BASE and NEW are one file.
 
     Raises:
-        QuestionError: a backend that its run does not have, a file compared with itself, or nothing in common.
+        QuestionError: a backend is not in its run, a file is compared with itself, or nothing is in common.
     """
     matched = _match_backends(base, new, backends)
     before, after = _by_backend(base), _by_backend(new)
@@ -118,7 +118,7 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
 
 
 def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, str]:
-    """Names in BASE and NEW, in the order of BASE."""
+    """Return names in BASE and NEW, in the order of BASE."""
     names = [info.name for info in base.header.backends]
     names_anew = [info.name for info in new.header.backends]
     for one, other in told.items():
@@ -136,12 +136,12 @@ def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, s
 
 
 def is_one_file(base: Run, new: Run) -> bool:
-    """Whether both sides are the same run."""
+    """Return whether both sides are the same run file."""
     return Path(base.path).resolve() == Path(new.path).resolve()
 
 
 def _by_backend(run: Run) -> dict[str, dict[tuple[str, str], Record]]:
-    """The worst record of each case (``suite/id``) and check of each backend; every backend of the header is there."""
+    """Return, by backend, the worst record of each (``suite/id``, check); every backend of the header is a key."""
     found: dict[str, dict[tuple[str, str], Record]] = {info.name: {} for info in run.header.backends}
     for worst in worst_rounds(run.records):
         record = worst.record
@@ -154,7 +154,7 @@ def _hashes(records: Iterable[Record]) -> dict[str, str]:
 
 
 def _lost_checks(name: str, missing: _Questions) -> Iterator[OneSidedCases]:
-    """Yield each check of ``missing``, which NEW did not make of cases that it has."""
+    """Yield each check that is ``missing`` in NEW, although NEW has its cases."""
     for check in dict.fromkeys(check for _, check in missing):
         cases = {question: record for question, record in missing.items() if question[1] == check}
         yield _one_sided(name, cases, check=check, is_lost=_has_examined(cases))
@@ -173,7 +173,7 @@ def _one_sided(
 def _counts(
     base: Mapping[str, _Questions], matched: Collection[str], compared: Collection[tuple[str, str]]
 ) -> ComparedCounts:
-    """``matched``: backends as BASE names them; ``compared``: those of them and their common cases."""
+    """Count what was compared. ``matched``: backend names in BASE; ``compared``: (backend, case) in common."""
     owners: dict[str, set[str]] = {}
     for name, asked in base.items():
         for case, _ in asked:

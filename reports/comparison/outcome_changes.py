@@ -1,4 +1,4 @@
-"""Which outcomes and CUDA-graph levels changed between two runs, and whether for the worse."""
+"""Outcomes and CUDA-graph levels that changed between two runs, classified as worse, better or other."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from attncheck.reports.run_file.records import Outcome, Record, Unavailable, Uns
 OutcomeChangeKind = Literal["worse", "better", "other"]
 
 KINDS: tuple[OutcomeChangeKind, ...] = ("worse", "better", "other")
-"""In the order they are reported."""
+"""In the order of the reports."""
 
 _Stand = Literal["right", "short", "expected", "refused", "absent"]
 
@@ -29,12 +29,12 @@ _STANDS: dict[Outcome, _Stand] = {
 _WORSE: frozenset[tuple[_Stand, _Stand]] = frozenset(
     {
         ("right", "short"),
-        ("right", "refused"),  # support is lost, though honestly
+        ("right", "refused"),  # a support that is lost, though declared
         ("right", "absent"),
-        ("refused", "short"),  # it claims more than it can
+        ("refused", "short"),  # declared, but wrong
     }
 )
-"""A fall that is expected (an entry of the file after ``--expect``) is acknowledged: told, and no regression."""
+"""Changes for the worse. An expected failure (an entry of the ``--expect`` file) is reported, but no regression."""
 
 _BETTER: frozenset[tuple[_Stand, _Stand]] = frozenset(
     {("short", "right"), ("expected", "right"), ("refused", "right"), ("absent", "right")}
@@ -43,11 +43,11 @@ _BETTER: frozenset[tuple[_Stand, _Stand]] = frozenset(
 
 @dataclass(frozen=True)
 class OutcomeChange:
-    """One check of one case of one backend that came out otherwise.
+    """One check of one case of one backend with another result.
 
-    ``backend``: its name, ``OLD -> NEW`` where backends of two names were matched. ``before``, ``after``: outcomes,
-    which are equal where only a CUDA-graph level changed. ``what``: what changed, in one line: the reason of the record
-    that fell short or was refused, the levels. It may hold what a backend said, unescaped.
+    ``backend``: its name, or ``OLD -> NEW`` if backends of two names were matched. ``before``, ``after``: outcomes,
+    equal if only a CUDA-graph level changed. ``what``: the change on one line, that is, the reason for a failure or
+    refusal, and the levels. It may contain a backend's text, unescaped.
     """
 
     backend: str
@@ -60,7 +60,7 @@ class OutcomeChange:
 
 
 def compare_outcomes(backend: str, before: Record, after: Record) -> OutcomeChange | None:
-    """What changed from one record to the other of the same question; None: nothing that counts."""
+    """Return the change between two records of the same check and case, or None if nothing relevant changed."""
     changes = [each for each in (_change_of_outcome(before, after), _change_of_levels(before, after)) if each]
     if not changes:
         return None
@@ -78,7 +78,7 @@ def _change_of_outcome(before: Record, after: Record) -> tuple[OutcomeChangeKind
 def _kind(before: Record, after: Record) -> OutcomeChangeKind:
     stands = _STANDS[before.outcome], _STANDS[after.outcome]
     if isinstance(after, Unsupported) and after.by == "attncheck":
-        return "other"  # the question is not asked any more
+        return "other"  # attncheck no longer runs the check
     if isinstance(before, XFailed) and stands[1] == "short":
         return "other" if after.outcome == before.underlying else "worse"
     return "worse" if stands in _WORSE else "better" if stands in _BETTER else "other"
@@ -99,7 +99,10 @@ def _why(after: Record) -> str:
 
 
 def _change_of_levels(before: Record, after: Record) -> tuple[OutcomeChangeKind, str] | None:
-    """Measured levels count before declared ones: to declare less, where less was measured all along, is no fall."""
+    """Return the change of CUDA-graph levels, or None.
+
+    Measured levels take precedence. Declaring less is no regression if less was measured before.
+    """
     was, now = graph_of(before), graph_of(after)
     if was is None or now is None or (was.declared, was.measured) == (now.declared, now.measured):
         return None

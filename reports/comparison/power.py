@@ -1,6 +1,6 @@
-"""What a comparison could have found: how large a slowdown has to be, and how many rounds a smaller one takes.
+"""Statistical power of a comparison: the smallest slowdown it finds, and the rounds needed for a smaller one.
 
-By theory, of processes whose logs of times are normal and spread alike on both sides.
+Computed by theory, for log times that are normal with equal variance on both sides.
 """
 
 import math
@@ -10,20 +10,20 @@ from functools import cache
 from attncheck.reports.comparison.significance import EFFECT, MIN_ROUNDS, quantile
 
 POWER = 0.8
-"""How often what is said to be found is found."""
+"""Probability with which a slowdown counts as found."""
 
 MOST_ROUNDS = 1000
 
 _GRID = 64
 _MOST_LOG = math.log(1e6)
-"""Beyond, no figure means anything, and the exponential of a wide one overflows."""
+"""Largest log of a slowdown: beyond it a figure is meaningless, and its exponential may overflow."""
 
 
 @dataclass(frozen=True)
 class ProcessNoise:
-    """How far process medians lie apart, as a share of the time (deviation of the logs).
+    """The spread between process medians, as a share of the time (standard deviation of the logs).
 
-    ``in_turns``: the same of what a process does not share with the one beside it; None where they took no turns.
+    ``in_turns``: the spread of what a process does not share with its neighbour; None if the sides did not alternate.
     """
 
     spread: float
@@ -31,9 +31,9 @@ class ProcessNoise:
 
 
 def smallest_slowdown(noise: ProcessNoise, rounds: int, *, level: float, effect: float = EFFECT) -> float:
-    """The least slowdown, as a share of the time, that ``rounds`` processes a side find four times in five.
+    """Return the smallest slowdown, as a share of the time, that ``rounds`` processes a side find four times in five.
 
-    ``level``: two-sided, of one interval, as of :func:`attncheck.reports.comparison.significance.estimate_ratio`.
+    ``level``: two-sided, of one interval, as in :func:`attncheck.reports.comparison.significance.estimate_ratio`.
     """
     scale = math.sqrt(2 / rounds)
     if noise.in_turns is None:
@@ -45,9 +45,9 @@ def smallest_slowdown(noise: ProcessNoise, rounds: int, *, level: float, effect:
 
 
 def rounds_needed(noise: ProcessNoise, slowdown: float, *, level: float, effect: float = EFFECT) -> int | None:
-    """How many processes a side find ``slowdown`` four times in five; None: more than :data:`MOST_ROUNDS`.
+    """Return the processes a side that find ``slowdown`` four times in five, or None if above :data:`MOST_ROUNDS`.
 
-    The least effect is never found more often than by luck, so that nothing is enough for a slowdown not above it.
+    A slowdown not above ``effect`` is found by chance only, so no number of rounds suffices for it.
     """
     if smallest_slowdown(noise, MOST_ROUNDS, level=level, effect=effect) > slowdown:
         return None
@@ -63,13 +63,13 @@ def rounds_needed(noise: ProcessNoise, slowdown: float, *, level: float, effect:
 
 @cache
 def _errors_needed(rounds: int, level: float, *, in_turns: bool = False) -> float:
-    """By how many standard errors the truth must pass a bound for the interval to pass it four times in five.
+    """Return the standard errors by which the truth must exceed a bound that the interval exceeds four times in five.
 
-    The mean of differences between processes that took turns, over its own estimated error, follows the noncentral t.
+    The mean of differences between processes that alternated, over its own estimated error, follows the noncentral t.
     So does, in Welch's interval, the difference over the root of the summed variances, with ``2 (rounds - 1)`` degrees
-    of freedom, whatever the share ``r`` of one variance in the sum, which is Beta-distributed. But that share sets the
-    degrees of freedom of the quantile to pass: ``(rounds - 1) / (r^2 + (1 - r)^2)``. The mean over ``r`` is taken, and
-    solved by halving.
+    of freedom. This does not depend on the share ``r`` of one variance in the sum, which is Beta-distributed. That
+    share does set the degrees of freedom of the quantile: ``(rounds - 1) / (r^2 + (1 - r)^2)``. The result averages
+    over ``r`` and is found by bisection.
     """
     from scipy.special import betaincinv, nctdtr
 

@@ -1,4 +1,4 @@
-"""What became of the speed of one part of one case between two runs: faster, slower, the same, or cannot tell."""
+"""The change in speed of one part of one case between two runs: faster, slower, the same, or undecided."""
 
 import math
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from attncheck.reports.speeds.speed import Speed
 SpeedVerdict = Literal["slower", "faster", "same", "cannot tell"]
 
 VERDICTS: tuple[SpeedVerdict, ...] = ("slower", "faster", "same", "cannot tell")
-"""In the order they are reported."""
+"""In the order of the reports."""
 
 
 @dataclass(frozen=True)
 class SpeedChange:
     """One pair of speeds. ``ratio``: time of NEW over time of BASE, so that 1.1 is 10 % slower.
 
-    ``backend``: its name, ``OLD -> NEW`` where backends of two names were matched (``base.backend``, ``new.backend``
-    are those names). ``low``, ``high``: the interval of the ratio, simultaneous over all pairs tested; None where none
-    was made. ``noise``: how far processes lie apart; None likewise. ``reason``: why nothing can be told; empty for the
-    other verdicts. ``is_regression``: slower, and by as much as the run is to fail for.
+    ``backend``: its name, or ``OLD -> NEW`` if backends of two names were matched (``base.backend`` and
+    ``new.backend``). ``low``, ``high``: the interval of the ratio, simultaneous over all tested pairs, or None if the
+    pair was not tested. ``noise``: the spread between processes, or None likewise. ``reason``: why the verdict is
+    ``cannot tell``, else empty. ``is_regression``: slower by at least the threshold that makes the comparison fail.
     """
 
     backend: str
@@ -45,9 +45,9 @@ class SpeedChange:
 
 @dataclass(frozen=True)
 class SpeedPair:
-    """Two speeds of one question, and what the backend is called; nothing is said yet.
+    """Two speeds of one part of one case, and the name of the backend, before the comparison.
 
-    ``in_turns``: processes of both sides took turns, round by round, as in one run.
+    ``in_turns``: processes of both sides alternated, round by round, as in one run.
     """
 
     backend: str
@@ -57,7 +57,7 @@ class SpeedPair:
 
     @property
     def noise(self) -> ProcessNoise:
-        """How far processes lie apart; both sides need two at least, and as many where they took turns."""
+        """The spread between processes. Both sides need at least two processes, and equally many if they alternated."""
         medians = self.base.medians_ns, self.new.medians_ns
         beside = significance.spread_in_turns(*medians) if self.in_turns else None
         return ProcessNoise(significance.pooled_spread(*medians), beside)
@@ -65,10 +65,10 @@ class SpeedPair:
 
 @dataclass(frozen=True)
 class ComparisonTerms:
-    """What counts: the least ``effect`` told, the ``margin`` within which times are the same, what is too slow.
+    """The terms of a comparison: the least ``effect`` reported, the ``margin`` of equal times, and the thresholds.
 
-    Where a threshold concerns a pair, its share is the margin. ``allow_missing``: what BASE has and NEW lacks does not
-    fail the comparison.
+    For a pair with a threshold, the threshold's share is the margin. ``allow_missing``: the comparison does not fail
+    for cases of BASE that NEW lacks.
     """
 
     effect: float = EFFECT
@@ -77,15 +77,15 @@ class ComparisonTerms:
     allow_missing: bool = False
 
     def margin_of(self, case: str, part: StepPart) -> float:
-        """The share of the time within which times of ``part`` of ``case`` count as the same."""
+        """Return the share of the time within which times of ``part`` of ``case`` count as the same."""
         return max(self.thresholds.share(case, part) or self.margin, self.effect)
 
 
 def compare_speeds(pairs: Sequence[SpeedPair], terms: ComparisonTerms, *, refusal: str = "") -> tuple[SpeedChange, ...]:
-    """A verdict a pair, in their order. ``refusal``: why the times of these runs cannot be compared at all, if so.
+    """Return a verdict for each pair, in their order. ``refusal``: why no times of these runs can be compared, or "".
 
-    Slower: the whole interval is above ``1 + effect``; faster: below its inverse; same: within the margin. Intervals
-    are simultaneous over all pairs that are tested, so that what else is compared makes them wider.
+    Slower: the whole interval is above ``1 + effect``. Faster: it is below the inverse. Same: it is within the margin.
+    Intervals are simultaneous over all tested pairs, so more pairs make each interval wider.
     """
     obstacles = [refusal or obstacle(pair.base, pair.new) for pair in pairs]
     tested = obstacles.count("")
@@ -96,14 +96,14 @@ def compare_speeds(pairs: Sequence[SpeedPair], terms: ComparisonTerms, *, refusa
 
 
 def clock_step(base: Speed, new: Speed) -> float:
-    """The step in which the clock seems to count, as a share of the time: the least difference of two samples."""
+    """Return the apparent step of the clock, as a share of the time: the smallest difference of two samples."""
     times = sorted({sample for latency in (*base.rounds, *new.rounds) for sample in latency.samples_ns})
     step = min((later - earlier for earlier, later in pairwise(times)), default=0)
     return step / min(base.median_ns, new.median_ns)
 
 
 def obstacle(base: Speed, new: Speed) -> str:
-    """Why two speeds cannot be compared; empty: they can."""
+    """Return why two speeds cannot be compared, or "" if they can."""
     counts = len(base.rounds), len(new.rounds)
     if min(counts) < MIN_ROUNDS:
         return f"too few rounds: {counts[0]} in BASE, {counts[1]} in NEW, and fewer than {MIN_ROUNDS} cannot tell"
@@ -158,7 +158,7 @@ def _tested(pair: SpeedPair, terms: ComparisonTerms, level: float) -> SpeedChang
 
 
 def _why_unclear(pair: SpeedPair, terms: ComparisonTerms, level: float, step: float) -> str:
-    """What stands between the figures and a verdict, and how many rounds would get past it."""
+    """Return why a tested pair is undecided, and how many rounds would decide it."""
     if math.log1p(step) > math.log1p(terms.effect):
         return f"the clock counts in steps of {step:.1%} of the time"
     margin = terms.margin_of(pair.base.case, pair.base.part)

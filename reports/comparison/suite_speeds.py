@@ -1,7 +1,7 @@
-"""How the speed of one part of a step changed over all cases of a suite: one ratio with its interval, in a sentence.
+"""The change in speed of one part of a step over all cases of a suite: one ratio with its interval.
 
-The unit stays the process. A process times all cases of a suite, so that what they share is not counted as often as
-there are cases: the times of one process become their geometric mean, and these means are compared as medians are.
+The unit of observation is the process, which times all cases of a suite. Each process is represented by its geometric
+mean over the cases. Thus effects common to a process do not count once a case.
 """
 
 import math
@@ -15,16 +15,16 @@ from attncheck.reports.comparison.speed_changes import SpeedPair, clock_step, ob
 from attncheck.reports.run_file.timings import StepPart
 
 _LEAST_TOLD = 0.001
-"""The least difference that a sentence rules out, as a share of the time: an interval may have no width."""
+"""Smallest difference that a sentence rules out, as a share of the time; an interval may have zero width."""
 
 
 @dataclass(frozen=True)
 class SuiteSpeedChange:
-    """One part of the ``cases`` of a suite, timed by one backend, or two that were matched.
+    """One part of the ``cases`` of a suite, timed by one backend, or by two that were matched.
 
     ``base``, ``new``: the backend's name in either run. ``ratio``: time of NEW over time of BASE, geometric mean over
-    the cases; ``low``, ``high``: its interval, simultaneous over all of these. ``is_different``: the whole interval is
-    beyond the least difference that is told.
+    the cases. ``low``, ``high``: its interval, simultaneous over all suites and parts. ``is_different``: the whole
+    interval is beyond the least difference that is reported.
     """
 
     base: str
@@ -39,9 +39,10 @@ class SuiteSpeedChange:
 
     @property
     def in_words(self) -> str:
-        """``Mine is 1.32 ± 0.04 times as fast as torch_sdpa in decode``, the faster one first, or that none is.
+        """The change in words, the faster side first: ``Mine is 1.32 ± 0.04 times as fast as torch_sdpa in decode``.
 
-        The figure after the sign is the longer arm of the interval, rounded up.
+        The figure after the sign is the longer arm of the interval, rounded up. Without a difference, the sentence
+        states the largest one that is ruled out.
         """
         place = self.suite if self.part == "forward" else f"{self.suite}, {self.part}"
         before, after = (
@@ -61,9 +62,9 @@ class SuiteSpeedChange:
 
 
 def compare_suites(pairs: Sequence[SpeedPair], effect: float) -> tuple[SuiteSpeedChange, ...]:
-    """Compare each part of each suite; suites where a pair cannot be compared, or misses rounds, are left out.
+    """Compare each part of each suite, except suites with a pair that cannot be compared or lacks rounds.
 
-    ``effect``: the least difference that is told, as a share of the time.
+    ``effect``: the smallest difference that is reported, as a share of the time.
     """
     groups: dict[tuple[str, str, str, StepPart], list[SpeedPair]] = {}
     for pair in pairs:
@@ -74,7 +75,7 @@ def compare_suites(pairs: Sequence[SpeedPair], effect: float) -> tuple[SuiteSpee
 
 
 def _is_whole(members: Sequence[SpeedPair]) -> bool:
-    """Whether all cases can be compared and were timed in the same processes."""
+    """Return whether all cases can be compared and were timed in the same number of rounds."""
     rounds = {(len(pair.base.rounds), len(pair.new.rounds)) for pair in members}
     return len(rounds) == 1 and not any(obstacle(pair.base, pair.new) for pair in members)
 
@@ -94,15 +95,14 @@ def _change(
 
 
 def _by_process(medians_ns: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The geometric mean over the cases, of each process."""
     return tuple(statistics.geometric_mean(times) for times in zip(*medians_ns, strict=True))
 
 
 def _digits(arm: float) -> int:
-    """Decimals that show ``arm`` with one digit; two at least, four at most."""
+    """Return the decimals that show ``arm`` with one digit, from two to four."""
     return 2 if arm >= 0.01 else min(4, math.ceil(-math.log10(max(arm, 1e-4))))
 
 
 def _percent(share: float) -> str:
-    """A share rounded up to a tenth of a per cent."""
+    """Return a share, rounded up to a tenth of a per cent."""
     return f"{math.ceil(max(share, _LEAST_TOLD) * 1000) / 10:.1f} %"

@@ -1,7 +1,6 @@
-"""What a comparison comes to: changes put together, verdicts counted, what these times would have shown; in words.
+"""Summarise a comparison: grouped changes, counts of verdicts, statistical power, and sentences.
 
-Pure values and sentences, the same in every form of the report. Like the texts of a comparison, they may hold what a
-backend said, unescaped.
+Pure values and sentences, shared by all report formats. They may contain a backend's text, unescaped.
 """
 
 import statistics
@@ -21,39 +20,39 @@ from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.tables import time_unit
 
 CHANGED: tuple[SpeedVerdict, ...] = ("slower", "faster")
-"""Verdicts that are told pair by pair."""
+"""Verdicts that are listed pair by pair."""
 
 _SHOWN_LOST = 3
-"""Lost cases of a backend that are named in a sentence."""
+"""Maximum number of lost cases of a backend that a sentence names."""
 
 _TIMES_AS_LONG = 3.0
-"""From this ratio on a change is told as a factor, not in per cent."""
+"""Ratio from which a change is shown as a factor instead of per cent."""
 
 
 @dataclass(frozen=True)
 class OutcomeGroup:
-    """Changes of one backend in the same words but for figures, one at least; the first speaks for all."""
+    """One or more changes of one backend with equal text except for figures; the first represents all."""
 
     changes: tuple[OutcomeChange, ...]
 
     @property
     def first(self) -> OutcomeChange:
-        """The change whose words are told."""
+        """The change whose text is shown."""
         return self.changes[0]
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Every case, once."""
+        """The distinct cases."""
         return tuple(dict.fromkeys(change.case for change in self.changes))
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """Every check, once."""
+        """The distinct checks."""
         return tuple(dict.fromkeys(change.check for change in self.changes))
 
     @property
     def step(self) -> str:
-        """``passed -> failed``, or the outcome where only a level changed."""
+        """``passed -> failed``, or the outcome if only a level changed."""
         return (
             self.first.before if self.first.before == self.first.after else f"{self.first.before} -> {self.first.after}"
         )
@@ -61,10 +60,10 @@ class OutcomeGroup:
 
 @dataclass(frozen=True)
 class StatisticalPower:
-    """What the pairs tested could have shown.
+    """The differences that the tested pairs could have shown.
 
-    ``noise``: of processes, in the middle of the pairs; ``slowdown``: the least that is found four times in five where
-    processes differ so, with ``rounds`` a side and intervals that hold for all ``pairs`` at once.
+    ``noise``: the median over the pairs. ``slowdown``: the smallest one found four times in five at that noise, with
+    ``rounds`` a side and intervals that are simultaneous over all ``pairs``.
     """
 
     pairs: int
@@ -74,7 +73,7 @@ class StatisticalPower:
 
     @property
     def in_words(self) -> str:
-        """One sentence."""
+        """The power as one sentence."""
         beside = "" if self.noise.in_turns is None else f", from those beside them by {self.noise.in_turns:.1%}"
         return (
             f"processes differ by {self.noise.spread:.1%}{beside} (the middle of {plural(self.pairs, 'pair')}): "
@@ -83,7 +82,7 @@ class StatisticalPower:
 
 
 def grouped_outcomes(changes: Iterable[OutcomeChange]) -> tuple[OutcomeGroup, ...]:
-    """Changes that are alike together; what is worse first, then groups with most cases."""
+    """Group changes that differ only in figures; worse ones first, then groups with most cases."""
     groups: dict[tuple[str, ...], list[OutcomeChange]] = {}
     for change in changes:
         key = (change.kind, change.backend, change.before, change.after, without_figures(change.what))
@@ -93,14 +92,14 @@ def grouped_outcomes(changes: Iterable[OutcomeChange]) -> tuple[OutcomeGroup, ..
 
 
 def with_verdict(changes: Iterable[SpeedChange], verdict: SpeedVerdict) -> tuple[SpeedChange, ...]:
-    """The pairs of one verdict; the largest changes first, and before them those that fail the comparison."""
+    """Return the pairs with one verdict, regressions first, then the largest changes."""
     found = [change for change in changes if change.verdict == verdict]
     direction = -1 if verdict == "slower" else 1
     return tuple(sorted(found, key=lambda change: (not change.is_regression, direction * change.ratio)))
 
 
 def unclear(changes: Iterable[SpeedChange]) -> tuple[tuple[SpeedChange, ...], ...]:
-    """Pairs of which nothing can be told, by reason but for its figures; most pairs first, within them the widest."""
+    """Return undecided pairs, grouped by reason without figures; largest groups first, widest spread first within."""
     groups: dict[str, list[SpeedChange]] = {}
     for change in changes:
         if change.verdict == "cannot tell":
@@ -110,14 +109,14 @@ def unclear(changes: Iterable[SpeedChange]) -> tuple[tuple[SpeedChange, ...], ..
 
 
 def counts_by_part(changes: Sequence[SpeedChange]) -> dict[StepPart, dict[SpeedVerdict, int]]:
-    """How many pairs of each part have each verdict; parts without a pair are left out."""
+    """Return, by part, the number of pairs with each verdict; parts without a pair are left out."""
     counts = Counter((change.part, change.verdict) for change in changes)
     timed = {change.part for change in changes}
     return {part: {verdict: counts[part, verdict] for verdict in VERDICTS} for part in PARTS if part in timed}
 
 
 def power_of(comparison: RunComparison) -> StatisticalPower | None:
-    """What the pairs that were tested could have shown; None: none was."""
+    """Return the power of the tested pairs, or None if no pair was tested."""
     tested = [change for change in comparison.speeds if change.low is not None]
     noises = [change.noise for change in tested if change.noise is not None]
     if not noises:
@@ -133,14 +132,14 @@ def power_of(comparison: RunComparison) -> StatisticalPower | None:
 
 
 def run_in_words(run: Run) -> str:
-    """A run's file, time, versions, machine and rounds in one line."""
+    """Return a run's file, start, versions, device and rounds on one line."""
     header, env = run.header, run.header.environment
     rounds = f", {plural(header.rounds, 'round')}"
     return f"{run.path}: {header.started}, attncheck {env.attncheck}, torch {env.torch}, {env.device_name}{rounds}"
 
 
 def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
-    """What one run alone asked of a backend; at most ``shown`` cases by name (None: all)."""
+    """Return the cases of a backend in only one run, at most ``shown`` of them by name (all if None)."""
     if item.is_whole:
         return f"backend {item.backend} ({plural(len(item.cases), 'case')})"
     check = f"check {item.check} of " if item.check else ""
@@ -148,12 +147,12 @@ def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
 
 
 def suite_speeds(comparison: RunComparison) -> tuple[str, ...]:
-    """Return a sentence for each part of each suite that was timed by both sides."""
+    """Return a sentence for each part of each suite that both sides timed."""
     return tuple(change.in_words for change in comparison.suite_speeds)
 
 
 def missing(comparison: RunComparison) -> tuple[str, ...]:
-    """Return what NEW lacks, and which run was cut off, a phrase each; empty: nothing."""
+    """Return a phrase for everything that NEW lacks and for each run that was cut off."""
     cut = [
         f"the end of {side}" for side, run in (("BASE", comparison.base), ("NEW", comparison.new)) if not run.complete
     ]
@@ -161,33 +160,33 @@ def missing(comparison: RunComparison) -> tuple[str, ...]:
 
 
 def named(cases: Sequence[str], *, shown: int | None = None) -> str:
-    """Names, and how many more there are than ``shown``."""
+    """Return at most ``shown`` names, and the number of further ones."""
     more = 0 if shown is None else len(cases) - shown
     return ", ".join(cases[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def change_text(ratio: float) -> str:
-    """``+10.4%``; ``x23.1`` and ``x0.04`` where a share of the time would say little."""
+    """Return ``+10.4%``, or a factor such as ``x23.1`` or ``x0.04`` for a change by more than a factor of 3."""
     if 1 / _TIMES_AS_LONG <= ratio <= _TIMES_AS_LONG:
         return f"{ratio - 1:+.1%}"
     return f"x{ratio:.3g}"
 
 
 def interval_text(change: SpeedChange) -> str:
-    """``+8.1% to +12.8%``; ``-`` where there is none."""
+    """Return ``+8.1% to +12.8%``, or ``-`` if there is no interval."""
     if change.low is None or change.high is None:
         return "-"
     return f"{change_text(change.low)} to {change_text(change.high)}"
 
 
 def times_text(change: SpeedChange) -> tuple[str, str]:
-    """Both times in one unit, ``1.02 ms`` and ``1.13 ms``."""
+    """Return both times in one unit, ``1.02 ms`` and ``1.13 ms``."""
     unit = time_unit((change.base.median_ns, change.new.median_ns))
     return f"{unit.text(change.base.median_ns)} {unit.name}", f"{unit.text(change.new.median_ns)} {unit.name}"
 
 
 def closing(comparison: RunComparison) -> str:
-    """The last line: the verdict, what changed, of how many times nothing can be told, and how much was compared."""
+    """Return the last line of a report: verdict, changed outcomes and times, undecided times, and extent."""
     kinds = Counter(change.kind for change in comparison.outcomes)
     outcomes = ", ".join(f"{plural(kinds[kind], 'outcome')} {kind}" for kind in KINDS if kinds[kind])
     parts = [outcomes or "outcomes as before", _speeds_in_words(comparison), _compared(comparison)]
@@ -199,7 +198,7 @@ def closing(comparison: RunComparison) -> str:
 
 
 def _compared(comparison: RunComparison) -> str:
-    """``142 of 144 cases of 5 of 5 backends compared``."""
+    """Return ``142 of 144 cases of 5 of 5 backends compared``."""
     count = comparison.compared
     cases, backends = plural(count.of_cases, "case"), plural(count.of_backends, "backend")
     return f"{count.cases} of {cases} of {count.backends} of {backends} compared"

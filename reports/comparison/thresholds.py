@@ -1,7 +1,7 @@
-"""How much slower is too slow: what ``--fail-on`` says, for which cases and parts.
+"""Thresholds of ``--fail-on``: the slowdown that fails a comparison, by case and part.
 
-``5%`` is about everything, ``decode: 5%`` about a suite, ``decode/long-*: 5%`` about cases, ``@build: 20%`` and
-``decode@build: 20%`` about one part of a step. Of several that concern a case, the last one counts.
+``5%`` applies to everything, ``decode: 5%`` to a suite, ``decode/long-*: 5%`` to cases, ``@build: 20%`` and
+``decode@build: 20%`` to one part of a step. Of several that apply to a case, the last one counts.
 """
 
 import re
@@ -21,9 +21,9 @@ _EXAMPLES = "write '5%', 'decode: 5%', 'decode/long-*: 5%' or 'decode@build: 20%
 
 @dataclass(frozen=True)
 class SlowdownThreshold:
-    """A slowdown of ``share`` of the time or more is too much, in cases that match and in ``part`` (None: any).
+    """A slowdown by ``share`` of the time or more fails, in matching cases and in ``part`` (any part if None).
 
-    ``pattern``: a shell pattern of suites, or with a slash of ``suite/id``.
+    ``pattern``: a shell pattern for suites, or for ``suite/id`` if it contains a slash.
     """
 
     pattern: str
@@ -32,18 +32,18 @@ class SlowdownThreshold:
     text: str
 
     def concerns(self, case: str) -> bool:
-        """Whether the pattern matches this ``suite/id``."""
+        """Return whether the pattern matches this ``suite/id``."""
         return fnmatchcase(case if "/" in self.pattern else case.partition("/")[0], self.pattern)
 
 
 @dataclass(frozen=True)
 class SlowdownThresholds:
-    """Every threshold asked for; none: any slowdown that is told is one too many."""
+    """All given thresholds; without any, every reported slowdown fails."""
 
     members: tuple[SlowdownThreshold, ...] = ()
 
     def share(self, case: str, part: StepPart) -> float | None:
-        """How much slower, as a share of the time, is too slow for ``part`` of ``case``; None: it cannot be."""
+        """Return the slowdown that fails for ``part`` of ``case``, as a share of the time, or None if none does."""
         if not self.members:
             return 0.0
         shares = [each.share for each in self.members if each.part in (None, part) and each.concerns(case)]
@@ -59,10 +59,10 @@ class SlowdownThresholds:
 
 
 def parse_thresholds(texts: Sequence[str], *, least: float) -> SlowdownThresholds:
-    """Read what was typed after ``--fail-on``. ``least``: the least difference that is told, as a share.
+    """Parse the values of ``--fail-on``. ``least``: the smallest difference that is reported, as a share.
 
     Raises:
-        QuestionError: a text of another form, a part nobody knows, a share of less than ``least``.
+        QuestionError: a text has another form, its part is unknown, or its share is below ``least``.
     """
     return SlowdownThresholds(tuple(_parse(text, least) for text in texts))
 

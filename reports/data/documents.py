@@ -1,4 +1,4 @@
-"""Runs, and the comparison of two, as JSON documents; docs/run-files.md explains their fields."""
+"""Runs, and the comparison of two, as JSON documents; docs/run-files.md describes their fields."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 
 FORMAT = 1
-"""Version of these documents. Raised when a field changes its meaning or goes; new fields do not raise it."""
+"""Version of these documents. Raise it when a field is removed or changes its meaning, not for new fields."""
 
 _Json = dict[str, Any]
 
@@ -151,7 +151,7 @@ def _text(document: _Json) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with texts for figures that JSON does not have, as run files hold them."""
+    """Return the value with non-finite floats as strings, as in run files, since JSON has no such numbers."""
     match value:
         case float() if not math.isfinite(value):
             return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,4 +1,4 @@
-"""Records as flat rows: one row for each record, with the same columns whatever its outcome."""
+"""Records as flat rows: one row for each record, with the same columns for every outcome."""
 
 import csv
 import io
@@ -28,11 +28,11 @@ from attncheck.reports.run_file.timings import StepPart, Timing
 
 @dataclass(frozen=True, kw_only=True)
 class RecordRow:
-    """One record. None: it does not have that, or it was not measured.
+    """One record. A field is None if the record does not have it or it was not measured.
 
-    ``run``: path of the run file. ``what``: one line on what happened, or why nothing was examined. ``cause``: what
-    explains it, if known. ``budget_share``: the largest share of the error budget; above 1.0 the answer is wrong.
-    ``..._median_ns``: nanoseconds, of one process. ``needs``: features and forms of the case, apart by blanks.
+    ``run``: path of the run file. ``what``: one line on what happened, or why nothing was examined. ``cause``: the
+    likely cause, if known. ``budget_share``: the largest share of the error budget; above 1.0 the output is wrong.
+    ``..._median_ns``: nanoseconds, in one process. ``needs``: features and forms of the case, separated by spaces.
     """
 
     run: str
@@ -95,7 +95,7 @@ def csv_table(runs: Sequence[Run]) -> str:
 
 
 def _cells(row: RecordRow) -> dict[str, Any]:
-    """Return the row with an apostrophe before each text that a spreadsheet would take for a formula."""
+    """Return the row as a dict; texts that a spreadsheet would evaluate as a formula get a leading apostrophe."""
     return {
         name: f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
         for name, value in asdict(row).items()

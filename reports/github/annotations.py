@@ -1,6 +1,6 @@
-"""Commands printed to the log of a GitHub runner, which it shows as annotations.
+"""Workflow commands, printed to the log of a GitHub runner, which shows them as annotations.
 
-Escaped as the runner's own library does, so that no text can end its command or begin another.
+They are escaped as in the runner's own library, so that no text can end its command or begin another.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from attncheck.reports.analysis.phrases import one_line, printable
 AnnotationKind = Literal["error", "warning"]
 
 MAX_ANNOTATIONS = 10
-"""Errors, and warnings, of which GitHub shows no more for a step."""
+"""Maximum errors, and maximum warnings, that GitHub shows for a step."""
 
 
 def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = "", line: int | None = None) -> str:
@@ -22,7 +22,7 @@ def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = ""
 
 
 def as_shown(commands: Sequence[str], kind: AnnotationKind) -> Sequence[str]:
-    """As many as GitHub shows; the last says how many more there are."""
+    """Return the commands that GitHub shows; if there are more, the last one states how many."""
     if len(commands) <= MAX_ANNOTATIONS:
         return commands
     more = len(commands) - MAX_ANNOTATIONS + 1

@@ -1,7 +1,6 @@
-"""A comparison for GitHub Actions: the Markdown report as a step's summary, annotations of what a person must see.
+"""A comparison for GitHub Actions: the Markdown report as a step summary, and annotations.
 
-Errors are what fails the comparison, warnings what makes it worth less: a difference that fails nothing, times that
-cannot be told.
+Errors are what fails the comparison. Warnings are what weakens it: differences that fail nothing, and undecided times.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ _CUT = "\n\nThe rest was cut: a summary holds 1 MiB.\n"
 
 
 def render_summary(comparison: RunComparison) -> str:
-    """The Markdown report, ended at a line where it is too long; ends in a newline."""
+    """Return the Markdown report, cut at the end of a line if it is too long; ends in a newline."""
     text = render_comparison(comparison)
     if len(text.encode()) <= MAX_SUMMARY_BYTES:
         return text
@@ -25,7 +24,7 @@ def render_summary(comparison: RunComparison) -> str:
 
 
 def annotations(comparison: RunComparison) -> list[str]:
-    """Workflow commands, one a line, errors first; empty where nothing changed and everything can be told."""
+    """Return workflow commands, one a line, errors first; empty if nothing changed and every pair is decided."""
     return [*as_shown([*_errors(comparison)], "error"), *as_shown([*_warnings(comparison)], "warning")]
 
 

@@ -1,8 +1,8 @@
-"""Runs for GitHub Actions: a step summary in Markdown, and annotations, which are commands printed to the log.
+"""Runs for GitHub Actions: a step summary in Markdown, and annotations as workflow commands on stdout.
 
-The summary is short: tables, speeds, and what fell short folded away; it keeps below the size from which GitHub shows
-nothing at all. What a backend says cannot become a command: annotations are escaped as the runner's own library does,
-and no line of any report looks like one (:func:`attncheck.reports.analysis.phrases.printable`).
+The summary has tables, speeds, and the findings in a fold. It stays below the size above which GitHub shows nothing. A
+backend's text cannot become a command: annotations are escaped as in the runner's own library, and no line of a report
+looks like one (:func:`attncheck.reports.analysis.phrases.printable`).
 """
 
 import html
@@ -25,11 +25,11 @@ from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.speeds.summary import summary_tables
 
 MAX_SUMMARY_BYTES = 1_000_000
-"""Somewhat below the 1 MiB that a step's summary may have: other commands of the step may write to it, too."""
+"""Below the 1 MiB limit of a step's summary, since other commands of the step may write to it, too."""
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """The step summary of ``runs``, at most :data:`MAX_SUMMARY_BYTES` of UTF-8, ending in a newline."""
+    """Return the step summary of ``runs``, at most :data:`MAX_SUMMARY_BYTES` of UTF-8, ending in a newline."""
     left = MAX_SUMMARY_BYTES
     texts = []
     for index, run in enumerate(runs):
@@ -57,7 +57,7 @@ def _summary_of(run: Run, room: int) -> str:
     if len(text.encode()) + len(cut.encode()) > room:
         return first_bytes(text, room - len(cut.encode())) + cut
     _, *told = failing(answer.findings, counted, run.header) or [""]
-    kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # of the fold itself
+    kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # 200 for the fold itself
     for story in told:
         if size + len(story.encode()) + 2 <= room:
             kept.append(story)
@@ -68,20 +68,20 @@ def _summary_of(run: Run, room: int) -> str:
 
 
 def _folded(title: str, parts: Sequence[str]) -> str:
-    """Shown when its title is clicked. The empty line has Markdown read what follows."""
+    # The empty line makes GitHub render the parts as Markdown.
     return "\n\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
 
 
 def first_bytes(text: str, size: int) -> str:
-    """At most ``size`` bytes of ``text``, up to the end of a line."""
+    """Return at most ``size`` bytes of ``text``, up to the end of a line."""
     kept = text.encode()[: max(size, 0)].decode(errors="ignore")
     return kept.rpartition("\n")[0]
 
 
 def annotations(runs: Sequence[Run], root: str = "") -> str:
-    """Return workflow commands, one a line, errors first; empty where there is nothing to say.
+    """Return workflow commands, one a line, errors first; "" if there are none.
 
-    ``root``: the folder of the checkout; files below it are named by their path from there.
+    ``root``: the folder of the checkout; paths of files below it are relative to it.
     """
     errors = [command for run in runs for command in _errors(run, root)]
     warnings = [command for run in runs for command in _warnings(run)]
@@ -114,7 +114,7 @@ def _what(record: Record, counted: RunSummary) -> str:
 
 
 def _warnings(run: Run) -> Iterator[str]:
-    """Backends of which nothing was examined, and times taken while the device was held back or unsettled."""
+    """Yield warnings on backends without any examination, and on times with throttling or unsettled medians."""
     for backend in run.header.backends:
         outcomes = {record.outcome for record in run.records if record.backend == backend.name}
         if outcomes and not outcomes & EXAMINED:

@@ -1,7 +1,4 @@
-"""The answer of a run: a verdict for each backend with its coverage, and which is fastest where.
-
-Values for templates, unescaped.
-"""
+"""Values for templates, unescaped: a verdict and coverage for each backend, and the fastest backend of each suite."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -21,14 +18,14 @@ from attncheck.reports.speeds.tables import suite_of
 
 
 class Coverage(NamedTuple):
-    """How many of the cases put to a backend were examined as it declares."""
+    """The number of cases run on a backend (``cases``), and of those examined as it declares (``asked``)."""
 
     asked: int
     cases: int
 
 
 class BackendAnswer(NamedTuple):
-    """A line of the answer; ``word``: right or failed."""
+    """A line of the verdicts; ``word``: right or failed."""
 
     backend: str
     tone: Tone
@@ -40,14 +37,14 @@ class BackendAnswer(NamedTuple):
 
 
 class SilentBackend(NamedTuple):
-    """A backend that nothing was examined of, and why."""
+    """A backend without any examination, and the reasons."""
 
     backend: str
     reasons: str
 
 
 class FastestBackend(NamedTuple):
-    """The backend with the lowest mean of a suite; ``is_certain``: every round of it is below all of the others."""
+    """The backend with the lowest mean of a suite; ``is_certain``: all its rounds are below all of the others."""
 
     suite: str
     backend: str
@@ -76,7 +73,7 @@ def answers(run: Run, verdicts: Sequence[BackendVerdict]) -> tuple[BackendAnswer
 
 
 def silent_backends(verdicts: Sequence[BackendVerdict], summary: RunSummary) -> tuple[SilentBackend, ...]:
-    """Return the backends that nothing was examined of."""
+    """Return the backends without any examination."""
     gaps: dict[str, list[UnexaminedCases]] = {}
     for gap in summary.gaps:
         gaps.setdefault(gap.backend, []).append(gap)
@@ -88,7 +85,7 @@ def silent_backends(verdicts: Sequence[BackendVerdict], summary: RunSummary) -> 
 
 
 def fastest_backends(found: Sequence[Speed]) -> Iterator[FastestBackend]:
-    """Yield the fastest of each suite, by the mean of ``forward`` over the cases that all backends were timed in."""
+    """Yield the fastest backend of each suite, by the mean of ``forward`` over the cases that all backends timed."""
     for table in summary_tables(found):
         if not table.averaged or len(table.rows) < 2:
             continue
@@ -98,7 +95,7 @@ def fastest_backends(found: Sequence[Speed]) -> Iterator[FastestBackend]:
 
 
 def _means(found: Sequence[Speed]) -> dict[str, float]:
-    """Return the geometric mean of each backend over the cases that all of them were timed in."""
+    """Return the geometric mean of each backend over the cases that all of them timed."""
     times: dict[str, dict[str, float]] = {}
     for each in found:
         times.setdefault(each.backend, {})[each.case] = each.median_ns

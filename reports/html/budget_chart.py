@@ -1,4 +1,4 @@
-"""How much of the error budget each case used: a dot a case, a row a backend, and the line at which it is used up."""
+"""A chart of error-budget shares: one dot for each record, one row for each backend, a line at 1.0."""
 
 import math
 from collections import Counter
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 WIDTH, ROW, NAME = 860, 38, 30
 COLUMNS = 28
-"""Places for dots in a decade."""
+"""Columns of dots in a decade of the axis."""
 TALLEST = 9
-"""Dots that stand above each other; more are not drawn."""
+"""Maximum number of dots above each other; further ones are not drawn."""
 LEAST, MOST = 1e-4, 1e4
-"""Shares beyond these are drawn at them."""
+"""Shares outside this range are drawn at its ends."""
 
 
 class BudgetUse(NamedTuple):
-    """The shares of the budget that one backend used, one a record, and the case of the greatest."""
+    """The budget shares of one backend, one for each record, and the case of the largest."""
 
     backend: str
     shares: tuple[float, ...]
@@ -32,22 +32,22 @@ class BudgetUse(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The greatest share."""
+        """The largest share."""
         return max(self.shares)
 
     @property
     def median(self) -> float:
-        """The share that half of the records stay below."""
+        """The median share."""
         return median(self.shares)
 
     @property
     def over(self) -> int:
-        """How many records are beyond the budget."""
+        """The number of records beyond the budget."""
         return sum(share > 1 for share in self.shares)
 
 
 def budget_uses(records: Sequence[Record]) -> tuple[BudgetUse, ...]:
-    """What each backend used that has an error measured, in the order of the records; what is no number is infinite."""
+    """Return the budget shares of each backend that has any, in the order of the records; NaN becomes infinity."""
     found: dict[str, list[tuple[float, str]]] = {}
     for record in records:
         if isinstance(record, Passed | Failed) and BUDGET_SHARE in record.figures:
@@ -60,7 +60,7 @@ def budget_uses(records: Sequence[Record]) -> tuple[BudgetUse, ...]:
 
 
 def budget_chart(name: str, uses: Sequence[BudgetUse]) -> "Markup":
-    """The chart of these backends, one at least."""
+    """Return the chart of these backends, of which there must be at least one."""
     finite = [min(max(share, LEAST), MOST) for use in uses for share in use.shares]
     low = 10.0 ** math.floor(math.log10(min(finite)))
     high = 10.0 ** math.ceil(math.log10(max(finite))) if max(finite) > 1 else 2.0
@@ -111,7 +111,7 @@ def budget_chart(name: str, uses: Sequence[BudgetUse]) -> "Markup":
 
 
 def _dots(shares: Sequence[float], low: float, high: float) -> Iterator[tuple[float, float]]:
-    """A dot a share, those alike above each other around the middle of the row: x, and how far from the middle."""
+    """Yield a dot (x, offset from the middle of the row) for each share; equal ones are stacked around the middle."""
     for place, count in sorted(Counter(_place(share, low, high) for share in shares).items()):
         shown = min(count, TALLEST)
         for index in range(shown):
@@ -119,7 +119,7 @@ def _dots(shares: Sequence[float], low: float, high: float) -> Iterator[tuple[fl
 
 
 def _place(share: float, low: float, high: float) -> int:
-    """Whole steps from the line of 1.0; what is just beyond it is never drawn on its near side."""
+    """Return whole steps from 1.0; a share just above 1.0 is never drawn below it, nor the reverse."""
     place = round(math.log10(min(max(share, low), high)) * COLUMNS)
     return max(place, 1) if share > 1 else min(place, 0)
 
@@ -129,5 +129,5 @@ def _decade(exponent: int) -> str:
 
 
 def _room(names: Mapping[str, str]) -> int:
-    """Pixels that the longest name takes."""
+    """Return the width of the longest name in pixels."""
     return 24 + round(6.4 * max(map(len, names.values())))

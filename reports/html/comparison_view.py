@@ -1,6 +1,6 @@
-"""What became of the first run in another, as the page shows it: values for templates, and a chart of ratios.
+"""Values for templates, unescaped, that show the first run compared with another, and a chart of time ratios.
 
-Texts are unescaped. The chart has a row for each pair of times, its interval, and the line at which nothing changed.
+The chart has a row with the interval of each pair of times, and a line at the ratio 1.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ROWS = 400
-"""Rows of a table; what there is no room for is counted."""
+"""Maximum rows of a table; further rows are only counted."""
 CHARTED = 40
-"""Pairs of times in the chart."""
+"""Maximum pairs of times in the chart."""
 
 WIDTH, ROW, NAME = 860, 17, 64
 
@@ -32,9 +32,9 @@ _LOOKS = {"slower": (BAD, "X", 34), "faster": (GOOD, "D", 24), "same": (CALM, "o
 
 @dataclass(frozen=True)
 class ComparisonView:
-    """``refusal``: why the runs cannot be compared; then there is no ``found``. ``closing``: the verdict in a line.
+    """A comparison. ``refusal``: why the runs cannot be compared; then ``found`` is None. ``closing``: the verdict.
 
-    ``sentences``: how fast NEW is, a suite each.
+    ``sentences``: the speed of NEW relative to BASE, one sentence for each part of a suite.
     """
 
     key: str
@@ -50,7 +50,7 @@ class ComparisonView:
 
     @property
     def verdict(self) -> tuple[str, Tone]:
-        """The comparison in a word, as `attncheck compare` has it, and its colour."""
+        """The verdict as in `attncheck compare`, and its colour."""
         word = "cannot tell" if self.found is None else self.found.verdict
         tones: dict[str, Tone] = {
             "regression": "bad",
@@ -62,7 +62,7 @@ class ComparisonView:
 
 
 def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> ComparisonView:
-    """The comparison of two runs; ``key`` is its own within the page, ``names`` are theirs."""
+    """Compare two runs; ``key`` must be unique in the page, ``names`` are those of the runs."""
     try:
         found = compare_runs(base, new)
     except QuestionError as error:
@@ -81,14 +81,14 @@ def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> Co
 
 
 def _in_order(changes: Sequence[SpeedChange]) -> tuple[SpeedChange, ...]:
-    """The pairs by verdict, of each the furthest from 1.0 first."""
+    """Return the pairs by verdict, within a verdict those furthest from 1.0 first."""
     return tuple(
         sorted(changes, key=lambda change: (VERDICTS.index(change.verdict), -max(change.ratio, 1 / change.ratio)))
     )
 
 
 def _change_chart(name: str, changes: Sequence[SpeedChange]) -> "Markup":
-    """The chart of these pairs, one at least, from the top."""
+    """Return the chart of these pairs, top to bottom; there must be at least one."""
     names = [text(f"{change.backend}  {change.case}  {change.part}", NAME) for change in changes]
     ends = [end for change in changes for end in (change.ratio, change.low, change.high) if end is not None]
     low, high = min(0.8, *ends) * 0.97, max(1.25, *ends) * 1.03

@@ -1,7 +1,6 @@
-"""Which cases make a curve of latency over length: those that differ in little but their size.
+"""Select cases that form a curve of latency over length: those that differ mainly in size.
 
-A record does not say how long the contexts of a case are; it says the least bytes the case has to move, which grow with
-them.
+A record has no context lengths. It has the least bytes to move, which grow with them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ CaseNeeds = Mapping[str, tuple[str, ...]]
 
 
 class LengthPanel(NamedTuple):
-    """Cases that differ in little but their length: ``title``, what they have in common, and the speeds of them."""
+    """Speeds of cases that differ mainly in length, with a title and what the cases have in common."""
 
     title: str
     about: str
@@ -29,7 +28,7 @@ class LengthPanel(NamedTuple):
 
 
 class LeastWork(NamedTuple):
-    """What a case has to move and compute at least."""
+    """The least bytes that a case must move, and the least operations it must compute."""
 
     moved_bytes: int
     flops: int
@@ -41,16 +40,16 @@ class LeastWork(NamedTuple):
 
 
 def least_work(speed: Speed) -> LeastWork | None:
-    """The work of a speed, where a record says it and it is more than nothing."""
+    """Return the work of a speed, or None if the record lacks it or it is zero."""
     latency = speed.rounds[0]
     return LeastWork(latency.moved_bytes, latency.flops) if latency.moved_bytes and latency.flops else None
 
 
 def length_panels(speeds: Sequence[Speed], needs: CaseNeeds) -> tuple[LengthPanel, ...]:
-    """The curves of latency over length that these speeds of ``forward`` allow, those of most cases first.
+    """Return the curves of latency over length that these speeds of ``forward`` allow, those with most cases first.
 
-    ``needs``: what each case needs. One panel is cases of one suite that need the same, and have ids that differ in
-    figures alone; of the others, those with about as many operations a byte. None has fewer than three sizes.
+    ``needs``: the needs of each case. A panel has cases of one suite with equal needs whose ids differ only in figures.
+    The other cases of a suite with equal needs are grouped by operations a byte. Each panel has at least three sizes.
     """
     work = {speed.case: own for speed in speeds if (own := least_work(speed)) is not None}
     families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -75,7 +74,7 @@ def length_panels(speeds: Sequence[Speed], needs: CaseNeeds) -> tuple[LengthPane
 
 
 def _has_sizes(cases: Sequence[str], work: Mapping[str, LeastWork]) -> bool:
-    """Whether these make a curve: three sizes or more, the greatest twice the least or more."""
+    """Return whether the cases form a curve: at least three sizes, the largest at least twice the smallest."""
     sizes = {work[case].moved_bytes for case in cases}
     return len(sizes) >= FEWEST_POINTS and max(sizes) >= ALIKE * min(sizes)
 
@@ -90,7 +89,7 @@ def _panel(
 
 
 def _alike(cases: Sequence[str], work: Mapping[str, LeastWork]) -> list[list[str]]:
-    """Cases by their operations a byte, those within a factor of :data:`ALIKE` of the least together."""
+    """Group cases by operations a byte; a group spans less than a factor of :data:`ALIKE`."""
     found: list[list[str]] = []
     for case in sorted(cases, key=lambda case: work[case].intensity):
         if found and work[case].intensity < ALIKE * work[found[-1][0]].intensity:

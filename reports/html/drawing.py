@@ -1,8 +1,8 @@
-"""How a chart comes about: drawn by matplotlib, kept as SVG whose colours the page decides, light or dark.
+"""Draw charts with matplotlib, as SVG whose colours come from the page's style sheet, light or dark.
 
-Every colour a chart is drawn with is a stand-in for a variable of the page's style sheet. Text stays text, so that it
-is set in the page's font, found by a search and read aloud; none of it is mathematics, whatever dollar signs a name
-has. The same chart is the same text each time.
+Charts are drawn in placeholder colours that are replaced by variables of the style sheet. Text remains text, so that it
+uses the page's font, can be searched and can be read aloud; dollar signs in names do not start mathematics. Equal
+charts give equal SVG.
 """
 
 import re
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, RULE, GOOD, BAD, CALM, GROUND = (f"#0a0b{index:02x}" for index in range(7))
-"""Stand-ins for the colours of text, of what is beside it, of lines, of good, bad and neither, of the page."""
+"""Placeholder colours of text, secondary text, lines, good, bad, neutral, and the page's background."""
 
 _NAMED = {INK: "ink", MUTED: "muted", RULE: "rule", GOOD: "good", BAD: "bad", CALM: "calm", GROUND: "ground"}
 _STAND_IN = re.compile(r"(fill|stroke): (#0a0b[0-9a-f]{2})")
 
 SERIES = tuple(f"#0a0b{index:02x}" for index in range(0x20, 0x2C))
-"""Stand-ins for the colours of series, ``--series-0`` and on."""
+"""Placeholder colours of series, ``--series-0`` and on."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
-"""Beside its colour, what tells a series apart."""
+"""Markers that distinguish series in addition to colours."""
 
 
 class SeriesStyle(NamedTuple):
-    """What a series looks like: ``color`` is a stand-in, ``marker`` a word of matplotlib."""
+    """The style of a series: ``color`` is a placeholder, ``marker`` a matplotlib marker."""
 
     color: str
     marker: str
 
 
 def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
-    """A style for each series, in their order; the thirteenth looks like the first."""
+    """Return a style for each series, in their order; styles repeat after twelve."""
     return {
         name: SeriesStyle(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)])
         for index, name in enumerate(names)
@@ -47,29 +47,29 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
 
 
 def chart(name: str, label: str, width: int, height: int, draw: "Callable[[Figure], None]") -> "Markup":
-    """What ``draw`` draws into a figure of ``width`` by ``height`` pixels, as an ``<svg>`` for a page.
+    """Return what ``draw`` draws into a figure of ``width`` by ``height`` pixels, as ``<svg>`` markup.
 
-    ``name``: one of its own within a page, since parts of a drawing refer to each other; ``label``: what one who does
-    not see the chart is told of it.
+    ``name``: unique in the page, since parts of a drawing refer to each other by id. ``label``: the text for screen
+    readers.
     """
     import matplotlib as mpl
     from markupsafe import Markup
     from matplotlib.figure import Figure
 
     with mpl.rc_context(), warnings.catch_warnings():
-        # A character that the measuring font lacks is shown all the same, by a font of the reader's.
+        # matplotlib's font is used only for measuring. The reader's browser has other fonts for missing characters.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         _set(name)
         figure = Figure(figsize=(width / 100, height / 100), dpi=100)
         draw(figure)
         written = StringIO()
         figure.savefig(written, format="svg", transparent=True)
-    # What was drawn is matplotlib's own markup, in which it has escaped every text.
+    # The markup is matplotlib's own, which has escaped every text.
     return Markup(_for_page(written.getvalue(), label, width, height))  # noqa: S704
 
 
 def plot_area(figure: "Figure", left: int, right: int, top: int, bottom: int) -> "Axes":
-    """Axes that leave these margins, in pixels, with no more lines than are needed."""
+    """Return axes with these margins in pixels, without the top and right spines and without tick marks."""
     width, height = figure.get_size_inches() * 100
     axes = figure.add_axes((left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height))
     for side in ("top", "right"):
@@ -80,12 +80,12 @@ def plot_area(figure: "Figure", left: int, right: int, top: int, bottom: int) ->
 
 
 def text(value: str, width: int) -> str:
-    """A name as a chart shows it: on one line, without control characters, at most ``width`` characters."""
+    """Return a name for a chart: one line, without control characters, at most ``width`` characters."""
     return phrases.cut(phrases.one_line(value), width)
 
 
 def _set(name: str) -> None:
-    """Make matplotlib's settings those of every chart, whatever the user's are; ``name`` makes its names of parts."""
+    """Set matplotlib's parameters for all charts, independent of the user's; ``name`` is the salt of SVG ids."""
     import matplotlib as mpl
 
     mpl.rcdefaults()
@@ -101,7 +101,7 @@ def _set(name: str) -> None:
 
 
 def _for_page(svg: str, label: str, width: int, height: int) -> str:
-    """The drawing alone: no declaration, style sheet or date, and names only of parts that are referred to."""
+    """Return the drawing without declaration, style sheet and date, and without ids that are not referred to."""
     from markupsafe import escape
 
     body = svg[svg.index(">", svg.index("<svg")) + 1 :]

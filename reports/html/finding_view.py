@@ -1,7 +1,4 @@
-"""Findings by cause, each with one example; and what fell short as expected, by its reason.
-
-Values for templates, unescaped.
-"""
+"""Values for templates, unescaped: findings by cause with one example each, and expected failures by reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +12,18 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record, XFailed
 
 SHOWN = 40
-"""Findings shown beside the records, which have all of them."""
+"""Maximum findings in the section of findings; the records have all."""
 
 
 @dataclass(frozen=True)
 class FindingView:
-    """A finding as the page shows it; ``record``: its example.
+    """A finding as shown on the page; ``record``: its example.
 
     ``others``: a record of each further case. ``common``: what the cases have in common. ``shape``, ``description``: of
-    the example's case; empty where the run file has none. ``rounds``: in how many of its rounds, where there were
-    several. ``meaning``: the likely cause, where the title is another; ``evidence``: what proves a cause that is
-    the title. ``places``: lines of the author's code. ``trail``: a traceback, or what a process that died printed last.
+    the example's case, or "" if the run file does not describe it. ``rounds``: the number of rounds that failed, if
+    there were several. ``meaning``: the likely cause, unless it is the title. ``evidence``: what proves a cause that is
+    the title. ``places``: lines of the author's code. ``trail``: a traceback, or the last output of a process that
+    died.
     """
 
     record: Record
@@ -48,21 +46,21 @@ class FindingView:
 
 @dataclass(frozen=True)
 class ExpectedFailures:
-    """Records of one backend and check that fell short for one reason; ``first`` is told, ``further`` are more."""
+    """Expected failures of one backend and check for one reason; ``first`` is shown, ``further`` counts the others."""
 
     first: XFailed
     further: int
 
 
 def finding_views(found: Sequence[Finding], summary: RunSummary, header: RunHeader) -> tuple[FindingView, ...]:
-    """One for each finding that makes the run fail, then one for each function of a provider that does."""
+    """Return a view of each finding that makes the run fail, then of each failing function of a provider."""
     shown = [_finding(each, summary, header) for each in found if not each.is_expected]
     shown += [_shown(record, "", summary, header) for record in summary.short if record.check == UTILITIES]
     return tuple(shown)
 
 
 def expected(records: Sequence[XFailed]) -> tuple[ExpectedFailures, ...]:
-    """One for each backend, reason and check."""
+    """Return a group for each backend, reason and check."""
     alike: dict[tuple[str, str, str], list[XFailed]] = {}
     for record in records:
         alike.setdefault((record.backend, record.reason, record.check), []).append(record)
@@ -70,7 +68,7 @@ def expected(records: Sequence[XFailed]) -> tuple[ExpectedFailures, ...]:
 
 
 def figures_of(record: Record) -> dict[str, str]:
-    """The figures of a record as people read them."""
+    """Return the figures of a record, with six significant digits."""
     figures = record.figures if hasattr(record, "figures") else {}
     return {name: f"{value:.6g}" for name, value in figures.items()}
 

@@ -1,6 +1,6 @@
-"""The page itself: templates, style sheet, scripts and data put together, so that one file is all there is.
+"""Assemble the page from templates, style sheet, scripts and data into one self-contained file.
 
-Nothing is fetched: the page's own policy forbids it, and lets no script run but the one written here, by its digest.
+The page loads nothing. Its content security policy forbids that, and allows only its own script, by digest.
 """
 
 import base64
@@ -35,14 +35,14 @@ EXTRA = "report"
 NEEDED = ("jinja2", "matplotlib")
 
 SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "needs.js", "page.js")
-"""In the order in which they are put together; they share one scope."""
+"""In the order of concatenation; they share one scope."""
 
 LONGEST, LONGEST_NAME, LONGEST_REASON = 600, 160, 240
-"""Characters of a sentence in a table, of a name, and of why a graph level was not reached; records tell them whole."""
+"""Maximum characters of a sentence in a table, of a name, and of a graph level's reason; records show all of them."""
 
 
 def render_runs(runs: Sequence[Run]) -> str:
-    """One self-contained HTML page of these runs, one at least; the first is compared with each of the others.
+    """Return one self-contained HTML page of these runs, at least one; the first is compared with each of the others.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
@@ -59,7 +59,7 @@ def render_runs(runs: Sequence[Run]) -> str:
         if index
     ]
     script = _script()
-    # All three are of our own making: templates of the package, and JSON in which nothing can end its element.
+    # These values are safe: templates of the package, and JSON in which nothing can end its element.
     return environment.get_template("page.html").render(
         views=views,
         comparisons=comparisons,
@@ -71,7 +71,7 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 
 def _environment() -> "Environment":
-    """The templates, which escape whatever they are given, and clean every text of it."""
+    """Return the template environment, which escapes and cleans every text."""
     for package in NEEDED:
         if find_spec(package) is None:
             raise MissingExtraError("a report as HTML", package, EXTRA)
@@ -118,20 +118,20 @@ def _environment() -> "Environment":
 
 
 def _breakable(text: str) -> "Markup":
-    """Names, which may be broken after their underscores."""
+    """Return a name as markup with possible line breaks after its underscores."""
     from markupsafe import Markup, escape
 
     return Markup("_<wbr>").join(map(escape, phrases.one_line(text).split("_")))
 
 
 def _script() -> str:
-    """All scripts as one, whose names nothing else on the page can see."""
+    """Return all scripts as one block, whose names are local to it."""
     return '"use strict";\n{\n' + "\n".join(_text(name) for name in SCRIPTS) + "}\n"
 
 
 def _policy(script: str) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # matplotlib writes the style of what it draws into attributes.
+    # Inline styles are allowed because matplotlib writes styles into attributes.
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
         "form-action 'none'"

@@ -1,8 +1,7 @@
-"""All records of the page's runs as compact data, from which the page builds the rows a reader asks for.
+"""All records of the page's runs as compact JSON, from which the page's scripts build rows on demand.
 
-What many records say alike (reasons, needs, levels) stands there once and is referred to by number. The text is safe
-within a ``<script>``: nothing in it can end the element, and what a terminal or a reader of bidirectional text would
-obey is taken out.
+Values that many records share (reasons, needs, levels) are stored once and referred to by number. The JSON is safe
+within a ``<script>``: it cannot end the element, and control and formatting characters are removed.
 """
 
 import math
@@ -40,38 +39,37 @@ Json = dict[str, Any]
 
 
 class _Pool:
-    """Values in the order they first came, each once; a value is asked for by its number."""
+    """Distinct values in the order of first use; each has a number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        """The number of ``text``, a new one where it is new."""
+        """Return the number of ``text``, adding it if it is new."""
         return self._numbers.setdefault(text, len(self._numbers))
 
     @property
     def texts(self) -> list[str]:
-        """All of them, by number."""
+        """All texts, by number."""
         return list(self._numbers)
 
     @property
     def json(self) -> str:
-        """All of them, each JSON already, as one list."""
+        """All values, which are JSON already, as one JSON list."""
         return f"[{','.join(self._numbers)}]"
 
 
 def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFindings]) -> str:
-    """JSON of every record and every speed of the runs, called ``names``, for a ``<script>`` that is data.
+    """Return JSON of all records and speeds of the runs, which are called ``names``, for a ``<script>`` data element.
 
     ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, count, false claims, records]``; count
-    and claims as a :class:`attncheck.reports.analysis.recommendation.NeededCase` has them, None for functions. A record
-    is ``[check, outcome, round, seconds, body, repro command]``. ``cases``: of the headers, ``[run, suite, case id,
-    shape, description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``;
-    ``findings``: ``[run, backend, title, cases]``.
-    ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds, spread, bytes a second, flops a
-    second, share of the roofline, whether it is the fastest]``, times in nanoseconds. Backends, suites, checks, needs,
-    repro commands and bodies are numbers within lists of these names; counts, standings, words, titles and shapes
-    within ``texts``.
+    and claims as in :class:`attncheck.reports.analysis.recommendation.NeededCase`, None for functions. A record is
+    ``[check, outcome, round, seconds, body, repro command]``. ``cases``: of the headers, ``[run, suite, case id, shape,
+    description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``. ``findings``:
+    ``[run, backend, title, cases]``. ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds,
+    spread, bytes a second, flops a second, share of the roofline, whether it is the fastest]``, times in nanoseconds.
+    Backends, suites, checks, needs, repro commands and bodies are indices into lists of these names; counts, standings,
+    words, titles and shapes are indices into ``texts``.
     """
     pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros", "texts")}
     bodies = _Pool()
@@ -126,7 +124,7 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
         "findings": clean_json(blamed),
         "speeds": clean_json(rows),
     }
-    # Within a script, only "<" could begin anything else; as an escape it is the same JSON.
+    # Within a script, only "<" could begin markup; escaped as \u003c it is the same JSON.
     return "{" + ",\n".join(f'"{name}":{text}' for name, text in members.items()).replace("<", "\\u003c") + "}"
 
 
@@ -158,7 +156,7 @@ def _speed_rows(index: int, run: Run, pools: Mapping[str, _Pool]) -> list[list[A
 
 
 def _body(record: Record) -> Json:
-    """What only this kind of record says, without what is empty."""
+    """Return the fields that only this kind of record has, without empty ones."""
     told: Json = {"graph": _graph(record), "timing": _timing(timing_of(record))}
     match record:
         case Passed():
@@ -212,7 +210,7 @@ def _timing(timing: Timing | None) -> Json | None:
 
 
 def _latency(latency: Latency) -> list[Any]:
-    """One part: its samples as their number and where 0, 25, 50, 75 and 100 % of them lie."""
+    """Return one part; its samples become their number and the quantiles at 0, 25, 50, 75 and 100 %."""
     ordered = sorted(latency.samples_ns)
     last = len(ordered) - 1
     return [
@@ -234,13 +232,13 @@ def _figures(figures: Mapping[str, float]) -> dict[str, float | str | None]:
 
 
 def _share(figures: Mapping[str, float]) -> float | str | None:
-    """The share of the error budget, infinite where it is no number."""
+    """Return the share of the error budget; NaN becomes ``inf``."""
     share = figures.get(BUDGET_SHARE)
     return "inf" if share is not None and math.isnan(share) else _figure(share)
 
 
 def _figure(value: float | None) -> float | str | None:
-    """A number of at most six digits; JSON has no infinity and no NaN, which become words."""
+    """Return a number with at most six digits; infinity and NaN become strings, since JSON lacks them."""
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)

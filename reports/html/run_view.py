@@ -1,7 +1,4 @@
-"""One run as the page shows it, but for its records: the answer, what it rests on, and what was not examined.
-
-Values for templates, unescaped: the template escapes whatever it is given.
-"""
+"""Values for templates, unescaped: one run without its records, that is, verdicts, their basis and gaps."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,12 +50,12 @@ FUNCTION_TONES: Mapping[FunctionVerdict, Tone] = {
     "stale": "warn",
     "expected": "warn",
 }
-"""The colour of what became of a function of a provider."""
+"""The colours of verdicts on functions of providers."""
 
 
 @dataclass(frozen=True)
 class ProviderFunctions:
-    """The functions of one provider, and what is known of those that depart: names and a sentence."""
+    """The functions of one provider, with notes by heading: names and a sentence."""
 
     title: str
     rows: tuple[FunctionRow, ...]
@@ -67,7 +64,7 @@ class ProviderFunctions:
 
 @dataclass(frozen=True)
 class RunView:
-    """What the page says of one run. ``name``: its file; ``key``: what its sections are called in links."""
+    """One run as shown on the page. ``name``: that of its file; ``key``: the prefix of its sections in links."""
 
     run: Run
     key: str
@@ -110,7 +107,7 @@ class RunView:
 
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
-        """What there is to say: the name of each section in links, and its heading."""
+        """The sections with content: the name in links, and the heading."""
         told = (
             ("answer", "Verdicts", self.answers or self.silent),
             ("findings", "Findings", self.findings or self.run.errors),
@@ -127,16 +124,16 @@ class RunView:
         return tuple((anchor, title) for anchor, title, is_told in told if is_told)
 
     def tally(self, backend: str, check: str) -> OutcomeCounts | None:
-        """What a check of a backend came to; None where it has no record."""
+        """Return the outcomes of a check of a backend, or None if it has no record."""
         return self.summary.by_check.get((backend, check))
 
     def gap_what(self, gap: UnexaminedCases) -> str:
-        """How many cases, and which checks where only some were not made."""
+        """Return the number of cases, and the checks if only some were not examined."""
         return phrases.gap(gap, len(self.summary.checks))
 
 
 def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
-    """The view of one run and its findings; ``key`` and ``name`` are its own within the page."""
+    """Return the view of one run and its findings; ``key`` and ``name`` must be unique in the page."""
     summary = summarise(run.records, checks=run.header.checks)
     verdict, _, counts = phrases.closing(summary, run.errors, complete=run.complete).partition(": ")
     levels, uses = level_rows(run.records), budget_uses(run.records)
@@ -179,7 +176,6 @@ def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
 
 
 def _values_by_key(needs: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The values of each form, in the order of the needs."""
     values: dict[str, tuple[str, ...]] = {}
     for key, is_form, value in (need.partition("=") for need in needs):
         if is_form:
@@ -188,7 +184,7 @@ def _values_by_key(needs: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """The names of the files, with their folders where names alone do not differ; numbered where paths do not."""
+    """Return file names that differ: with folders if names are equal, and with numbers if paths are."""
     paths = [PurePath(run.path) for run in runs]
     names = [path.name for path in paths]
     if len(set(names)) < len(names):

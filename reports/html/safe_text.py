@@ -1,7 +1,4 @@
-"""Text of foreign code made fit for a page: what a browser would obey rather than show is replaced.
-
-Escaping for HTML is left to what writes it.
-"""
+"""Clean text of foreign code for a page; escaping for HTML is left to the templates."""
 
 import json
 import re
@@ -13,18 +10,18 @@ _UNUSUAL_JSON = re.compile(r"[^\x20-\x7e]|\\u00")
 
 
 def clean(text: str) -> str:
-    """``text`` without control and formatting characters, such as those that turn the direction of writing."""
+    """Return ``text`` without control and formatting characters, such as those that change the writing direction."""
     return phrases.printable(text)
 
 
 def clean_json(value: object) -> str:
-    """``value`` as compact JSON, with every text in it cleaned, names included; a figure must be finite.
+    """Return ``value`` as compact JSON, with every text in it cleaned, keys included.
 
     Raises:
-        ValueError: a figure is not.
+        ValueError: a float is not finite.
     """
     text = _dump(value)
-    # Most values say nothing unusual, and need not be walked through.
+    # Most values contain nothing unusual, so their members need no visit.
     return _dump(_cleaned(value)) if _UNUSUAL_JSON.search(text) else text
 
 

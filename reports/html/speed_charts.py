@@ -1,4 +1,4 @@
-"""Times drawn: against the work a case is, against the roofline, and the build of the metadata beside forward."""
+"""Charts of times: over the work of a case, under the roofline, and of metadata build against forward."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 430, 320
 
 
 def length_chart(name: str, panel: LengthPanel, looks: Mapping[str, SeriesStyle]) -> "Markup":
-    """Latency over the least bytes to move, a curve a backend, and what the device would take at best."""
+    """Return a chart of latency over least bytes to move: a curve for each backend, and the roofline."""
     by_backend = _by_backend(panel.speeds)
 
     def draw(figure: "Figure") -> None:
@@ -59,7 +59,7 @@ def length_chart(name: str, panel: LengthPanel, looks: Mapping[str, SeriesStyle]
 
 
 def roofline_charts(name: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> dict[str, "Markup"]:
-    """Achieved rate over operations a byte, under what the device copies and multiplies; one chart a dtype of these."""
+    """Return, by dtype, a chart of achieved rate over operations a byte, under the device's copy and matmul rates."""
     by_dtype: dict[str, list[Speed]] = {}
     for speed in speeds:
         if least_work(speed) is not None and (ceilings := speed.timings[0].ceilings) is not None:
@@ -71,7 +71,7 @@ def roofline_charts(name: str, speeds: Sequence[Speed], looks: Mapping[str, Seri
 
 
 def build_chart(name: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> "Markup | None":
-    """The build of the metadata over forward, a point a case: above the line, a step waits for its metadata."""
+    """Return a chart of build over forward, or None without builds; above the line, build takes longer."""
     forward = {(speed.backend, speed.case): speed for speed in speeds if speed.part == "forward"}
     pairs = [
         (each.backend, forward[key].median_ns, each.median_ns)
@@ -142,7 +142,6 @@ def _log_axes(figure: "Figure", x: str, y: str) -> "Axes":
 
 
 def _say_units(axes: "Axes", x: Callable[[float], str], y: Callable[[float], str]) -> None:
-    """Ticks at decades, with their units; halfway ones too where there is hardly a decade."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     for axis, limits, word in ((axes.xaxis, axes.get_xlim(), x), (axes.yaxis, axes.get_ylim(), y)):
@@ -153,7 +152,7 @@ def _say_units(axes: "Axes", x: Callable[[float], str], y: Callable[[float], str
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """At most seven round numbers from ``low`` to ``high``: decades, or with 2 and 5 between them."""
+    """Return at most seven round numbers from ``low`` to ``high``: decades, or also numbers between them."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
         found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
@@ -167,7 +166,7 @@ def _scatter(axes: "Axes", xs: Sequence[float], ys: Sequence[float], look: Serie
 
 
 def _least(speeds: Sequence[Speed]) -> list[tuple[int, float]]:
-    """By least bytes to move, the nanoseconds the device would take at best; none where its ceilings are not known."""
+    """Return (least bytes to move, best time in nanoseconds) of each case; empty without measured ceilings."""
     if not (ceilings := _ceilings(speeds)):
         return []
     copy, product = _middle(ceilings, _copy), _middle(ceilings, _product)
@@ -176,7 +175,6 @@ def _least(speeds: Sequence[Speed]) -> list[tuple[int, float]]:
 
 
 def _ceilings(speeds: Sequence[Speed]) -> list[Ceilings]:
-    """What all processes measured that timed these."""
     return [timing.ceilings for speed in speeds for timing in speed.timings if timing.ceilings is not None]
 
 

@@ -1,7 +1,7 @@
-"""The times of one run as the page shows them: bars of each case, charts, and the rows of a table.
+"""Values for templates that show the times of one run: bars of each case, charts, and the rows of a table.
 
-Bars of one case share a scale that begins at zero; those of different cases do not. The fastest is marked only where
-:func:`attncheck.reports.speeds.tables.fastest` says so.
+Bars of one case share a scale from zero; bars of different cases do not. The fastest backend is marked only if
+:func:`attncheck.reports.speeds.tables.fastest` returns it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 MOST_BARS = 1200
 OPEN_BARS = 160
-"""Up to so many bars, those of a suite are shown without being asked for."""
+"""Up to this number of bars, those of a suite are expanded initially."""
 
 
 class SpeedBar(NamedTuple):
-    """One backend's time for ``forward`` of a case; ``share``, ``low``, ``high``: in hundredths of the scale."""
+    """One backend's time for ``forward`` of a case; ``share``, ``low``, ``high``: in per cent of the scale."""
 
     backend: str
     series: int
@@ -46,7 +46,7 @@ class CaseBars(NamedTuple):
 
 
 class SuiteBars(NamedTuple):
-    """The bars of one suite; ``left_out``: cases for which there was no room."""
+    """The bars of one suite; ``left_out``: the number of cases beyond the limit of the page."""
 
     suite: str
     cases: tuple[CaseBars, ...]
@@ -55,7 +55,7 @@ class SuiteBars(NamedTuple):
 
 
 class TitledChart(NamedTuple):
-    """A chart, its heading, and what it shows."""
+    """A chart, its heading and its description."""
 
     title: str
     about: str
@@ -64,7 +64,7 @@ class TitledChart(NamedTuple):
 
 @dataclass(frozen=True)
 class SpeedView:
-    """What the page says of the times of one run."""
+    """The times of one run as shown on the page."""
 
     summaries: tuple[SpeedTable, ...]
     drawings: tuple[TitledChart, ...]
@@ -76,7 +76,7 @@ class SpeedView:
 
 
 def speed_view(run: Run, name: str) -> SpeedView | None:
-    """The view of a run's times, None where there are none; ``name`` is the run's own within the page."""
+    """Return the view of a run's times, or None if it has none; ``name`` must be unique in the page."""
     if not (found := speeds(run.records)):
         return None
     looks = series_styles(dict.fromkeys(speed.backend for speed in found))

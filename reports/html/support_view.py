@@ -1,4 +1,4 @@
-"""What backends support, a row for each: a sign for each feature, then the values of sizes and forms by verdict."""
+"""The support matrix of backends: a sign for each feature, then the values of sizes and forms by verdict."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from attncheck.reports.run_file.graph_levels import GraphLevel
 Tone = Literal["good", "bad", "warn", "calm", "none"]
 
 GRAPHS = "CUDA-graph level"
-"""The column that holds whether the declared CUDA-graph level is true."""
+"""The column for the CUDA-graph level."""
 
 _LEVELS: Mapping[GraphLevel, str] = {
     "NEVER": "never",
@@ -19,11 +19,11 @@ _LEVELS: Mapping[GraphLevel, str] = {
     "UNIFORM_BATCH": "uniform",
     "ALWAYS": "always",
 }
-"""The measured level in a word."""
+"""Short names of levels."""
 
 
 class Sign(NamedTuple):
-    """A verdict in one character, its colour, and its meaning in the legend."""
+    """A verdict as one character, its colour, and its meaning in the legend."""
 
     sign: str
     tone: Tone
@@ -45,7 +45,7 @@ SIGNS: Mapping[SupportVerdict | Literal["declared"], Sign] = {
 
 
 class FeatureCell(NamedTuple):
-    """A feature of a backend: its sign, how many cases that is about (or the level), and the same in words."""
+    """A feature of a backend: its sign, the number of cases (or the level), and the same in words."""
 
     sign: Sign
     small: str
@@ -60,7 +60,7 @@ class FormValues(NamedTuple):
 
 
 class SupportLine(NamedTuple):
-    """A backend: a cell for each feature, None where no case says anything, and the values of each form."""
+    """A backend: a cell for each feature, None if no case needs it, and the values of each form."""
 
     backend: str
     features: tuple[FeatureCell | None, ...]
@@ -68,7 +68,7 @@ class SupportLine(NamedTuple):
 
 
 class SupportMatrix(NamedTuple):
-    """Columns of features and of forms, a line for each backend, and the signs that occur."""
+    """Columns of features and of forms, a line for each backend, and the signs in use."""
 
     features: tuple[str, ...]
     forms: tuple[str, ...]
@@ -81,9 +81,9 @@ def support_matrix(
     backends: Mapping[str, Collection[str]],
     levels: Sequence[LevelRow] = (),
 ) -> SupportMatrix:
-    """The matrix of these backends, in their order; features by name, forms as they first come.
+    """Return the matrix of these backends, in their order; features by name, forms in order of first use.
 
-    ``backends``: of each, the features that it declares.
+    ``backends``: the declared features of each.
     """
     cells = {
         (name, feature): FeatureCell(SIGNS["declared"], "", "declared: no case")
@@ -114,7 +114,7 @@ def support_matrix(
 
 
 def sign_of(row: SupportRow) -> Sign:
-    """The sign of a row."""
+    """Return the sign of a row."""
     return SIGNS["declared" if row.verdict == "left" and row.is_declared else row.verdict]
 
 

@@ -1,6 +1,6 @@
 """A comparison as Markdown, for a step summary, a pull request or a file: every change, with nothing cut.
 
-What cannot be told is counted by reason. What backends said is quoted so that it cannot become markup.
+Undecided pairs are counted by reason. A backend's text is escaped, so that it cannot become markup.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from attncheck.reports.markdown import markup
 
 
 def render_comparison(comparison: RunComparison) -> str:
-    """The whole comparison, its verdict first; ends in a newline."""
+    """Return the whole comparison, its verdict first, ending in a newline."""
     sections = [
         "# attncheck comparison",
         f"**{markup.escaped(summary.closing(comparison))}**",

@@ -1,4 +1,4 @@
-"""The answer of a run as Markdown: verdicts of backends, then each finding in full, then functions of providers."""
+"""Verdicts, findings and functions of providers, as Markdown."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record, XFailed
 
 SHOWN_CASES = 12
-"""Cases of a finding that are named; the run file has them all."""
+"""Maximum cases of a finding that are named; the run file has all of them."""
 
 
 def verdicts(found: Sequence[BackendVerdict]) -> str:
-    """Return a bullet for each backend: whether it is right, its false claims, what it could declare."""
+    """Return a bullet for each backend: its verdict, its false claims, and what it could declare."""
     lines = []
     for each in found:
         if each.verdict == "not examined":
@@ -31,14 +31,14 @@ def verdicts(found: Sequence[BackendVerdict]) -> str:
 
 
 def failing(findings: Sequence[Finding], summary: RunSummary, header: RunHeader) -> list[str]:
-    """Return a heading and a section for each finding that fails the run; empty where there is none."""
+    """Return a heading and a section for each finding that fails the run, or [] if there is none."""
     told = [_section(finding, summary, header) for finding in findings if not finding.is_expected]
     told += [_function(record, header) for record in summary.short if record.check == UTILITIES]
     return ["## Findings", *told] if told else []
 
 
 def expected(findings: Sequence[Finding]) -> list[str]:
-    """Return a heading and a section for each expected finding: of each check one record, and how many more."""
+    """Return a heading and a section for each expected finding: one record a check, and the number of others."""
     told = []
     for finding in findings:
         if not finding.is_expected:
@@ -61,7 +61,6 @@ def expected(findings: Sequence[Finding]) -> list[str]:
 
 
 def _section(finding: Finding, summary: RunSummary, header: RunHeader) -> str:
-    """Return cause, extent and what the cases share; then one example with its figures and the line that repeats it."""
     record = finding.example
     rounds = f" ({told})" if (told := phrases.rounds_short(summary, record)) else ""
     facts = [f"- {markup.escaped(phrases.extent(finding))}; exit status {finding.exit_status}"]
@@ -83,7 +82,6 @@ def _function(record: Record, header: RunHeader) -> str:
 
 
 def _details(record: Record, header: RunHeader) -> list[str]:
-    """Return what a record says besides, and the line that repeats it."""
     lines = []
     if isinstance(record, Failed):
         lines += [_detail(detail) for detail in record.details]
@@ -102,5 +100,4 @@ def _details(record: Record, header: RunHeader) -> list[str]:
 
 
 def _detail(text: str) -> str:
-    """Return a detail as a bullet; one of several lines, such as a traceback, as a block."""
     return markup.fenced(text) if "\n" in text.strip() else f"- {markup.escaped(text)}"

@@ -1,4 +1,4 @@
-"""CUDA-graph levels as Markdown: the table of rows, then the probes, those that came out alike together."""
+"""CUDA-graph levels as Markdown: a table of rows, then the probes of each group of equal rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -10,7 +10,7 @@ from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.graph_levels import GraphProbe
 
 SHOWN_REASONS = 5
-"""Reasons told where cases differ in figures alone, those with most cases first."""
+"""Maximum reasons shown, those with most cases first; reasons that differ in more than figures are always shown."""
 
 HEADINGS = ("backend", "declared", "measured", "cases", "recorder", "probes", "why no higher", "head-room")
 
@@ -18,9 +18,9 @@ Probes = tuple[GraphProbe, ...]
 
 
 def graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Declared and measured levels, then every probe; nothing in a run that measured none.
+    """Return the table of declared and measured levels, then every probe; [] if the run measured none.
 
-    ``unmeasured``: how many cases of a backend have no level, by outcome; a row each.
+    ``unmeasured``: by backend and outcome, the number of cases without a level; each makes a row.
     """
     if not rows:
         return []
@@ -69,7 +69,7 @@ def _why_no_higher(row: LevelRow) -> str:
 
 
 def _probes(rows: Sequence[LevelRow]) -> list[str]:
-    """Rows whose probes came out alike: the probes in their order, then the cases by what they differ in."""
+    """Return the section of rows with equal probe outcomes: the probes, then the cases by what differs."""
     cases: dict[Probes, list[str]] = {}
     for row in rows:
         for result in row.results:
@@ -88,7 +88,7 @@ def _probes(rows: Sequence[LevelRow]) -> list[str]:
 
 
 def _told(found: Sequence[Probes], differing: Sequence[int]) -> Iterator[list[str]]:
-    """A row a probe; those that one broken probe kept from being run are one row."""
+    """Yield a row for each probe; probes that were not run because of one broken probe share a row."""
     columns = list(zip(*found, strict=True))
 
     def key(index: int) -> object:
@@ -109,7 +109,7 @@ def _told(found: Sequence[Probes], differing: Sequence[int]) -> Iterator[list[st
 def _by_reason(
     cases: Mapping[Probes, Sequence[str]], found: Sequence[Probes], differing: Sequence[int]
 ) -> Iterator[list[str]]:
-    """Reasons with their cases; beyond a few, only those that differ from all others in more than figures."""
+    """Yield reasons with their cases; those that differ only in figures are merged beyond :data:`SHOWN_REASONS`."""
     kinds: dict[tuple[str, ...], Probes] = {}
     for probes in found:
         kinds.setdefault(tuple(without_figures(probe.reason) for probe in probes), probes)
@@ -125,7 +125,6 @@ def _by_reason(
 
 
 def _by_declared(rows: Sequence[LevelRow]) -> str:
-    """The cases; where rows differ in what is declared, row by row."""
     return "\n".join(
         f"{'- ' if len(rows) > 1 else ''}Cases{f' that declare {row.graph.declared}' if len(rows) > 1 else ''}: "
         + _names([case for result in row.results for case in result.cases])

@@ -1,4 +1,4 @@
-"""What Markdown makes of characters: text that stays text, code, pipe tables."""
+"""Markdown markup: escaped text, code, and pipe tables."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from attncheck.reports.analysis import phrases
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A pipe table; cells must be escaped already. tabulate's own pipe format pads, and does not escape."""
+    """Return a pipe table of cells that are escaped already. tabulate's own pipe format pads, and does not escape."""
     if not (body := list(rows)):
         return "Nothing was recorded."
     lines = [headers, ["---"] * len(headers), *body]
@@ -18,25 +18,25 @@ _MARKUP = re.compile(r"[\\`*\[\]|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line, with everything escaped that Markdown or HTML would read; ``a_b`` means nothing to it."""
+    """Return ``text`` on one line, with Markdown and HTML markup escaped; the underscore in ``a_b`` needs none."""
     flat = " ".join(phrases.printable(text).split())
     return _MARKUP.sub(lambda match: "\\" + match[0], flat).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def code(text: str) -> str:
-    """``text`` on one line, between backticks."""
+    """Return ``text`` on one line as a code span."""
     text = phrases.one_line(text)
     fence = "`" * (_longest_ticks(text) + 1)
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
 
 
 def code_cell(text: str) -> str:
-    """The same for a cell of a table, which a pipe would end."""
+    """Return a code span for a table cell, with its pipes escaped."""
     return code(text.replace("|", "\\|"))
 
 
 def fenced(text: str, language: str = "text") -> str:
-    """``text`` as it stands, as a block of its own."""
+    """Return ``text`` as a fenced code block."""
     fence = "`" * max(3, _longest_ticks(text) + 1)
     return f"{fence}{language}\n{phrases.printable(text).rstrip()}\n{fence}"
 

@@ -1,7 +1,7 @@
-"""A run as Markdown, for a pull request, a wiki, a file: everything the run file says that a reader can use.
+"""A run as Markdown, for a pull request, a wiki or a file, with everything useful from the run file.
 
-The answer comes first: verdicts, then findings with an example each. Reasons are not cut. Messages of backends are
-quoted so that they cannot become markup.
+Verdicts come first, then findings with an example each. Reasons are not cut. Messages of backends are escaped, so that
+they cannot become markup.
 """
 
 import shlex
@@ -23,7 +23,7 @@ from attncheck.reports.speeds.speed import speeds
 
 
 def render_run(run: Run) -> str:
-    """The whole report of one run file, ending in a newline."""
+    """Return the whole report of one run file, ending in a newline."""
     summary = summarise(run.records, checks=run.header.checks)
     found = run_findings(run.records, run.header)
     sections = [
@@ -70,7 +70,7 @@ def _circumstances(run: Run) -> str:
 
 
 def _backends(run: Run, summary: RunSummary, found: RunFindings) -> list[str]:
-    """The tables of backends; none in a run that examined providers only."""
+    """Return the tables of backends, or [] for a run of providers only."""
     if summary.providers and not summary.backends:
         return []
     return [
@@ -85,7 +85,6 @@ def _backends(run: Run, summary: RunSummary, found: RunFindings) -> list[str]:
 
 
 def _functions(run: Run, provider: str) -> list[str]:
-    """The functions of one provider, and what is known of those that depart."""
     rows = function_rows(run.records, provider)
     notes = [
         "\n".join(
@@ -116,7 +115,7 @@ def _suite_table(summary: RunSummary, header: RunHeader) -> str:
 
 
 def check_table(summary: RunSummary) -> str:
-    """Backends down, checks across: passed of examined."""
+    """Return a table of backends by checks, whose cells are passed of examined records."""
     rows = [
         [markup.escaped(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
         for backend in summary.backends
@@ -125,7 +124,6 @@ def check_table(summary: RunSummary) -> str:
 
 
 def _chosen_kernels(summary: RunSummary) -> list[str]:
-    """The kernels that libraries chose; empty where no backend knows them."""
     lines = [
         f"- Kernels of {markup.escaped(name)}: {markup.escaped(phrases.chosen_kernels(cases))}"
         for name, cases in summary.chosen_kernels.items()
@@ -134,7 +132,7 @@ def _chosen_kernels(summary: RunSummary) -> list[str]:
 
 
 def _backend(name: str, header: RunHeader) -> str:
-    """The backend's name with its version and conventions, so that no figure is read without them."""
+    """Return the backend's name with its version and conventions, which its figures depend on."""
     info = next((backend for backend in header.backends if backend.name == name), None)
     if info is None:
         return markup.escaped(name)

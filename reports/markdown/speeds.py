@@ -1,4 +1,4 @@
-"""Speeds as Markdown: every case, part and backend, what to know of the figures, and the kernels that ran."""
+"""Speeds as Markdown: every case, part and backend, notes on the figures, and the kernels that ran."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from attncheck.reports.terminal.speeds import averaged
 
 
 def speeds_section(header: RunHeader, speeds: Sequence[Speed]) -> list[str]:
-    """The summary and the whole table of each suite, then notes; nothing where nothing was timed."""
+    """Return the summary and the whole table of each suite, then notes; [] if nothing was timed."""
     if not speeds:
         return []
     tables = speed_tables(speeds)
@@ -35,25 +35,25 @@ def speeds_section(header: RunHeader, speeds: Sequence[Speed]) -> list[str]:
 
 
 def means(short: SpeedTable) -> list[str]:
-    """What the means of a suite are of, and its row for each backend."""
+    """Return a suite's table of means, preceded by what they are averaged over."""
     over = averaged(short)
     return [f"{over[:1].upper()}{over[1:]}:", rows_of(short)]
 
 
 def listed(notes: Sequence[str]) -> str:
-    """Notes as a list."""
+    """Return notes as a Markdown list."""
     return "\n".join(f"- {markup.escaped(note)}" for note in notes)
 
 
 def rows_of(table: SpeedTable) -> str:
-    """A table of speeds as Markdown."""
+    """Return a table of speeds as Markdown."""
     return markup.table(
         [*map(markup.escaped, table.headings)], [[markup.escaped(cell) for cell in row] for row in table.rows]
     )
 
 
 def _kernels(speeds: Sequence[Speed]) -> list[str]:
-    """The kernels of one step of each case, as the first round that asked the profiler has them."""
+    """Return the kernels of one step of each case, from the first round that recorded them with the profiler."""
     rows: list[tuple[str, str, Kernel]] = []
     for speed in speeds:
         if speed.part == "forward":

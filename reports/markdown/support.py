@@ -1,4 +1,4 @@
-"""What backends support, as Markdown: a table of features, and one of sizes and forms, each value under its verdict."""
+"""Measured support as Markdown: a table of features, and one of sizes and forms with values by verdict."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ _VERDICTS: dict[SupportVerdict, str] = {
     "unclear": "refused unclearly",
     "left": "not examined",
 }
-"""What stands before the values of a verdict, in this order."""
+"""Words before the values of a verdict, in this order."""
 
 
 def support(run: Run, backends: Sequence[str], rows: Sequence[SupportRow]) -> list[str]:
-    """The features each backend declares, then what the cases showed of them, and of sizes and forms."""
+    """Return the declared features of each backend, then the measured features, sizes and forms."""
     none = "no optional feature"
     declared = [
         f"- {markup.escaped(backend.name)} declares: {markup.escaped(', '.join(sorted(backend.features)) or none)}"
@@ -53,7 +53,6 @@ def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
 
 
 def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
-    """A row a key; of each backend the values, those alike together."""
     values: dict[tuple[str, str], dict[SupportVerdict, list[str]]] = {}
     for row in rows:
         key, _, value = row.feature.partition("=")

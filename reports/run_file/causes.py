@@ -1,11 +1,11 @@
-"""The cause of a failure as a record keeps it: the words by which records of one cause are grouped.
+"""The cause of a failure, as text by which records of one cause are grouped.
 
-Computed from text alone: the run may be from another machine. A cause is the likely cause that a check names, the
-exception and its line, or what ended the process and where; else the pattern of the summary. Figures are replaced by
-``N``, so that records which differ in figures alone have one cause.
+It is computed from text alone, since the run may be from another machine. The cause is the likely cause that a check
+names, or the exception and its line, or what ended the process and where; otherwise the pattern of the summary. Figures
+are replaced by ``N``, so that records which differ only in figures have one cause.
 
-Of a traceback, the line to show is the author's own, not the library's that noticed. Of a process that died, it is the
-top of the stack that :mod:`faulthandler` writes, innermost call first, with the last lines printed.
+The line shown of a traceback is the author's own, not that of a library which raised. For a process that died, it is
+the top of the stack that :mod:`faulthandler` writes, innermost call first.
 """
 
 import re
@@ -17,13 +17,13 @@ SHOWN_LINES = 4
 UNEXPLAINED = "wrong rows, and no known fault explains them"
 
 EVIDENCE = ": its truth fits"
-"""What separates a likely cause from the rows that support it."""
+"""Separates a likely cause from the rows that support it."""
 
 ALTERNATIVE = "; it may also be that "
-"""What separates a likely cause from others that fit as well."""
+"""Separates a likely cause from others that fit as well."""
 
 UNKNOWN = "not known; "
-"""How a meaning begins that describes what is wrong, and names no cause."""
+"""First words of a meaning that describes the symptom and names no cause."""
 
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
@@ -53,7 +53,7 @@ def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
 
 
 def likely_causes(meaning: str | None) -> tuple[str, ...]:
-    """Return the causes that a meaning names, the best first; none where it names none."""
+    """Return the causes that a meaning names, the best first, or () if it names none."""
     if not meaning or meaning.startswith(UNKNOWN):
         return ()
     first, *others = meaning.split(ALTERNATIVE)
@@ -61,12 +61,12 @@ def likely_causes(meaning: str | None) -> tuple[str, ...]:
 
 
 def symptom(summary: str) -> str:
-    """Return what a summary says went wrong, without the place where it did."""
+    """Return what a summary states as wrong, without the place."""
     return _DETAIL.split(_IN_PARENTHESES.sub("", summary))[0]
 
 
 def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:
-    """Return the exception and the author's line that raised it; without a line, the stage and the message."""
+    """Return the exception and the author's line that raised it; without such a line, the stage and the message."""
     place = _short_place(raised_at(traceback))
     if place:
         return f"{error_type} at {place}"
@@ -75,9 +75,9 @@ def cause_of_error(error_type: str, stage: str, message: str, traceback: str) ->
 
 
 def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
-    """Return what ended the process and the author's line where it did; without a line, the stage.
+    """Return what ended the process and the author's line at that time; without such a line, the stage.
 
-    Figures behind a semicolon, and those of memory, are left out. ``after``: the case behind which alone it ends.
+    Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does not end.
     """
     cause = _BYTES.sub("", cause.partition(";")[0])
     place = _short_place(next(iter(died_at(output)), ""))
@@ -91,7 +91,7 @@ def without_figures(text: str) -> str:
 
 
 def place_of(line: str) -> tuple[str, int | None]:
-    """Return path and number of ``File "mine.py", line 12, in forward``; empty and None for any other text."""
+    """Return path and number of ``File "mine.py", line 12, in forward``, or ("", None) for any other text."""
     match = _PLACE.match(line)
     if match is None:
         return "", None
@@ -105,10 +105,10 @@ def _short_place(place: str) -> str:
 
 
 def raised_at(traceback: str) -> str:
-    """The innermost ``File ..., line ..., in ...`` of neither an installed library nor attncheck's harness.
+    """Return the innermost ``File ..., line ..., in ...`` outside installed libraries and attncheck's harness.
 
-    The last one where all are of these; empty where there is none. Backends that come with attncheck are no
-    library, wherever it is installed.
+    If there is none outside, return the innermost of all, or "" without a traceback. Backends that come with attncheck
+    count as outside, even if attncheck is installed.
     """
     places = [line.strip() for line in traceback.splitlines()]
     frames = [(match["path"], place) for place in places if (match := _RAISED.match(place))]
@@ -117,10 +117,10 @@ def raised_at(traceback: str) -> str:
 
 
 def died_at(output: str) -> tuple[str, ...]:
-    """The innermost frames of the thread that died, at most three, of neither an installed library nor the harness.
+    """Return at most three innermost frames, outside installed libraries and the harness, of the thread that died.
 
-    Without such a frame, the innermost ones of any file; empty without a stack. Where no thread is marked as the one
-    that died (it ran no Python), the stacks of all are taken.
+    Without such a frame, return the innermost ones of any file, or () without a stack. If no thread is marked as the
+    one that died (it ran no Python), the stacks of all threads are used.
     """
     frames = list(_frames(output))
     own = [place for path, place in frames if not _is_foreign(path)]
@@ -128,20 +128,20 @@ def died_at(output: str) -> tuple[str, ...]:
 
 
 def native_frames(stack: str) -> tuple[str, ...]:
-    """Return the innermost frames of the first thread that py-spy lists, at most three: ``sleep (libc.so.6)``."""
+    """Return at most three innermost frames of the first thread in py-spy's output: ``sleep (libc.so.6)``."""
     thread, _, _ = stack.partition("\nThread ")
     return tuple(line.strip() for line in thread.splitlines()[1 : 1 + SHOWN_FRAMES] if line.startswith("    "))
 
 
 def last_words(output: str) -> tuple[str, ...]:
-    """The last lines printed that are no part of a stack, at most four, as they were printed."""
+    """Return at most four lines, the last ones printed that are not part of a stack."""
     lines = [line.strip() for line in output.splitlines()]
     words = [line for line in lines if line and not any(p.match(line) for p in (_THREAD, _FRAME, _STACK_LINE))]
     return tuple(words[-SHOWN_LINES:])
 
 
 def _frames(output: str) -> Iterator[tuple[str, str]]:
-    """Path and text of each frame of the last thread marked as current; without one, of all threads."""
+    """Yield path and text of each frame of the last thread marked as current; if none is marked, of all threads."""
     lines = [line.strip() for line in output.splitlines()]
     headings = {index: match for index, line in enumerate(lines) if (match := _THREAD.fullmatch(line))}
     current = [index for index, match in headings.items() if match["current"]]
@@ -153,7 +153,7 @@ def _frames(output: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_foreign(path: str) -> bool:
-    """Whether a file belongs to an installed library, to Python or to attncheck's harness."""
+    """Return whether a file belongs to an installed library, to Python or to attncheck's harness."""
     if _HARNESS.search(path):
         return True
     return _INSTALLED.search(path) is not None and not _ATTNCHECK_INSTALLED.search(path)

@@ -1,7 +1,7 @@
-"""Run files in compressed form, told by how their names end: read all of them, written as ``.gz`` alone.
+"""Compressed run files, recognised by their suffix: all forms can be read, only ``.gz`` can be written.
 
-Runs are written line by line, and a file that was cut off must be readable up to there. Of gzip it is: each line is
-flushed, and a cut file is read as far as it goes.
+Runs are written line by line, and a file that was cut off must be readable up to there. gzip allows that: each line is
+flushed, and a cut file is read to its end.
 """
 
 import gzip
@@ -16,29 +16,29 @@ from typing import Any
 from attncheck.errors import RunFileError
 
 _ZSTD_MODULES = ("compression.zstd", "backports.zstd", "zstandard")
-"""Which can decompress ``.zst``: the first is a part of Python 3.14."""
+"""Modules that decompress ``.zst``; the first is part of Python 3.14."""
 
 LONGEST_LINE = 2**27
-"""Bytes of the longest line: the header of a run of 100,000 cases has half as many."""
+"""Maximum bytes of a line; the header of a run of 100,000 cases has half as many."""
 
 MAX_BYTES = 2**32
-"""What a run file may hold, decompressed: a few million records."""
+"""Maximum bytes of a decompressed run file; enough for a few million records."""
 
 _CHUNK = 2**20
 _LEVEL = 6
-"""Of gzip: 9 takes twice as long for a hundredth."""
+"""gzip's level; 9 takes twice as long and saves one per cent."""
 
 
 def read_lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a run file with their ends, decompressed where its name ends in ``.gz``, ``.xz`` or ``.zst``.
+    """Yield the lines of a run file with their ends, decompressed if its name ends in ``.gz``, ``.xz`` or ``.zst``.
 
-    No more is kept in memory than a line, whatever the file decompresses to.
+    Memory holds at most one line, whatever the size of the decompressed file.
 
     Raises:
-        RunFileError: the file cannot be read, is not compressed as its name says, needs a package that is not
-            installed, or is longer than :data:`LONGEST_LINE` and :data:`MAX_BYTES` allow.
+        RunFileError: the file cannot be read, is not compressed as its name states, needs a package that is not
+            installed, or exceeds :data:`LONGEST_LINE` or :data:`MAX_BYTES`.
     """
-    parts: list[bytes] = []  # of the line whose end has not come yet
+    parts: list[bytes] = []  # of a line that has not ended yet
     length = total = 0
     for chunk in _chunks(path):
         total += len(chunk)
@@ -68,8 +68,8 @@ def _chunks(path: str) -> Iterator[bytes]:
         raise RunFileError(
             path, "needs a reader of zstd: pip install backports.zstd, or unpack it by zstd -d"
         ) from error
-    except Exception as error:  # each library has an error of its own
-        if isinstance(error, EOFError) and ending == ".gz":  # the run was cut off, and this is what there is
+    except Exception as error:  # each library raises its own type
+        if isinstance(error, EOFError) and ending == ".gz":  # the run was cut off; everything before was yielded
             return
         reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         if ending in _OPEN and getattr(error, "errno", None) is None:
@@ -78,13 +78,13 @@ def _chunks(path: str) -> Iterator[bytes]:
 
 
 def open_new(path: Path) -> TextIOWrapper:
-    """Open a new run file to be written, compressed where its name ends in ``.gz``.
+    """Open a new run file for writing, compressed if its name ends in ``.gz``.
 
-    What is flushed can be read, whatever comes after.
+    Flushed lines stay readable if the process is killed.
 
     Raises:
-        OSError: it exists already, or cannot be written.
-        RunFileError: its name is that of a form that cannot be written line by line.
+        OSError: the file exists, or cannot be written.
+        RunFileError: the name has the suffix of a compression that cannot be written line by line.
     """
     ending = path.suffix
     if ending == ".gz":
@@ -98,10 +98,10 @@ def open_new(path: Path) -> TextIOWrapper:
 
 
 def open_to_append(path: Path) -> TextIOWrapper:
-    """Open a plain run file at its end; what a cut-off run left of its last line is removed.
+    """Open a plain run file for appending, after removing an incomplete last line of a cut-off run.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
@@ -122,7 +122,7 @@ def _open_zstd(path: str) -> Any:
 
 
 def _zstd() -> ModuleType:
-    """Return the first module of :data:`_ZSTD_MODULES` that is installed; raises ImportError where none is."""
+    """Return the first installed module of :data:`_ZSTD_MODULES`; raise ImportError if there is none."""
     for name in _ZSTD_MODULES[:-1]:
         try:
             return import_module(name)

@@ -1,23 +1,20 @@
-"""What measuring CUDA-graph levels leaves in a record: the level declared, the one measured, and every probe.
-
-Pure values: nothing here measures.
-"""
+"""Values of the check ``cudagraph`` in a record: the declared level, the measured level, and every probe."""
 
 from typing import Literal
 
 from attncheck.reports.run_file.timings import RunFileValue
 
 CUDAGRAPH = "cudagraph"
-"""The check whose records carry CUDA-graph levels."""
+"""The check whose records have CUDA-graph levels."""
 
 GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
-"""vLLM's ``AttentionCGSupport`` by name."""
+"""Names of vLLM's ``AttentionCGSupport``."""
 
 GRAPH_LEVELS: tuple[GraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
-"""Every level, lowest first: what a backend of one level can do, it can do at every level below."""
+"""All levels, lowest first; a backend of one level supports every lower level."""
 
 GraphRecorder = Literal["cuda", "emulated"]
-"""How graphs were made: real ones on a GPU, or their emulation on a machine without one."""
+"""The source of graphs: real CUDA graphs on a GPU, or their emulation on a CPU."""
 
 
 class GraphProbe(RunFileValue):

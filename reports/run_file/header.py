@@ -1,4 +1,4 @@
-"""The first line of a run file: what was asked, of which backends, on which machine, with which versions."""
+"""The first line of a run file: suites, cases, checks, backends, machine, versions and options."""
 
 import hashlib
 import json
@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from attncheck.reports.run_file.timings import Positive, RunFileValue, Whole
 
 FORMAT = 1
-"""Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
-or a key it does not know, it does not misread."""
+"""Version of the run file. Raise it when an older reader would misread a newer file. New outcomes and keys need no
+new version, since an older reader rejects them."""
 
 
 _FORMER_CHECKS = {"claims": "refusals"}
-"""Checks that had another name in the run files of before, by that name."""
+"""Current names of checks by the names they have in older run files."""
 
 
 def _current_check(name: object) -> object:
@@ -23,11 +23,11 @@ def _current_check(name: object) -> object:
 
 
 CheckName = Annotated[str, BeforeValidator(_current_check)]
-"""The name of a check; a former name is read as the one of today."""
+"""The name of a check; an older name is converted to the current one."""
 
 
 MOST_NAMES = Field(max_length=256)
-"""Suites, checks or backends of a run: a report has a table of each by each other."""
+"""Limit for the suites, checks and backends of a run, since reports have tables of their combinations."""
 
 
 class Environment(RunFileValue):
@@ -50,7 +50,7 @@ class Environment(RunFileValue):
 
     @property
     def digest(self) -> str:
-        """12 hex digits over every field: equal digests, equal circumstances."""
+        """12 hex digits over all fields, equal for equal environments."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
@@ -150,11 +150,11 @@ class RunHeader(RunFileValue):
     @model_validator(mode="before")
     @classmethod
     def _note_former_checks(cls, given: Any) -> Any:
-        """Add a note for each check that the file calls by a former name."""
+        """Add a note for each check that has an older name in the file."""
         match given:
             case {"checks": [*checks]}:
                 former = [name for name in checks if isinstance(name, str) and name in _FORMER_CHECKS]
-            case _:  # which is refused
+            case _:  # validation rejects it
                 return given
         notes = [f"the check {_FORMER_CHECKS[name]} is called {name} in this run file" for name in former]
         own = given.get("notes", ())
@@ -162,9 +162,9 @@ class RunHeader(RunFileValue):
 
     @cached_property
     def case_by_name(self) -> dict[tuple[str, str], CaseInfo]:
-        """What the header says of the cases that it lists, by suite and id."""
+        """The cases that the header lists, by suite and id."""
         return {(case.suite, case.id): case for case in self.cases}
 
     def suite_ref(self, name: str) -> str:
-        """What to type after ``--suite`` for the suite called ``name``; the name itself if the header lacks it."""
+        """Return the ``--suite`` argument for the suite called ``name``, or the name itself if the header lacks it."""
         return next((suite.ref for suite in self.suites if suite.name == name), name)

@@ -1,7 +1,6 @@
-"""Joins run files that are parts of one run: shards of it, made on machines that are alike.
+"""Merge run files that are shards of one run, made on equal machines.
 
-Nothing is guessed: runs of different questions, a shard that is missing, and records that contradict each other are
-errors.
+Different headers, a missing shard, and records that contradict each other are errors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +14,17 @@ from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
 _OF_ONE_RUN = frozenset({"started", "command", "notes"})
-"""Fields of the header in which parts of one run differ; shards of a run differ in ``shard`` as well."""
+"""Header fields that may differ between parts of one run, in addition to ``shard``."""
 
 _OF_ONE_TIME = frozenset({"duration_s"})
-"""Fields of a record in which two examinations of the same thing differ."""
+"""Record fields that may differ between two records of the same check."""
 
 
 def merge_runs(runs: Sequence[Run]) -> Run:
-    """Return the run whose parts are ``runs``, with its records in the order of a run that was not divided.
+    """Return the run whose parts are ``runs``, with its records in the order of an undivided run.
 
     Raises:
-        RunFileError: a run was cut off, or is of another question than the first; a shard is missing; two runs have
+        RunFileError: a run was cut off, or differs in its header from the first; a shard is missing; two runs have
             different records of one check.
     """
     first = runs[0]
@@ -46,7 +45,7 @@ def merge_runs(runs: Sequence[Run]) -> Run:
 
 
 def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
-    """Return the fields in which two headers describe different runs or shards, with both contents."""
+    """Return the fields in which the headers of two runs or shards differ, with both values if they are short."""
     return sorted(_differences(header, other, _OF_ONE_RUN))
 
 
@@ -58,7 +57,7 @@ def _refuse_other_question(first: Run, run: Run) -> None:
 
 
 def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[str]:
-    """Return the fields in which two values differ, with both contents where these are short."""
+    """Return the fields in which two values differ, with both values if they are short."""
     found = []
     for name in type(one).model_fields.keys() - but:
         was, now = getattr(one, name), getattr(other, name)
@@ -73,7 +72,7 @@ def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[s
 
 
 def _refuse_missing(runs: Sequence[Run]) -> None:
-    """Raise where a shard is missing; a run without a shard has all cases."""
+    """Raise RunFileError if a shard is missing; a run without a shard has all cases."""
     shards = {run.header.shard: run for run in runs}
     if "" in shards:
         return
@@ -110,7 +109,7 @@ def _record_differences(one: Record, other: Record) -> list[str]:
 
 
 def _in_order(header: RunHeader, records: dict[RecordKey, Record]) -> tuple[Record, ...]:
-    """Return the records by round, backend, case and check, each as the header lists them."""
+    """Return the records by round, backend, case and check, each in the order of the header."""
     backends = {backend.name: index for index, backend in enumerate(header.backends)}
     cases = {(case.suite, case.id): index for index, case in enumerate(header.cases)}
     checks = {check: index for index, check in enumerate(header.checks)}

@@ -1,4 +1,4 @@
-"""What records of every outcome share: the identity of a record, and the measurements it may carry."""
+"""The common fields of records of every outcome: their identity, and the measurements they may have."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +10,7 @@ from attncheck.reports.run_file.timings import RunFileValue, Timing
 
 
 class RecordKey(NamedTuple):
-    """What makes a record the same record: a run holds each key once."""
+    """The fields that identify a record within a run; a run has each key at most once."""
 
     suite: str
     case_id: str
@@ -29,10 +29,10 @@ class RecordKey(NamedTuple):
 
 
 class RecordBase(RunFileValue):
-    """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
+    """The fields of every record. ``backend_ref``: the ``--backend`` argument. ``environment``: a digest.
 
-    ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``). ``round``: in
-    which of the backend's processes it was asked, where it is asked in several, each time anew.
+    ``needs``: the features the case needs, and its sizes and forms as ``key=value`` (``head_size=64``). ``round``: the
+    number of the worker process, from 0, for a check that is repeated in several processes.
     """
 
     kind: Literal["record"] = "record"
@@ -51,7 +51,7 @@ class RecordBase(RunFileValue):
     duration_s: float = 0.0
 
     def model_post_init(self, _context: Any) -> None:
-        """Share the set of fields among all records: a set for each takes more memory than all of its values."""
+        """Share one set of field names among all records, since a set for each takes more memory than its values."""
         object.__setattr__(self, "__pydantic_fields_set__", _FIELDS)
 
     @property
@@ -61,34 +61,34 @@ class RecordBase(RunFileValue):
 
     @property
     def case(self) -> str:
-        """``suite/id``: what people call the case."""
+        """``suite/id`` of the case."""
         return f"{self.suite}/{self.case_id}"
 
 
 _FIELDS = set(RecordBase.model_fields)
-"""What pydantic has of every record; it reads it for ``exclude_unset`` alone, which a run file does without."""
+"""The set of field names shared by all records; pydantic reads it only for ``exclude_unset``, which run files avoid."""
 
 
 class LevelRecord(RecordBase):
-    """What a record may carry besides its outcome, even where nothing was examined; None for other checks.
+    """A record that may have CUDA-graph levels, even if the case was not examined.
 
-    ``graph``: of the check ``cudagraph``.
+    ``graph``: of the check ``cudagraph``; None for other checks.
     """
 
     graph: GraphLevels | None = None
 
     @model_serializer(mode="wrap")
     def _with_measurements_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The fields to write: what was measured is long, and comes behind the outcome."""
+        """Return the fields to write, with the measurements last, since they are long."""
         written: dict[str, Any] = write(self)
         return written | {name: written.pop(name) for name in _MEASUREMENTS if name in written}
 
 
 class MeasuredRecord(LevelRecord):
-    """What a record may carry where the case was examined. A new kind of measurement is a field here.
+    """A record that may have measurements because the case was examined. A new kind of measurement is a field here.
 
     ``chosen_kernels``: of the checks ``numerics`` and ``timing``, the kernels that a library chose, by the backend's
-    names; empty: not known. ``timing``: of the check ``timing``.
+    names; empty if unknown. ``timing``: of the check ``timing``.
     """
 
     chosen_kernels: tuple[str, ...] = ()

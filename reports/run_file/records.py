@@ -1,12 +1,10 @@
-"""What a run leaves behind: one frozen, typed value a line of a run file.
+"""The lines of a run file as frozen, typed values.
 
 A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record names the backend, the case and
-the check, and has their outcome. Each outcome is a class of its own with the fields that outcome has: a failure has
-figures and a summary, an unsupported case has reasons, and nothing has both. A new measurement of a check is a field of
-:class:`MeasuredRecord`, and of the harness's ``Measurements``.
-
-Models are strict about their keys: a line this version does not understand is an error, never half a record. A report
-renders on a laptop from these values alone.
+the check, and has their outcome. Each outcome is a class with its own fields: a failure has figures and a summary, an
+unsupported case has reasons. A new measurement of a check is a field of :class:`MeasuredRecord` and of the harness's
+``Measurements``. Unknown keys are errors, so that no line is read in part. Reports need only these values, not the
+machine of the run.
 """
 
 import json
@@ -27,22 +25,22 @@ Outcome = Literal[
 ]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-"""Every outcome, in the order they are reported."""
+"""All outcomes, in the order of reports."""
 
 FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "crashed", "timed_out", "xpassed"})
 """Outcomes that make a run fail; ``xpassed`` is an expected failure that no longer occurs."""
 
 EXAMINED: frozenset[Outcome] = FALLEN_SHORT | {"passed", "xfailed"}
-"""Outcomes of a case that was really put to the backend; the others say why it was not."""
+"""Outcomes of a check that ran; records with other outcomes have the reasons why it did not."""
 
 UTILITIES = "utilities"
-"""The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
+"""The check, and the suite, of records about a provider: one for each function, whose name is the case's id."""
 
 OURSELVES = "attncheck itself"
-"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
+"""The stage of an exception in attncheck itself, for which the command exits with 3."""
 
 BUDGET_SHARE = "budget_share"
-"""The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
+"""The figure with the share of the error budget that the worst row used; above 1.0 the output is wrong."""
 
 
 class Passed(MeasuredRecord):
@@ -54,10 +52,10 @@ class Passed(MeasuredRecord):
 
 
 class _ShortRecord(RecordBase):
-    """What a record says where the backend fell short.
+    """A record of a check that did not pass, or was expected not to.
 
-    ``finding``: records of one backend with the same words have one cause, and are one finding. Written by
-    :mod:`attncheck.reports.run_file.causes`, unless the check names it.
+    ``finding``: records of one backend with equal text form one finding, since they have one cause. It is computed by
+    :mod:`attncheck.reports.run_file.causes`, unless the check sets it.
     """
 
     finding: str = ""
@@ -65,11 +63,10 @@ class _ShortRecord(RecordBase):
     @model_validator(mode="after")
     def _name_the_finding(self) -> Self:
         if not self.finding:
-            object.__setattr__(self, "finding", self._words())  # frozen, but not yet seen by a caller
+            object.__setattr__(self, "finding", self._words())  # frozen, but no caller has it yet
         return self
 
     def _words(self) -> str:
-        """Return the words of the finding."""
         raise NotImplementedError
 
 
@@ -112,13 +109,13 @@ class _EndedRecord(_ShortRecord):
     """The backend's process ended, or was ended, before it finished the check.
 
     ``stage``: what it was doing (``check numerics``). ``cause``: what ended it (``killed by SIGABRT``, ``left with exit
-    code 3``). ``output``: the end of what it printed, with the stack that :mod:`faulthandler` leaves there.
-    ``native_stack``: the stack of Python and C frames, if py-spy is installed; only of a check that timed out. Checks
-    of a case that were not made for this reason have the same values.
+    code 3``). ``output``: the end of its output, with the stack that :mod:`faulthandler` writes there.
+    ``native_stack``: the stack of Python and C frames, if py-spy is installed, after a timeout only. The checks of the
+    case that could not run for this reason have the same values.
 
-    ``recurrence``: what a fresh process does with the same case. ``always``: it ends again with nothing before the
-    case; ``after``: it ends only behind the case ``after`` (or, if that is empty, behind the cases before it);
-    ``flaky``: it does not end again. Empty: this was not tried.
+    ``recurrence``: the result of the same case in a fresh process. ``always``: the process ends again without earlier
+    cases. ``after``: it ends only after the case ``after``, or if that is empty, after the cases before it. ``flaky``:
+    it does not end again. Empty if this was not tried.
     """
 
     stage: str
@@ -146,7 +143,7 @@ class TimedOut(_EndedRecord):
 
 
 Ended = Crashed | TimedOut
-"""A check that the backend's process did not finish."""
+"""A record of a check that the backend's process did not finish."""
 
 
 class Unsupported(LevelRecord):
@@ -190,26 +187,26 @@ Record = Annotated[
     Passed | Failed | Errored | Crashed | TimedOut | Unsupported | Unavailable | XFailed | XPassed,
     Field(discriminator="outcome"),
 ]
-"""One examined property of one case of one backend."""
+"""One check of one case of one backend."""
 
 
 def graph_of(record: Record) -> GraphLevels | None:
-    """The CUDA-graph levels a record carries; None for other checks, and where nothing was examined."""
+    """Return the CUDA-graph levels of a record, or None for other checks and without an examination."""
     return record.graph if isinstance(record, LevelRecord) else None
 
 
 def timing_of(record: Record) -> Timing | None:
-    """The times a record carries; None for other checks, and where nothing was timed."""
+    """Return the times of a record, or None for other checks and if nothing was timed."""
     return record.timing if isinstance(record, MeasuredRecord) else None
 
 
 def chosen_kernels_of(record: Record) -> tuple[str, ...]:
-    """Return the kernels that a library chose; empty where they are not known, and where nothing was examined."""
+    """Return the kernels that a library chose, or () if they are unknown or the case was not examined."""
     return record.chosen_kernels if isinstance(record, MeasuredRecord) else ()
 
 
 def without_outcome(record: Record) -> dict[str, Any]:
-    """The fields of a record that stay where its outcome is replaced: its identity, and what was measured."""
+    """Return the fields of a record that remain if its outcome is replaced: its identity and measurements."""
     return {name: getattr(record, name) for name in MeasuredRecord.model_fields if name in type(record).model_fields}
 
 
@@ -228,14 +225,18 @@ _LINE: TypeAdapter[RunHeader | Record | RunFooter] = TypeAdapter(Line)
 
 
 def parse_line(text: str | bytes) -> RunHeader | Record | RunFooter:
-    """Return the value of one line; pydantic.ValidationError: no JSON, an unknown kind, a missing or unknown key."""
+    """Parse one line.
+
+    Raises:
+        pydantic.ValidationError: the text is not JSON, has an unknown kind, or a missing or unknown key.
+    """
     return _LINE.validate_json(text)
 
 
 def format_line(line: RunHeader | Record | RunFooter) -> str:
-    """One line of JSON without its newline; :func:`parse_line` gives the equal value back.
+    """Return one line of JSON without a newline; :func:`parse_line` returns an equal value.
 
-    Bytes of a file's name that the locale cannot decode become ``?``.
+    Bytes of a file name that the locale cannot decode become ``?``.
     """
     try:
         return line.model_dump_json()

@@ -1,4 +1,4 @@
-"""The JSON schema of a line of a run file, generated from the models of the lines."""
+"""The JSON schema of a line of a run file, generated from the models."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from attncheck.reports.run_file.header import FORMAT
 from attncheck.reports.run_file.records import Line
 
 _NOT_FINITE = {"enum": ["NaN", "Infinity", "-Infinity"]}
-"""How JSON holds a figure that is no finite number."""
+"""The JSON values of non-finite figures."""
 
 
 def run_file_schema() -> dict[str, Any]:
-    """Return the schema (draft 2020-12) that every line of a run file of this version keeps to."""
+    """Return the schema (draft 2020-12) of a line of a run file of this version."""
     generated = _without_titles(TypeAdapter[Any](Line).json_schema())
     for definition in generated["$defs"].values():
         if figures := definition["properties"].get("figures"):
@@ -26,7 +26,7 @@ def run_file_schema() -> dict[str, Any]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """The schema without the titles that pydantic makes of the names of fields."""
+    """Return the schema without the titles that pydantic derives from field names."""
     if isinstance(schema, dict):
         return {
             key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)

@@ -1,9 +1,9 @@
-"""Run files: JSON lines, written so that a killed run leaves all it found, and read so that nothing is guessed.
+"""Write run files as JSON lines that survive a killed process, and read them with strict checks.
 
-The first line is the header, then one record a line, then the footer with the counts. Every line is flushed as it is
-written and the file is synced to disk at most once a second. A file without a footer was cut off: it can be read, and
-says so. A file that contradicts itself (a record twice, a record nobody announced, counts that do not match) is an
-error with its line, never a smaller report.
+The first line is the header, followed by one record a line and the footer with the counts. Every line is flushed when
+it is written, and the file is synced to disk at most once a second. A file without a footer was cut off; it can be
+read, and :attr:`Run.complete` is False. An inconsistent file (a duplicate record, a record that does not match the
+header, wrong counts) is an error with its line number.
 """
 
 import os
@@ -31,34 +31,34 @@ _BEGINNING = b'{"kind"'
 
 
 def now() -> str:
-    """The time as run files give it: ISO 8601, to the second, in UTC."""
+    """Return the current time as in run files: ISO 8601, to the second, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def count_outcomes(records: Iterable[Record]) -> dict[Outcome, int]:
-    """How many records have each outcome; outcomes that do not occur are left out."""
+    """Return the number of records of each outcome; outcomes without a record are left out."""
     counts = Counter(record.outcome for record in records)
     return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
 
 
 class RunWriter:
-    """Writes one run; a context manager. Leaving it in good order writes the footer, an exception leaves it out.
+    """A context manager that writes one run; it writes the footer on exit, unless there is an exception.
 
     Raises:
-        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), or is named as a form of
-            compression that cannot be written line by line (``.gz`` can).
-        QuestionError: on entering, when ``path`` is in no folder.
-        WriteError: on entering or later, when the disk is full or read-only. What was written before stays readable.
+        RunFileError: on entry, if ``path`` exists (runs are never overwritten), or has the suffix of a compression that
+            cannot be written line by line (``.gz`` can).
+        QuestionError: on entry, if ``path`` cannot be created for a reason other than the disk, such as an invalid
+        folder. WriteError: on entry or later, if the disk is full or read-only. Lines written before stay readable.
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
     def __init__(self, path: Path, header: RunHeader, earlier: "Run | None" = None) -> None:
-        """``earlier``: what the file at ``path`` holds of this run already, which was cut off."""
+        """``earlier``: the records of this run that the file at ``path`` has already, if it was cut off."""
         self.path = path
         self.header = header
         self._earlier = earlier
         self._keys: set[int] = set()
-        """Hashes of 64 bits: of a million records, two would share one by a chance of 1 in 30 million."""
+        """64-bit hashes; among a million records, two collide with a probability of 1 in 30 million."""
         self._counts: Counter[Outcome] = Counter()
         self._errors: list[str] = []
         self._file: TextIOWrapper | None = None
@@ -82,7 +82,7 @@ class RunWriter:
         return self
 
     def _begin(self) -> None:
-        """Write the header; a file that cannot hold it is removed."""
+        """Write the header; remove the file if that fails."""
         try:
             self._write(self.header)
         except WriteError as error:
@@ -99,7 +99,7 @@ class RunWriter:
         self._write(record)
 
     def fail(self, error: str) -> None:
-        """Note something besides the records that fails the run, such as an expectation that matched nothing."""
+        """Add an error to the footer that fails the run, such as an expectation that matched nothing."""
         self._errors.append(error)
 
     def __exit__(
@@ -134,8 +134,8 @@ class RunWriter:
         self._written += 1
 
     def _unwritten(self, error: OSError) -> WriteError:
-        """Return the error of a disk that takes no more, with what is safe."""
-        safe = max(self._written - 1, 0)  # the header is no record
+        """Return the error of a failed write, with the number of records that can be read."""
+        safe = max(self._written - 1, 0)  # the header does not count
         return WriteError(
             str(self.path),
             error,
@@ -145,7 +145,7 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class Run:
-    """One run file as read. ``footer`` is None where the run was cut off; ``cut_line``: in the middle of a line."""
+    """One run file as read. ``footer``: None if the run was cut off; ``cut_line``: it was cut off within a line."""
 
     path: str
     header: RunHeader
@@ -155,12 +155,12 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run finished."""
         return self.footer is not None
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """What failed the run besides its records."""
+        """The errors that fail the run, besides its records."""
         return self.footer.errors if self.footer else ()
 
 
@@ -168,9 +168,9 @@ def read_run(path: Path | str) -> Run:
     """Read and verify a run file; one whose name ends in ``.gz``, ``.xz`` or ``.zst`` is decompressed first.
 
     Raises:
-        RunFileError: with the line where one is to blame. The file cannot be read, is empty, has no header, is of
-            another format, has a line that is no record, a record that is there twice, that the header does not
-            announce or that stands behind the footer, or a footer whose counts are not those of its records.
+        RunFileError: with the line number, if a line is at fault. The file cannot be read, is empty, has no header or
+            another format. A line is not a record, or follows the footer. A record is a duplicate, or does not match
+            the header. The footer's counts differ from those of the records.
     """
     path = str(path)
     lines = read_lines(path)
@@ -204,7 +204,7 @@ def read_run(path: Path | str) -> Run:
 
 
 def lacks_header(path: Path) -> bool:
-    """Return whether a plain run file is empty, or was cut off within its header; False where it cannot be read."""
+    """Return whether a plain run file is empty or was cut off within its header; False if it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -221,7 +221,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _read_header(path: str, text: bytes) -> RunHeader:
-    """The first line. Another format is told from a broken file before the keys are looked at."""
+    """Parse the first line. The format is checked before the keys, so that the error names another version."""
     try:
         data = from_json(text)
     except ValueError as error:
@@ -232,7 +232,7 @@ def _read_header(path: str, text: bytes) -> RunHeader:
         found = shorten(data.get("format"))
         raise RunFileError(path, f"has format {found}; this attncheck reads format {FORMAT}", line=1)
     header = _parse(path, 1, text)
-    if not isinstance(header, RunHeader):  # its kind says so
+    if not isinstance(header, RunHeader):  # cannot happen, since its kind is "header"
         raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
     return header
 
@@ -245,7 +245,6 @@ def _parse(path: str, number: int, text: bytes) -> RunHeader | Record | RunFoote
 
 
 def _explain(error: ValidationError) -> str:
-    """The first thing pydantic found wrong with a line, with its place in the line."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"not a line of JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
@@ -256,7 +255,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def _announced(header: RunHeader) -> dict[str, Collection[object]]:
-    """By field, what the records of a run may say."""
+    """Return, by field, the values that records of a run may have."""
     return {
         "suite": {suite.name: suite for suite in header.suites},
         "backend": {backend.name: backend for backend in header.backends},
@@ -268,7 +267,7 @@ def _announced(header: RunHeader) -> dict[str, Collection[object]]:
 
 
 def _stranger(announced: Mapping[str, Collection[object]], rounds: int, record: Record) -> str | None:
-    """Why a record cannot be of this run, or None."""
+    """Return why a record does not match the header, or None."""
     for name, known in announced.items():
         value = getattr(record, name)
         if value not in known:

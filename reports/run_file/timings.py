@@ -1,6 +1,6 @@
-"""What timing leaves in a record: raw samples of each part of a step, what they come to, and what the machine can do.
+"""Values of the check ``timing`` in a record: samples of each part of a step, their statistics, and device rates.
 
-Times are nanoseconds. Pure values: nothing here measures.
+Times are in nanoseconds.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -8,30 +8,30 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 TIMING = "timing"
-"""The check whose records carry times."""
+"""The check whose records have times."""
 
 StepPart = Literal["forward", "build", "decode", "prefill"]
 
 PARTS: tuple[StepPart, ...] = ("forward", "build", "decode", "prefill")
-"""``forward``: the whole batch, its new rows written too; ``build``: the metadata of it, on the host. ``decode``,
-``prefill``: ``forward`` of that part of a mixed batch alone."""
+"""``forward``: the whole batch, including the write of its new rows to the KV cache; ``build``: its metadata, on the
+host. ``decode``, ``prefill``: ``forward`` of only that part of a mixed batch."""
 
 ClockName = Literal["host", "events", "graph"]
-"""``host``: a monotonic clock around the call; ``events``: CUDA events; ``graph``: the same around a graph's replay."""
+"""``host``: a monotonic clock around the call; ``events``: CUDA events; ``graph``: events around a graph replay."""
 
 
 Positive = Annotated[float, Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
-"""A time or a rate: its logarithm is taken, and it divides."""
+"""A time or a rate, bounded because its logarithm and its inverse are computed."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A number that a float can stand for."""
+"""An integer in the range of int64, which a float can approximate."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of bytes, operations or nanoseconds."""
 
 
 class RunFileValue(BaseModel):
-    """What every value in a run file is: immutable, without unknown keys; NaN and infinities are strings in JSON."""
+    """Base of all values in a run file: immutable, without unknown keys; NaN and infinities are strings in JSON."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -63,7 +63,7 @@ class Ceilings(RunFileValue):
     dtype: str
 
     def least_ns(self, moved_bytes: int, flops: int) -> float:
-        """The roofline: what moving ``moved_bytes`` takes at these rates, or computing ``flops`` if that is longer."""
+        """Return the roofline: the longer of the times to move ``moved_bytes`` and to compute ``flops``."""
         return 1e9 * max(moved_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
 
@@ -112,13 +112,13 @@ class Timing(RunFileValue):
     notes: tuple[str, ...] = ()
 
     def latency(self, part: StepPart) -> Latency | None:
-        """The latency of one part, if it was measured."""
+        """Return the latency of one part, or None if it was not measured."""
         return next((each for each in self.latencies if each.part == part), None)
 
     def roofline_share(self, latency: Latency) -> float | None:
-        """The least time the device could take for one of the latencies, as a share of the time taken.
+        """Return the least time the device could take for a latency, as a share of the time taken.
 
-        None where ceilings were not measured, or bytes and flops mean nothing or are 0.
+        None if ceilings were not measured, or bytes and flops are undefined or 0.
         """
         if self.ceilings is None or latency.moved_bytes is None or latency.flops is None:
             return None

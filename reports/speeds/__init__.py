@@ -1,5 +1,5 @@
-"""Times of one run: put together over its rounds, and laid out as rows of text.
+"""Times of one run, combined over its rounds, and as tables of text.
 
-Begin with ``speed.py``, which makes one speed of the rounds of a case. ``tables.py`` has a row for each case,
-``summary.py`` one for each backend, and ``notes.py`` what a reader should know of the figures.
+Begin with ``speed.py``, which combines the rounds of a case. ``tables.py`` has a row for each case, ``summary.py`` a
+row for each backend, and ``notes.py`` the notes on the figures.
 """

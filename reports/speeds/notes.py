@@ -1,6 +1,6 @@
-"""What a reader must know of the figures in a table of speeds: how they came about, and what speaks against them.
+"""Notes on the figures in a table of speeds: how they were measured, and what makes them doubtful.
 
-Sentences only, each once however many figures it concerns.
+Each note is one sentence, stated once however many figures it concerns.
 """
 
 import statistics
@@ -19,13 +19,13 @@ CLOCKS = {
     "graph": "CUDA events around a graph's replay",
 }
 _MUCH_SLOWER = 2.0
-"""Times as long as the fastest backend from which on a case is named."""
+"""Ratio to the fastest backend from which a slower case is named."""
 _SHOWN = 3
-"""Cases named where a note concerns several."""
+"""Maximum cases named in a note."""
 
 
 def legend(tables: Sequence[SpeedTable]) -> str:
-    """What the columns of ``tables`` are; empty without a row."""
+    """Return the legend of the columns of ``tables``."""
     headings = {heading for table in tables for heading in table.headings}
     sentences = []
     if "rounds" in headings:
@@ -44,28 +44,28 @@ def legend(tables: Sequence[SpeedTable]) -> str:
 
 
 def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
-    """What the mark says, where there is one."""
+    """Return the meaning of the mark for the fastest backend, or [] if no row has it."""
     if not any(table.has_fastest for table in tables):
         return []
     return [f"{FASTEST} fastest: {FASTEST_ROUNDS} rounds or more, and every one below every one of the others"]
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
-    """Slowdowns, rounds, clocks, cache, ceilings, the device's state; what is unsettled, throttled or noted."""
+    """Return notes on slowdowns, rounds, clocks, cache, ceilings and device, and on unsettled or throttled figures."""
     parts = (_slowdowns, _rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
 
 
 def doubts(speeds: Sequence[Speed]) -> list[str]:
-    """Of these, what speaks against the figures.
+    """Return the notes that make figures doubtful: throttling, and unsettled medians of a single round.
 
-    What one process did not settle, the spread of several tells: of times of several rounds that is no doubt.
+    With several rounds, an unsettled median is no doubt, since the spread between rounds includes it.
     """
     return [*_throttled(speeds), *_unsettled([speed for speed in speeds if len(speed.rounds) == 1])]
 
 
 def _slowdowns(speeds: Sequence[Speed]) -> Iterator[str]:
-    """How many times as long as the fastest backend each other one takes, where that is much in any case."""
+    """Yield the slowdown of each backend relative to the fastest, if it is at least 2 in any case."""
     for suite, members in suites_of([speed for speed in speeds if speed.part == "forward"]).items():
         times: dict[str, dict[str, float]] = {}
         for speed in members:
@@ -169,7 +169,7 @@ def _unsettled(speeds: Sequence[Speed]) -> Iterator[str]:
 
 
 def _noted(speeds: Sequence[Speed]) -> Iterator[str]:
-    """Notes that differ in figures alone are told once: rounds and cases have each their own."""
+    """Yield recorded notes; those that differ only in figures are merged, since each round has its own figures."""
     alike: dict[str, list[tuple[str, str]]] = {}
     for speed in speeds:
         for note in dict.fromkeys(note for timing in speed.timings for note in timing.notes):
@@ -181,12 +181,11 @@ def _noted(speeds: Sequence[Speed]) -> Iterator[str]:
 
 
 def _timings(speeds: Sequence[Speed]) -> tuple[Timing, ...]:
-    """Each once, though it has a latency of several parts."""
+    """Return each timing once, although it has latencies of several parts."""
     return tuple({id(timing): timing for speed in speeds for timing in speed.timings}.values())
 
 
 def _named(cases: Sequence[str]) -> str:
-    """The first cases, each once, and how many more."""
     once = [one_line(case) for case in dict.fromkeys(cases)]
     more = len(once) - _SHOWN
     return "; ".join(once[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""Latencies of a run, put together over its rounds: what one backend takes for one part of one case.
+"""The speed of one backend for one part of one case, combined over the rounds of a run.
 
-The unit is the process: samples of one process share its luck, so that only their median counts.
+The unit of observation is the process: samples of one process are correlated, so only their median counts.
 """
 
 import math
@@ -15,9 +15,9 @@ from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, StepPart,
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured of one part of one case of one backend: ``rounds``, each the latency of one process.
+    """The measurements of one part of one case of one backend: ``rounds``, each the latency in one process.
 
-    ``timings``: what those processes measured besides, in the same order.
+    ``timings``: everything those processes measured, in the same order.
     """
 
     backend: str
@@ -33,14 +33,14 @@ class Speed:
 
     @cached_property
     def median_ns(self) -> float:
-        """The geometric mean of the processes' medians: the logs of times are what is averaged and compared."""
+        """The geometric mean of the processes' medians, since logs of times are averaged and compared."""
         return statistics.geometric_mean(self.medians_ns)
 
     @property
     def interval_ns(self) -> tuple[float, float]:
-        """The range of the processes' medians; of a single process, the interval of its median.
+        """The range of the processes' medians; with a single process, the interval of its median.
 
-        The latter says nothing of where the median of the next process would lie.
+        The latter does not predict the median of another process.
         """
         if len(self.rounds) > 1:
             return min(self.medians_ns), max(self.medians_ns)
@@ -49,20 +49,20 @@ class Speed:
 
     @cached_property
     def spread(self) -> float | None:
-        """How far process medians lie apart, as a share of the time (deviation of their logs); None: one process."""
+        """The standard deviation of the logs of the process medians, a share of the time; None with one process."""
         if len(self.rounds) < 2:
             return None
         return statistics.stdev(map(math.log, self.medians_ns))
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Achieved bandwidth over the least bytes to move; None where they mean nothing."""
+        """Achieved bandwidth for the least bytes to move; None if these are undefined."""
         moved = self.rounds[0].moved_bytes
         return None if moved is None else moved / self.median_ns * 1e9
 
     @property
     def flops_per_s(self) -> float | None:
-        """Achieved rate over the least operations; None where they mean nothing."""
+        """Achieved rate for the least operations; None if these are undefined."""
         flops = self.rounds[0].flops
         return None if flops is None else flops / self.median_ns * 1e9
 
@@ -70,7 +70,7 @@ class Speed:
     def roofline_share(self) -> float | None:
         """The least time the device could take for the bytes and flops, as a share of the time taken.
 
-        Both ceilings are those measured in the same processes; None where there are none.
+        Both ceilings are measured in the same processes; None without them.
         """
         shares = [timing.roofline_share(each) for each, timing in zip(self.rounds, self.timings, strict=True)]
         known = [share for share in shares if share is not None]
@@ -78,9 +78,9 @@ class Speed:
 
 
 def speeds(records: Iterable[Record]) -> tuple[Speed, ...]:
-    """Every speed of the right answers among ``records``, as they first come; parts in the order of ``PARTS``.
+    """Return all speeds of right outputs, in the order of ``records``, with parts in the order of ``PARTS``.
 
-    A time of a wrong answer is none: of a case that did not pass in every round, nothing is returned.
+    A case that did not pass in every round has no speed.
     """
     asked: dict[tuple[str, str], list[Record]] = {}
     for record in records:

@@ -1,6 +1,7 @@
-"""Speeds in short: what each backend takes for a suite, and where it is slowest.
+"""Speeds in short: the mean time of each backend for a suite, and its slowest case.
 
-Means are geometric, over the cases that all backends of the suite were timed in, so that they may be compared.
+Means are geometric, over the cases that all backends of the suite timed, so that they can be compared. If there is no
+such case, each backend's mean is over its own cases.
 """
 
 import statistics
@@ -22,7 +23,7 @@ from attncheck.reports.speeds.tables import (
 
 
 def summary_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
-    """One table a suite, a row for each backend: means of ``forward`` and ``build``, share of the roofline, slowest."""
+    """Return a table for each suite with a row for each backend: mean times, roofline share, slowest case."""
     return tuple(_table(suite, members) for suite, members in suites_of(speeds).items())
 
 
@@ -66,7 +67,7 @@ def _by_backend(speeds: Sequence[Speed], part: StepPart) -> dict[str, dict[str, 
 
 
 def _means(speeds: Sequence[Speed]) -> list[float]:
-    """Over cases, the mean of each round; of all rounds together where cases have different numbers of them."""
+    """Return the mean over cases of each round, or one mean of all rounds if cases have different numbers of rounds."""
     rounds = {len(speed.rounds) for speed in speeds}
     if len(rounds) == 1:
         return [statistics.geometric_mean(times) for times in zip(*(speed.medians_ns for speed in speeds), strict=True)]

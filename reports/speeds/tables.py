@@ -1,7 +1,7 @@
-"""Speeds as rows of text: one table a suite, one unit a column, told in its heading.
+"""Speeds as rows of text: one table for each suite, with the unit of a column in its heading.
 
-The fastest of several backends is marked only where its rounds lie apart from all rounds of the others: what could be
-luck is not marked. Cells are plain text, which the format that shows them escapes.
+The fastest of several backends is marked only if all its rounds are below all rounds of the others. Cells are plain
+text, which the report format escapes.
 """
 
 import math
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from attncheck.reports.speeds.speed import Speed
 
 FASTEST_ROUNDS = 5
-"""Rounds of each backend from which on the fastest is marked. That five times of one lie below five of another of the
-same speed has a chance of 1 in 252; medians of single processes differ by tens of per cent for no reason."""
+"""Rounds of each backend from which the fastest is marked. For equal speeds, five times of one are all below five of
+the other with a probability of 1 in 252; medians of single processes differ by tens of per cent by chance."""
 
 FASTEST = "*"
 NOTHING = "-"
@@ -21,14 +21,14 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class ColumnUnit:
-    """The unit of a column: what one is worth of what was measured; ``decimals`` None: three digits, wherever."""
+    """The unit of a column: its ``size`` in the measured unit; ``decimals`` None: three significant digits."""
 
     name: str
     size: float
     decimals: int | None = None
 
     def text(self, value: float | None) -> str:
-        """A figure without its unit; ``-`` where there is none."""
+        """Return a figure without its unit, or ``-`` for None."""
         if value is None:
             return NOTHING
         return f"{value / self.size:.3g}" if self.decimals is None else f"{value / self.size:,.{self.decimals}f}"
@@ -36,10 +36,10 @@ class ColumnUnit:
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """Headings and rows of one suite, without columns that say nothing.
+    """Headings and rows of one suite, without empty columns.
 
-    ``has_fastest``: whether any row is marked. ``averaged``: over how many cases means are taken; 0: over each
-    backend's own, which no other's are.
+    ``has_fastest``: whether any row is marked. ``averaged``: the number of cases that means are averaged over; 0 if
+    each backend's mean is over its own cases.
     """
 
     suite: str
@@ -50,7 +50,7 @@ class SpeedTable:
 
 
 def time_unit(nanoseconds: Iterable[float]) -> ColumnUnit:
-    """The unit for times of one table: the largest of ns, us, ms and s of which the smallest of them has one."""
+    """Return the unit for times of one table: the largest of ns, us, ms and s that the smallest time reaches."""
     names = {1.0: "ns", 1e3: "us", 1e6: "ms", 1e9: "s"}
     smallest = min(nanoseconds, default=1.0)
     size = _largest_within(names, smallest)
@@ -59,7 +59,7 @@ def time_unit(nanoseconds: Iterable[float]) -> ColumnUnit:
 
 
 def rate_unit(rates: Iterable[float | None], what: str) -> ColumnUnit:
-    """The unit for rates of one table, such as ``GB/s``: the largest of which the largest of them has one."""
+    """Return the unit for rates of one table, such as ``GB/s``: the largest that the largest rate reaches."""
     names = {1e6: f"M{what}/s", 1e9: f"G{what}/s", 1e12: f"T{what}/s"}
     largest = max((rate for rate in rates if rate is not None), default=1e9)
     size = _largest_within(names, largest)
@@ -67,23 +67,23 @@ def rate_unit(rates: Iterable[float | None], what: str) -> ColumnUnit:
 
 
 def _largest_within(sizes: Iterable[float], value: float) -> float:
-    """The largest size that ``value`` has one of, or the smallest of all; a mean of 1.0 may be a rounding below."""
+    """Return the largest size not above ``value``, or else the smallest; 1e-9 absorbs the rounding of means."""
     known = sorted(sizes)
     return max((size for size in known if size <= value * (1 + 1e-9)), default=known[0])
 
 
 def suite_of(speed: Speed) -> str:
-    """The suite of the case that was timed."""
+    """Return the suite of the case that was timed."""
     return speed.case.partition("/")[0]
 
 
 def case_id(speed: Speed) -> str:
-    """The id of the case within its suite."""
+    """Return the id of the case within its suite."""
     return speed.case.partition("/")[2]
 
 
 def suites_of(speeds: Sequence[Speed]) -> dict[str, list[Speed]]:
-    """The speeds of each suite, in the order in which suites first come."""
+    """Return the speeds of each suite, in the order of the suites' first speeds."""
     found: dict[str, list[Speed]] = {}
     for speed in speeds:
         found.setdefault(suite_of(speed), []).append(speed)
@@ -91,9 +91,9 @@ def suites_of(speeds: Sequence[Speed]) -> dict[str, list[Speed]]:
 
 
 def fastest(medians: Mapping[str, Sequence[float]]) -> str | None:
-    """Of backends and the medians of their rounds, the one that all others are slower than in every round, or None.
+    """Return the backend whose ``medians`` of all rounds are below all those of every other backend, or None.
 
-    None as well where fewer than two backends are compared, or one has fewer than :data:`FASTEST_ROUNDS` rounds.
+    None also with fewer than two backends, or fewer than :data:`FASTEST_ROUNDS` rounds of one.
     """
     if len(medians) < 2 or any(len(rounds) < FASTEST_ROUNDS for rounds in medians.values()):
         return None
@@ -103,7 +103,7 @@ def fastest(medians: Mapping[str, Sequence[float]]) -> str | None:
 
 
 def speed_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
-    """One table a suite: a row for each case, part and backend, with what its builder takes beside ``forward``."""
+    """Return a table for each suite with a row for each case, part and backend; ``forward`` rows include the build."""
     return tuple(_table(suite, members) for suite, members in suites_of(speeds).items())
 
 
@@ -155,24 +155,24 @@ def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
 
 
 def without_empty_columns(table: SpeedTable) -> SpeedTable:
-    """The same, but for columns in which no row says anything."""
+    """Return the table without the columns that are empty in every row."""
     told = [index for index, _ in enumerate(table.headings) if any(row[index] != NOTHING for row in table.rows)]
     headings = tuple(table.headings[index] for index in told)
     return replace(table, headings=headings, rows=tuple(tuple(row[index] for index in told) for row in table.rows))
 
 
 def spread_text(speed: Speed) -> str:
-    """How far processes lie apart, as a share of the time; ``-`` for one process."""
+    """Return the spread between processes as a share of the time, or ``-`` for one process."""
     return NOTHING if speed.spread is None else f"{speed.spread:.1%}"
 
 
 def interval_text(speed: Speed, unit: ColumnUnit) -> str:
-    """The interval of the median within one process, in the unit of the table."""
+    """Return the interval of the median within the first process, in the unit of the table."""
     return f"{unit.text(speed.rounds[0].low_ns)} to {unit.text(speed.rounds[0].high_ns)}"
 
 
 def share_text(share: float | None) -> str:
-    """A share of the roofline: two digits, or more where it is more than all."""
+    """Return a share of the roofline in whole per cent, or with two significant digits below 10 %."""
     if share is None:
         return NOTHING
     if share <= 0 or share >= 0.095:

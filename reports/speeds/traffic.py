@@ -1,7 +1,7 @@
-"""Time that each backend takes for recorded traffic: the median of each case, as often as the case came.
+"""The time that each backend takes for recorded traffic: medians of cases, weighted by how often each occurred.
 
-A case counts only where every backend of its suite was timed in it, in the same run and so on one device. What is left
-out is said beside the sum, for each backend.
+A case counts only if every backend of its suite timed it, in the same run and thus on one device. The share of calls
+that were timed is shown for each backend.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def _table(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) ->
 
 
 def _sums(weighted: Sequence[tuple[float, Speed]]) -> list[float]:
-    """Return the time of all calls in each round; of all rounds together where cases have different numbers of them."""
+    """Return the time of all calls in each round, or one for all rounds if cases differ in their number."""
     rounds = {len(speed.rounds) for _, speed in weighted}
     if not weighted:
         return []
@@ -59,7 +59,7 @@ def _sums(weighted: Sequence[tuple[float, Speed]]) -> list[float]:
 
 
 def traffic_title(table: SpeedTable) -> str:
-    """Return what the sums of a table are of."""
+    """Return a sentence on what the sums of a table contain."""
     if not table.averaged:
         return "on this traffic: no case was timed of all backends, so none is compared"
     cases = plural(table.averaged, "case")

@@ -1,4 +1,4 @@
-"""Plain text that keeps to its width: folded lines, columns lined up, colours where they are asked for."""
+"""Plain text of a given width: wrapped lines, aligned columns, and optional colours."""
 
 import re
 import textwrap
@@ -13,14 +13,14 @@ _PLAIN = "\033[0m"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns lined up, two spaces apart. The headings are the first row: tabulate would pad a row of its own."""
+    """Align columns, two spaces apart. The headings are the first row, since tabulate would pad separate ones."""
     from tabulate import tabulate
 
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
 def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
-    """Fold long lines; a word that is longer than a line, such as a path, stays whole."""
+    """Wrap long lines; a word longer than a line, such as a path, is not broken."""
     return "\n".join(
         textwrap.fill(
             line,
@@ -36,13 +36,13 @@ def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """How text is laid out: the columns of a line, and whether words are coloured by ANSI sequences."""
+    """The layout of text: the columns of a line, and whether words are coloured by ANSI sequences."""
 
     width: int = WIDTH
     color: bool = False
 
     def wrap(self, text: str, indent: str = "") -> str:
-        """Fold long lines to the width, of which colours take nothing."""
+        """Wrap long lines to the width, not counting colour sequences."""
         return _coloured_as(text, wrap(_COLOUR.sub("", text), indent, width=self.width))
 
     def paint(self, text: str, code: str) -> str:
@@ -50,7 +50,7 @@ class Style:
         return f"\033[{code}m{text}{_PLAIN}" if self.color else text
 
     def printable(self, text: str) -> str:
-        """Return a report without control characters of foreign texts; colours stay where they are asked for."""
+        """Return a report without control characters of foreign text; colour sequences stay if colours are enabled."""
         from attncheck.reports.analysis import phrases
 
         parts = [phrases.printable(part) for part in _COLOUR.split(text)]
@@ -58,7 +58,7 @@ class Style:
         return "".join(part + colour for part, colour in zip_longest(parts, colours, fillvalue=""))
 
     def table(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> str:
-        """Return the rows as columns; too wide for that, each row as a folded list of its cells.
+        """Return the rows as aligned columns, or if these are too wide, each row as a wrapped list of its cells.
 
         ``empty``: cells that such a list leaves out.
         """
@@ -66,7 +66,7 @@ class Style:
         return "\n".join([heading, *told] if heading else told)
 
     def turned_table(self, rows: Sequence[Sequence[str]]) -> str:
-        """Return the rows as columns; too wide for that, each row as a column, in as many tables as it takes."""
+        """Return the rows as aligned columns, or if these are too wide, transposed in as many tables as needed."""
         if max(map(visible_width, table(rows).splitlines())) <= self.width:
             return table(rows)
         names = [name.replace("\n", " ") for name in rows[0]]
@@ -81,7 +81,7 @@ class Style:
         return "\n\n".join(tables)
 
     def table_rows(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> tuple[str, list[str]]:
-        """Return the heading of such a table, empty above lists, and the text of each row."""
+        """Return the heading of such a table ("" for lists), and the text of each row."""
         lines = table(rows).splitlines()
         if max(map(visible_width, lines)) <= self.width:
             height = max(name.count("\n") for name in rows[0]) + 1
@@ -95,7 +95,7 @@ class Style:
 
 
 def _coloured_as(text: str, folded: str) -> str:
-    """Return ``folded`` with the colours of ``text``, whose characters it has, but for spaces."""
+    """Return ``folded`` with the colours of ``text``; both have the same characters except for whitespace."""
     places = [index for index, character in enumerate(folded) if not character.isspace()]
     for match in reversed(list(_COLOUR.finditer(text))):
         before = len("".join(_COLOUR.sub("", text[: match.start()]).split()))
@@ -105,5 +105,5 @@ def _coloured_as(text: str, folded: str) -> str:
 
 
 def visible_width(line: str) -> int:
-    """Return how many columns a line takes without its colours."""
+    """Return the columns that a line takes, not counting colour sequences."""
     return len(_COLOUR.sub("", line))

@@ -1,7 +1,7 @@
-"""A comparison as a person reads it in a terminal: what differs, what changed, what cannot be told, the verdict.
+"""A comparison for a terminal: differences of the environment, changes, undecided pairs, the verdict.
 
-No colours unless asked for, and none for a difference that could be luck. Lines keep to 100 columns; what is left out
-stands in the Markdown report.
+Colours are optional, and never used for a difference that could be chance. Lines keep to the width; the Markdown report
+has what is left out here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from attncheck.reports.comparison.summary import OutcomeGroup
 from attncheck.reports.terminal.columns import WIDTH, Style, table
 
 SHOWN_CHANGES = 15
-"""Times of one verdict, and groups of outcomes, that are shown."""
+"""Maximum times of one verdict, and maximum groups of outcomes."""
 
 SHOWN_CASES = 3
 INDENT = "  "
@@ -32,7 +32,7 @@ _COLORS = {
 
 
 def render_comparison(comparison: RunComparison, *, color: bool = False, width: int = WIDTH) -> str:
-    """Return the whole comparison, ending with its verdict; without a newline at its end."""
+    """Return the whole comparison, ending with its verdict, without a final newline."""
     style = Style(width, color)
     sections = [
         "\n".join(
@@ -104,7 +104,7 @@ def _speeds(comparison: RunComparison, verdict: SpeedVerdict, style: Style) -> s
         headings.insert(0, "fails")
         rows = [["yes" if change.is_regression else "-", *row] for change, row in zip(shown, rows, strict=True)]
     lines = table([headings, *rows]).splitlines()
-    if max(map(len, lines)) > style.width - len(INDENT):  # the case has a line of its own
+    if max(map(len, lines)) > style.width - len(INDENT):  # too wide, so the case gets its own line
         heading, *figures = table([headings[:-1], *(row[:-1] for row in rows)]).splitlines()
         lines = [heading, *(f"{line}\n{INDENT * 2}{row[-1]}" for line, row in zip(figures, rows, strict=True))]
     return "\n".join([_painted(verdict, verdict, style), *(f"{INDENT}{line}" for line in lines), *_more(changes)])
@@ -154,6 +154,5 @@ def _closing(comparison: RunComparison, style: Style) -> str:
 
 
 def _painted(text: str, word: str, style: Style) -> str:
-    """``text`` with the colour of ``word`` on the first place where it stands."""
     code = _COLORS.get(word)
     return text.replace(word, f"\033[{code}m{word}\033[0m", 1) if style.color and code else text

@@ -1,4 +1,4 @@
-"""The answer of a run in a terminal: a verdict for each backend, then its findings, each with one example."""
+"""Verdicts and findings of a run for a terminal: a line for each backend, then its findings with one example each."""
 
 import textwrap
 from collections import Counter
@@ -16,19 +16,19 @@ from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed
 from attncheck.reports.terminal.columns import WIDTH, Style, wrap
 
 SHOWN_FINDINGS = 6
-"""Findings of one backend that are shown in full; of the others a line each."""
+"""Maximum findings of one backend shown in full; each of the others takes one line."""
 SHOWN_FUNCTIONS = 3
-"""Failing functions of a provider that are shown in full; its table has them all."""
+"""Maximum failing functions of a provider shown in full; its table has all of them."""
 PRINTED_WIDTH = 280
-"""Characters shown of a line that a process printed."""
+"""Maximum characters of a line that a process printed."""
 
 _COLORS = {"failed": "31", "passed": "32", "not examined": "33"}
 
 
 def render_verdicts(verdicts: Sequence[BackendVerdict], style: Style, absent: Sequence[str] = ()) -> str:
-    """Return a line for each backend, with its false claims below; backends without an answer share a line.
+    """Return a line for each backend, with its false claims below; backends without a verdict share a line.
 
-    ``absent``: those that cannot run on the machine, and that the report says nothing more about.
+    ``absent``: backends that cannot run on the machine and have no other part in the report.
     """
     lines = []
     for each in verdicts:
@@ -52,7 +52,7 @@ def render_findings(
 ) -> list[str]:
     """Return a paragraph for each finding.
 
-    Of those beyond :data:`SHOWN_FINDINGS` of a backend, and of expected ones, a line.
+    Expected findings, and those beyond :data:`SHOWN_FINDINGS` of a backend, take one line.
     """
     total = Counter(finding.backend for finding in findings if not finding.is_expected)
     place: Counter[str] = Counter()
@@ -78,7 +78,6 @@ def _heading(finding: Finding) -> str:
 
 
 def _paragraph(finding: Finding, number: str, summary: RunSummary, header: RunHeader, style: Style) -> str:
-    """Return cause, extent and what the cases share; then the example with its shape and the line that repeats it."""
     first = finding.example
     lines = [
         style.wrap(f"{style.paint(f'finding {number}', '31')}, {_heading(finding)}"),
@@ -94,13 +93,12 @@ def _paragraph(finding: Finding, number: str, summary: RunSummary, header: RunHe
 
 
 def _expected_line(finding: Finding, style: Style) -> str:
-    """Return how often it was found and the reason, of which the report in full has the rest, in a line."""
     text = f"expected: {phrases.one_line(finding.backend)}: {phrases.extent(finding)}: "
     return phrases.cut(text + phrases.one_line(finding.title), style.width)
 
 
 def short_functions(summary: RunSummary, header: RunHeader, style: Style) -> list[str]:
-    """Return a paragraph for each function of a provider that is wrong, up to :data:`SHOWN_FUNCTIONS` a provider."""
+    """Return a paragraph for each failing function of a provider, up to :data:`SHOWN_FUNCTIONS` a provider."""
     shown: Counter[str] = Counter()
     paragraphs = []
     for record in summary.short:
@@ -118,7 +116,7 @@ def short_functions(summary: RunSummary, header: RunHeader, style: Style) -> lis
 
 
 def story(record: Record, header: RunHeader | None = None, *, width: int = WIDTH - 2) -> str:
-    """Return what happened to one record that fell short, its likely cause, and how to repeat it; folded."""
+    """Return what happened to a record that did not pass, its likely cause, and the command that repeats it."""
     lines = [phrases.what_happened(record)]
     if isinstance(record, Failed):
         lines += [phrases.printable(detail) for detail in record.details]
@@ -133,6 +131,6 @@ def story(record: Record, header: RunHeader | None = None, *, width: int = WIDTH
         lines += ["printed last:", *(f"  {word}" for word in words)] if words else []
     command = phrases.printable(repro_command(record, header))
     sanitizer = phrases.printable(sanitizer_command(record, header))
-    # A path is pasted, too.
+    # Paths stay unbroken, so that they can be copied.
     folded = (line if line.startswith("File ") else wrap(line, width=width) for line in lines)
     return "\n".join([*folded, f"repeat: {command}", *([f"or: {sanitizer}"] if sanitizer else [])])

@@ -1,4 +1,4 @@
-"""Which backends are right for a combination of needs, as text and as JSON."""
+"""The recommendation of backends for a combination of needs, as text and as JSON."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -24,7 +24,7 @@ _COLORS = {"right": "32", "right in each": "32", "wrong": "31"}
 
 
 def needs_of(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return every need that a case of the runs has, or a backend declares."""
+    """Return every need of a case or declared feature of a backend in the runs."""
     return tuple(dict.fromkeys(need for run in runs for need in known_needs(run.records, run.header)))
 
 
@@ -57,7 +57,7 @@ def titles(each: Suitability) -> list[str]:
 
 
 def as_json(run: Run, backends: Sequence[Suitability]) -> dict[str, Any]:
-    """Return the same as values for JSON; times in nanoseconds."""
+    """Return the recommendation as values for JSON, with times in nanoseconds."""
     return {
         "run": run.path,
         "backends": [

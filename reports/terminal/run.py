@@ -1,7 +1,6 @@
-"""A run as a person reads it in a terminal: verdicts, tables, findings, what was not examined.
+"""A run as text for a terminal: verdicts, tables, findings, and what was not examined.
 
-Text in, text out: no colours unless asked for, nothing printed here. Lines keep to the width, except commands made to
-be pasted.
+Functions return text and print nothing. Colours are optional. Lines keep to the width, except commands to be copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,21 +34,21 @@ from attncheck.reports.terminal.findings import render_findings, render_verdicts
 from attncheck.reports.terminal.speeds import NAME_WIDTH, render_speeds
 
 SHOWN_GAPS = 6
-"""Reasons shown for one backend, those with most cases first."""
+"""Maximum reasons for one backend; those with most cases are shown."""
 REASON_WIDTH = 440
-"""Characters shown of the reason why a probe broke; the Markdown report shows all."""
+"""Maximum characters of the reason why a probe broke; the Markdown report shows all."""
 HINT_WIDTH = 140
-"""Characters of it where a failure is told further down."""
+"""Maximum characters of that reason if the failure is shown as a finding below."""
 
 
 def opening(header: RunHeader, *, width: int = WIDTH) -> str:
-    """What a run begins with: versions, machine, what was asked, and what to know about it."""
+    """Return the first lines of a run: versions, machine, suites, and notes of the header."""
     lines = (phrases.title(header), *(f"note: {note}" for note in header.notes))
     return phrases.printable("\n".join(wrap(text, width=width) for text in lines))
 
 
 def render_run(run: Run, *, color: bool = False, width: int = WIDTH) -> str:
-    """Return a run file as text: opening, warning if it was cut off, verdicts, tables, findings."""
+    """Return a run file as text: first lines, warning if it was cut off, verdicts, tables, findings."""
     parts = [opening(run.header, width=width)]
     if warning := phrases.incomplete(run):
         parts.append(wrap(f"warning: {phrases.one_line(warning)}", width=width))
@@ -78,10 +77,10 @@ def render(
     quiet: bool = False,
     run_file: Path | None = None,
 ) -> str:
-    """Return verdicts, tables and findings of a run without its opening, ending with the counts of all outcomes.
+    """Return verdicts, tables and findings of a run without its first lines, ending with the counts of all outcomes.
 
-    ``quiet``: verdicts, findings and counts alone. ``run_file``: where the records are, for a command that reads them.
-    Backends that cannot run here share one line, unless nothing else was examined.
+    ``quiet``: only verdicts, findings and counts. ``run_file``: the path of the records, for a command that reads them.
+    Backends that cannot run on this machine share one line, unless no backend was examined.
     """
     style = Style(width, color)
     summary = summarise(records, checks=header.checks)
@@ -110,7 +109,7 @@ def render(
 
 
 def _check_table(summary: RunSummary, style: Style) -> str:
-    """Backends down, checks across, or the other way where checks are many: passed of examined."""
+    """Return a table of backends by checks, transposed if there are many checks; cells are passed of examined."""
     if not summary.backends:
         return ""
     worst = ["worst\nerror\n(budgets)"] if summary.has_errors_measured else []
@@ -132,9 +131,9 @@ def _chosen_kernels(summary: RunSummary, style: Style) -> str:
 
 
 def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]], style: Style) -> str:
-    """Return declared and measured CUDA-graph levels; below each row what ended the climb, and head-room.
+    """Return declared and measured CUDA-graph levels; below each row the probe that broke, and head-room.
 
-    ``unmeasured``: how many cases of a backend have no level, by outcome; told below its rows.
+    ``unmeasured``: by backend and outcome, the number of cases without a level, shown below the backend's rows.
     """
     if not rows:
         return ""
@@ -181,7 +180,7 @@ def _measured(row: LevelRow, style: Style) -> str:
 
 
 def _suite_table(summary: RunSummary, style: Style) -> str:
-    """Suites down, backends across, or the other way where few suites meet many backends: passed of examined."""
+    """Return a table of suites by backends, transposed if backends are many; cells are passed of examined."""
     cells = [
         [_cell(summary.by_suite.get((backend, suite)), style) for backend in summary.backends]
         for suite in summary.suites
@@ -195,7 +194,6 @@ def _suite_table(summary: RunSummary, style: Style) -> str:
 
 
 def _functions(header: RunHeader, records: Sequence[Record], provider: str, style: Style) -> str:
-    """The functions of one provider with their verdicts, then what is known of those that depart."""
     rows = function_rows(records, provider)
     cells = [HEADINGS, *([row.name, _paint_word(row, style), *row.counts] for row in rows)]
     notes = [
@@ -217,7 +215,7 @@ def _cell(tally: OutcomeCounts | None, style: Style) -> str:
 
 
 def _gaps(summary: RunSummary, style: Style) -> str:
-    """What was not examined and why; backends with the same gap share a paragraph."""
+    """Return what was not examined and why; backends with the same gap share a paragraph."""
     owners: dict[str, list[str]] = {}
     left_out: dict[str, int] = {}
     for backend in summary.backends:
@@ -235,7 +233,7 @@ def _gaps(summary: RunSummary, style: Style) -> str:
 
 
 def _conventions(header: RunHeader, summary: RunSummary, style: Style) -> str:
-    """Each backend's conventions, those that are alike together; beside a foreign backend's name its version."""
+    """Return each backend's conventions, merged if equal; a backend of another project has its version."""
     groups: dict[str, list[str]] = {}
     for backend in header.backends:
         if backend.name in summary.backends and backend.conventions:

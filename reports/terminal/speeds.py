@@ -1,6 +1,6 @@
-"""Speeds as a person reads them in a terminal: a row for each backend of a suite, and what to know of the figures.
+"""Speeds for a terminal: a row for each backend of a suite, and notes on the figures.
 
-Every case has its row in the Markdown report.
+The Markdown report has a row for each case.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ NAME_WIDTH = 27
 """Columns for a backend's name; the tables of checks have the whole name."""
 
 CASE_WIDTH = 24
-"""Least columns for the slowest case with its time."""
+"""Minimum columns for the slowest case with its time."""
 
 
 def render_speeds(header: RunHeader, speeds: Sequence[Speed], style: Style) -> str:
-    """A table a suite, one more for each that was recorded, and the notes; empty where nothing was timed."""
+    """Return a table for each suite, another for each suite with recorded traffic, and the notes; "" without times."""
     if not speeds:
         return ""
     tables = summary_tables(speeds)
@@ -40,16 +40,16 @@ def _title(summary: SpeedTable) -> str:
 
 
 def averaged(summary: SpeedTable) -> str:
-    """What the means of a table are of, and whether its rows may be compared."""
+    """Return what the means of a table are averaged over, and whether its rows can be compared."""
     if not summary.averaged:
         return "no case was timed of all; geometric means of each one's own cases, not to be compared"
     return f"geometric means of {phrases.plural(summary.averaged, 'case')} that all were timed in"
 
 
 def _fitted(summary: SpeedTable, width: int) -> list[list[str]]:
-    """Return the rows within the width: names are cut, and the last column, which names a case.
+    """Return the rows cut to the width: the names, and the last column, which has a case.
 
-    With less room for it than :data:`CASE_WIDTH` nothing of it is cut, and the table becomes a list.
+    If fewer than :data:`CASE_WIDTH` columns remain for the last one, it is not cut, and the table becomes a list.
     """
     rows = [[phrases.one_line(cell) for cell in row] for row in (summary.headings, *summary.rows)]
     rows = [[phrases.cut(row[0], NAME_WIDTH), *row[1:]] for row in rows]

@@ -1,4 +1,4 @@
-"""A round of ``attncheck run --watch`` as text: the verdict, what changed since the round before, the first finding."""
+"""A round of ``attncheck run --watch`` as text: verdict, changes since the previous round, first finding."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from attncheck.reports.terminal.columns import WIDTH, Style
 from attncheck.reports.terminal.findings import render_findings, render_verdicts
 
 _SHOWN = 6
-"""Checks of cases that are named in one line."""
+"""Maximum checks named in one line."""
 
 _COLORS = {"fixed": "32", "broken": "31", "still failing": "31"}
 
@@ -25,7 +25,7 @@ def render_round(
     color: bool = False,
     width: int = WIDTH,
 ) -> str:
-    """Return the text of a round; ``before``: the records of the round before, empty for the first one."""
+    """Return the text of a round. ``before``: the records of the previous round, empty in the first one."""
     style = Style(width, color)
     found = run_findings(records, header)
     shown = render_findings(found.findings, summarise(records, checks=header.checks), header, style)
@@ -39,14 +39,13 @@ def render_round(
 
 
 def render_record(record: Record) -> str:
-    """Return a line for one record: its case, check and outcome, and what happened where it fell short."""
+    """Return a line for one record: its case, check and outcome, and what happened if it did not pass."""
     what = phrases.what_happened(record)
     outcome = record.outcome if what == record.outcome else f"{record.outcome}: {what}"
     return phrases.one_line(f"{record.case} {record.check}: {outcome}")
 
 
 def _changes(records: Sequence[Record], before: Sequence[Record], style: Style) -> str:
-    """Return a line for what was fixed, one for what was broken, and one for what is still failing."""
     was = _short(before)
     groups: dict[str, list[str]] = {"fixed": [], "broken": [], "still failing": []}
     for key, is_short in _short(records).items():
@@ -64,5 +63,4 @@ def _changes(records: Sequence[Record], before: Sequence[Record], style: Style) 
 
 
 def _short(records: Sequence[Record]) -> Mapping[tuple[str, str, str], bool]:
-    """Return whether each check of a case fell short, by backend, case and check."""
     return {(each.backend, each.case, each.check): each.outcome in FALLEN_SHORT for each in records}

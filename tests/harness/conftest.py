@@ -1,4 +1,4 @@
-"""Cases made by hand for the harness's own tests: small, one idea each."""
+"""Small cases for the harness's own tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ CaseMaker = Callable[..., Case]
 
 @pytest.fixture
 def make_case() -> CaseMaker:
-    """Builds a case from (query_len, seq_len) pairs or RequestSpecs; keywords are fields of the layer."""
+    """Return a function from (query_len, seq_len) pairs or RequestSpecs to a case; keywords are fields of the layer."""
 
     def make(
         *requests: tuple[int, int] | RequestSpec,

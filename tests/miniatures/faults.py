@@ -1,6 +1,6 @@
-"""Backends with one fault each, by the names of ``docs/faults.md``; right at other cases, and if FAULT is off.
+"""Backends with one fault each, named as in ``docs/faults.md``; without the fault if the variable FAULT is ``off``.
 
-A fault shows once in a process, at the case whose heads have ``FAULTY`` elements, or later, at that of ``LATER``.
+A fault occurs once in a process, at the case with head size ``FAULTY``, or for ``later`` at the one with ``LATER``.
 """
 
 import atexit
@@ -42,9 +42,9 @@ def faulty(
     later: Deed = bool,
     answer: Answer = lambda right, query, cache: right,
 ) -> type[ReferenceBackend]:
-    """Return a backend that does ``construct``, ``build`` and ``forward`` in its methods, and ``later`` in forward.
+    """Return a backend that calls ``construct``, ``build``, ``forward`` in its methods, and ``later`` in ``forward``.
 
-    ``answer``: what it returns, from the right answer, the query and the cache.
+    ``answer``: computes its return value from the right output, the query and the cache.
     """
     due = {("construct", FAULTY): construct, ("build", FAULTY): build}
     due |= {("forward", FAULTY): forward, ("forward", LATER): later}
@@ -80,7 +80,7 @@ def throw(error: BaseException) -> NoReturn:
 
 
 def descend() -> object:
-    return list(map(lambda _: descend(), (0,)))  # noqa: C417 (the loop is to be one of C)
+    return list(map(lambda _: descend(), (0,)))  # noqa: C417 (the recursion must pass through C)
 
 
 def wait_in_python() -> None:
@@ -92,7 +92,7 @@ def in_thread(deed: Deed) -> None:
     threading.Thread(target=deed, daemon=True).start()
 
 
-# What ends the process.
+# Faults that end the process.
 segfault = faulty(forward=lambda: ctypes.string_at(0))
 abort = faulty(forward=os.abort)
 exit_at_once = faulty(forward=lambda: os._exit(0))
@@ -119,14 +119,14 @@ stack_overflow = faulty(forward=overflow)
 written_pipes = faulty(forward=write_everywhere)
 copy_that_outlives = faulty(forward=lambda: os._exit(9) if LIBC.fork() else time.sleep(LONG_S))
 
-# What shows at a later case, or not again.
+# Faults that occur at a later case, or only once.
 blocks: list[int] = []
 released = threading.Event()
 
 
 def corrupt_heap() -> None:
-    block = LIBC.malloc(2**22)  # apart from all others
-    ctypes.memset(block - 8, 0xFF, 8)  # where the allocator keeps its size
+    block = LIBC.malloc(2**22)  # large enough for its own mapping
+    ctypes.memset(block - 8, 0xFF, 8)  # overwrites the size in the allocator's header
     blocks.append(block)
 
 
@@ -152,7 +152,7 @@ thread_that_exits_later = faulty(forward=lambda: in_thread(lambda: (released.wai
 crash_at_random = faulty(forward=crash_the_first_time)
 
 
-# What does not return.
+# Faults that do not return.
 def print_for_ever() -> None:
     while True:
         os.write(1, b"x" * 2**20 + b"\n")
@@ -169,7 +169,7 @@ endless_print = faulty(forward=print_for_ever)
 hang_at_exit = faulty(forward=lambda: atexit.register(time.sleep, LONG_S))
 
 
-# What takes much, or leaves something behind.
+# Faults that use many resources, or leave something behind.
 def leak() -> None:
     blocks = []
     while True:
@@ -220,7 +220,7 @@ thread_left = faulty(forward=lambda: in_thread(spin_and_print))
 used_up_descriptors = faulty(forward=hold_descriptors)
 
 
-# What is raised.
+# Exceptions.
 class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -234,7 +234,7 @@ generator_exit = faulty(forward=lambda: throw(GeneratorExit()))
 recursion_error = faulty(forward=descend)
 huge_message = faulty(forward=lambda: throw(ValueError("x" * 10**8)))
 
-# What is answered.
+# Wrong return values.
 kept: list[Any] = []
 wrong_type = faulty(answer=lambda right, query, cache: "text")
 output_is_input = faulty(answer=lambda right, query, cache: query)
@@ -243,7 +243,7 @@ wrong_shape = faulty(answer=lambda right, query, cache: right[:-1])
 cache_of_nan = faulty(answer=lambda right, query, cache: (kept.append(cache.fill_(torch.nan)), right)[1])
 
 
-# What is changed in the process.
+# Changes of the process's state.
 def change_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda *_: os._exit(5))

@@ -1,7 +1,7 @@
-"""Wrong functions beside attention: merging states, short convolution, moving pages.
+"""Backends with wrong functions besides attention: merging states, short convolution, moving pages.
 
-The base class is right, and works in float32 as kernels do. Each class below it changes a few lines.
-``test_functions.py`` names the check that must catch it.
+The base class is correct and computes in float32, as kernels do. Each other class changes a few lines.
+``test_functions.py`` names the check that must fail for it.
 """
 
 import torch
@@ -12,7 +12,7 @@ from attncheck.reference import reshape_and_cache, swap_blocks
 
 
 class Miniature(Base):
-    """The reference with functions of its own, made of the parts below."""
+    """The reference, with functions composed of the methods below."""
 
     @classmethod
     def functions(cls):
@@ -43,7 +43,7 @@ class Miniature(Base):
     def part(out, weight):
         return (out.float() * weight[..., None]).masked_fill((weight == 0)[..., None], 0.0)
 
-    # Convolution: lengths on the host, one sequence after another.
+    # Convolution: lengths are read on the host, sequences are processed one by one.
 
     @classmethod
     def convolve(
@@ -79,7 +79,7 @@ class Miniature(Base):
     def remember(state, tape, past, length):
         state[:, :past] = tape[:, tape.shape[1] - past :]
 
-    # Pages: one after another, since nobody asks for a page that is read and written.
+    # Pages are copied one by one, since no case reads a page that it also writes.
 
     write = staticmethod(reshape_and_cache)
     swap = staticmethod(swap_blocks)
@@ -95,7 +95,7 @@ class Miniature(Base):
 
 
 class AveragesOutputs(Miniature):
-    """Both states weigh the same."""
+    """Weighs both states equally."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -103,7 +103,7 @@ class AveragesOutputs(Miniature):
 
 
 class WeighsInBaseTwo(Miniature):
-    """Takes natural log-sum-exps for ones to base 2."""
+    """Treats natural log-sum-exps as if they were to base 2."""
 
     @staticmethod
     def weigh(lse, highest):
@@ -111,7 +111,7 @@ class WeighsInBaseTwo(Miniature):
 
 
 class CountsEmptyStates(Miniature):
-    """An empty state weighs as much as one whose log-sum-exp is 0."""
+    """Gives an empty state the weight of one whose log-sum-exp is 0."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -119,7 +119,7 @@ class CountsEmptyStates(Miniature):
 
 
 class SubtractsInfinities(Miniature):
-    """Where both states are empty, -inf - -inf."""
+    """Computes -inf - -inf where both states are empty."""
 
     @staticmethod
     def weigh(lse, highest):
@@ -127,7 +127,7 @@ class SubtractsInfinities(Miniature):
 
 
 class SubtractsNoMaximum(Miniature):
-    """exp of what it is given."""
+    """Computes exp without subtracting the maximum, so that it may overflow."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -138,7 +138,7 @@ class SubtractsNoMaximum(Miniature):
 
 
 class SwapsWeights(Miniature):
-    """Each state gets the other's weight."""
+    """Gives each state the weight of the other."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -146,7 +146,7 @@ class SwapsWeights(Miniature):
 
 
 class FavoursTheFirst(Miniature):
-    """Returns the first state where both are empty, whatever stands there."""
+    """Returns the first output where both states are empty, whatever it contains."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -155,7 +155,7 @@ class FavoursTheFirst(Miniature):
 
 
 class MultipliesByZero(Miniature):
-    """Claims merge_nan, and multiplies by a weight of 0."""
+    """Declares merge_nan, but multiplies by a weight of 0, so that NaN remains."""
 
     @staticmethod
     def part(out, weight):
@@ -163,7 +163,7 @@ class MultipliesByZero(Miniature):
 
 
 class MergesLseToBaseTwo(Miniature):
-    """The log-sum-exp that comes out is not of the kind that went in."""
+    """Returns a log-sum-exp to base 2, although the inputs are natural."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -172,7 +172,7 @@ class MergesLseToBaseTwo(Miniature):
 
 
 class MergesInPlace(Miniature):
-    """Leaves the weighted first output in its argument."""
+    """Overwrites its first argument with the merged output."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -182,7 +182,7 @@ class MergesInPlace(Miniature):
 
 
 class ReturnsOnlyTheOutput(Miniature):
-    """Forgets the log-sum-exp."""
+    """Returns no log-sum-exp."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -190,7 +190,7 @@ class ReturnsOnlyTheOutput(Miniature):
 
 
 class RefusesToMerge(Miniature):
-    """Offers a function that is not there."""
+    """Offers a function that is not implemented."""
 
     @classmethod
     def merge(cls, out_a, lse_a, out_b, lse_b):
@@ -201,7 +201,7 @@ class RefusesToMerge(Miniature):
 
 
 class ReversesTaps(Miniature):
-    """A convolution as mathematicians have it."""
+    """Convolves with reversed taps, as in mathematics, instead of correlating."""
 
     @staticmethod
     def taps(weight):
@@ -209,7 +209,7 @@ class ReversesTaps(Miniature):
 
 
 class KeepsOnlyNewRows(Miniature):
-    """A sequence shorter than the state forgets what it remembered."""
+    """Zeroes the older part of the state after a sequence that is shorter than the state."""
 
     @staticmethod
     def remember(state, tape, past, length):
@@ -218,7 +218,7 @@ class KeepsOnlyNewRows(Miniature):
 
 
 class RemembersWhatNeverWas(Miniature):
-    """Uses what stands in the line of a new sequence."""
+    """Uses the state line of a new sequence, whatever it contains."""
 
     @staticmethod
     def remembered(state, past, is_there, x, first):
@@ -226,7 +226,7 @@ class RemembersWhatNeverWas(Miniature):
 
 
 class LooksAtNeighbours(Miniature):
-    """A new sequence continues the one in front of it."""
+    """Lets a new sequence continue the previous one."""
 
     @staticmethod
     def remembered(state, past, is_there, x, first):
@@ -237,7 +237,7 @@ class LooksAtNeighbours(Miniature):
 
 
 class UpdatesPaddedLines(Miniature):
-    """Takes the index of padding for a line."""
+    """Treats the index of padding as a line."""
 
     @staticmethod
     def is_live(line, pad_id, length):
@@ -245,7 +245,7 @@ class UpdatesPaddedLines(Miniature):
 
 
 class ReadsSpareColumns(Miniature):
-    """Takes the last columns of the buffer for the state."""
+    """Takes the last columns of the buffer as the state."""
 
     @staticmethod
     def remembered(state, past, is_there, x, first):
@@ -253,7 +253,7 @@ class ReadsSpareColumns(Miniature):
 
 
 class WritesSpareColumns(Miniature):
-    """Fills the buffer, which is wider than the state."""
+    """Writes zeros to the columns of the buffer beyond the state."""
 
     @staticmethod
     def remember(state, tape, past, length):
@@ -262,7 +262,7 @@ class WritesSpareColumns(Miniature):
 
 
 class StatesInBfloat16(Miniature):
-    """Remembers less than it was given."""
+    """Rounds the state to bfloat16."""
 
     @staticmethod
     def remember(state, tape, past, length):
@@ -270,7 +270,7 @@ class StatesInBfloat16(Miniature):
 
 
 class KeepsFirstLines(Miniature):
-    """Knows the sequences' lines from the first call of the same shapes."""
+    """Uses the cache lines of the first call for every call with the same shapes."""
 
     @classmethod
     def convolve(cls, x, weight, bias, states, query_start_loc, cache_indices, has_initial_state, **options):
@@ -284,7 +284,7 @@ class KeepsFirstLines(Miniature):
 
 
 class SwapsBothWays(Miniature):
-    """The source gets what the destination held."""
+    """Also copies the destination's old contents to the source."""
 
     @staticmethod
     def swap(src, dst, mapping):
@@ -295,7 +295,7 @@ class SwapsBothWays(Miniature):
 
 
 class CopiesToTheNextPage(Miniature):
-    """The destination is one too high."""
+    """Copies to the page after the destination."""
 
     @classmethod
     def copy(cls, caches, mapping):
@@ -303,7 +303,7 @@ class CopiesToTheNextPage(Miniature):
 
 
 class CopiesKeysOnly(Miniature):
-    """Forgets the caches behind the first."""
+    """Copies the first cache only."""
 
     @classmethod
     def copy(cls, caches, mapping):
@@ -311,7 +311,7 @@ class CopiesKeysOnly(Miniature):
 
 
 class CopiesEachSourceOnce(Miniature):
-    """Keeps one destination for each source."""
+    """Copies each source to only one of its destinations."""
 
     @classmethod
     def copy(cls, caches, mapping):
@@ -319,7 +319,7 @@ class CopiesEachSourceOnce(Miniature):
 
 
 class WritesPaddingRows(Miniature):
-    """Takes slot -1 for the last one."""
+    """Writes rows of slot -1 to the last slot."""
 
     @staticmethod
     def write(key, value, key_cache, value_cache, slot_mapping, *, k_scale, v_scale):

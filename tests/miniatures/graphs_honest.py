@@ -1,4 +1,4 @@
-"""Right backends of other designs, each legal in a captured graph at the level it declares: none may raise an alarm."""
+"""Correct backends of other designs, each valid in a captured graph at its declared level: none may cause an alarm."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ Miniature, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedI
 
 
 class BufferedBuilder(PagedBuilder):
-    """Owns buffers for the largest step its config allows."""
+    """A builder with limits for buffers, from the largest step that its config allows."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -22,7 +22,7 @@ class BufferedBuilder(PagedBuilder):
 
 
 class RefillsBuffers(Miniature):
-    """The builder owns persistent buffers, which every build refills: lengths and offsets from their host twins."""
+    """The builder has persistent buffers, which every build refills; lengths and offsets come from the host tensors."""
 
     class Builder(BufferedBuilder):
         def __init__(self, *args):
@@ -46,7 +46,7 @@ class RefillsBuffers(Miniature):
 
 
 class PlansOnTheHost(Miniature):
-    """Every row's request and position are computed on the host, from the twins, and copied into persistent buffers."""
+    """The builder computes every row's request and position on the host and copies them into persistent buffers."""
 
     class Builder(BufferedBuilder):
         def __init__(self, *args):
@@ -72,9 +72,10 @@ class PlansOnTheHost(Miniature):
 
 
 class SplitsAtAThreshold(Miniature):
-    """``UNIFORM_BATCH``: equal requests of up to 1 + K rows in front are decodes, the others laid out on the host.
+    """``UNIFORM_BATCH``: leading requests of equal length up to 1 + K are decodes; the host locates other rows.
 
-    How many decodes of how many rows there are is frozen with the graph; padding requests are decodes that see nothing.
+    The number of decodes and their length are constants of the graph. Padding requests are decodes without visible
+    keys.
     """
 
     level = AttentionCGSupport.UNIFORM_BATCH
@@ -100,7 +101,7 @@ class SplitsAtAThreshold(Miniature):
 
 
 class SyncsInPrefill(Miniature):
-    """``UNIFORM_BATCH``: prompts and other long chunks are no graph's business, and are read back from the device."""
+    """``UNIFORM_BATCH``: lengths of prompts and other long chunks, which no graph replays, are read from the device."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 
@@ -115,7 +116,7 @@ class SyncsInPrefill(Miniature):
 
 
 class LazyConstants(Miniature):
-    """What depends on the layer alone is made in the first call, by a copy from the host, and kept."""
+    """Constants of the layer are created in the first call, by a copy from the host, and kept."""
 
     class Impl(RowsImpl):
         scales = None
@@ -128,7 +129,7 @@ class LazyConstants(Miniature):
 
 
 class LazyOnMetadata(Miniature):
-    """The first layer of a step computes what all of them need, on the device, and leaves it on the metadata."""
+    """The first layer of a step computes on the device what all layers need, and stores it in the metadata."""
 
     class Impl(PlannedImpl):
         def locate(self, metadata, num_rows):
@@ -138,7 +139,7 @@ class LazyOnMetadata(Miniature):
 
 
 class WorkspaceFromTheStart(Miniature):
-    """A workspace for the most requests the config allows is made with the builder, and written before it is read."""
+    """The builder allocates a workspace for the most requests of its config, which is written before it is read."""
 
     class Builder(BufferedBuilder):
         def __init__(self, *args):
@@ -160,7 +161,7 @@ class WorkspaceFromTheStart(Miniature):
 
 
 class GrowsToTheBound(Miniature):
-    """The workspace is made when it is first needed, and at once for as many tokens as the config allows."""
+    """The workspace is allocated on first use, for as many tokens as the config allows."""
 
     class Builder(BufferedBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -180,7 +181,7 @@ class GrowsToTheBound(Miniature):
 
 
 class BoundsFromTheConfig(Miniature):
-    """Reads no more pages than ``max_model_len`` has, a number of the host that no step exceeds."""
+    """Reads at most as many pages as ``max_model_len`` needs, a host constant that no step exceeds."""
 
     class Builder(BufferedBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -194,7 +195,7 @@ class BoundsFromTheConfig(Miniature):
 
 
 class BoundsFromMaxSeqLen(Miniature):
-    """Reads no more pages than ``max_seq_len`` needs, which at capture bounds every replay."""
+    """Reads at most as many pages as ``max_seq_len`` needs; its value at capture is a bound for every replay."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -203,26 +204,26 @@ class BoundsFromMaxSeqLen(Miniature):
 
 
 class WritesApart(Miniature):
-    """The new K/V are written by ``do_kv_cache_update``."""
+    """The new K/V are written by ``do_kv_cache_update``, not by ``forward``."""
 
     forward_includes_kv_cache_update = False
 
     class Builder(PagedBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-            if not common_attn_metadata.causal:  # which the writer is not told, and forward too late
+            if not common_attn_metadata.causal:  # the writer has no such argument, and forward runs too late
                 raise NotImplementedError("a step that is not causal")
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     class Impl(RowsImpl):
         def write(self, *args):
-            """Nothing: they stand in the cache."""
+            """Write nothing: the cache has the rows already."""
 
         def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
             super().write(layer, key, value, *self._cache_views(kv_cache), slot_mapping)
 
 
 class MergesSplits(Miniature):
-    """As many splits of the table as the graph was captured with; those without a key for a row weigh nothing."""
+    """The number of splits is a constant of the graph; splits without a key for a row have a weight of 0."""
 
     class Impl(RowsImpl):
         splits = 3
@@ -241,9 +242,9 @@ class MergesSplits(Miniature):
 
 
 class NeedsOneKey(Miniature):
-    """A kernel for which every row has a key: it declares what padding must look like, and that it reads there.
+    """A kernel that needs a key for every row: it declares the padding it needs, and that it reads there.
 
-    What comes of rows of no request is dropped behind it.
+    Its output for rows of no request is masked afterwards.
     """
 
     conventions = Conventions(pad_seq_len=1, needs_finite_pool=True)
@@ -260,7 +261,7 @@ class NeedsOneKey(Miniature):
 
 
 class LeavesPaddingAlone(Miniature):
-    """Rows of no request keep what the output holds there."""
+    """Rows of no request keep the previous contents of the output."""
 
     conventions = Conventions(padded_rows="untouched")
 
@@ -272,7 +273,7 @@ class LeavesPaddingAlone(Miniature):
 
 
 class DeclaresByTheConfig(Miniature):
-    """The attribute says NEVER; the method that engines ask says what holds for a layer."""
+    """The attribute declares NEVER; the method that engines call returns the level of a layer."""
 
     level = AttentionCGSupport.NEVER
 

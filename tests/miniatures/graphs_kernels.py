@@ -1,4 +1,4 @@
-"""Kernels that are not made of torch's operators: wrapped in a custom operator, honestly or not, and not wrapped."""
+"""Kernels that are not torch operators: wrapped in a custom operator, correctly or not, and unwrapped."""
 
 import ctypes
 
@@ -24,7 +24,7 @@ def attend(
     output: Tensor,
     output_lse: Tensor,
 ) -> None:
-    """A kernel of the CPU, in numpy: it reads what its tensors hold whenever it runs."""
+    """A CPU kernel in numpy, which reads its tensors whenever it runs."""
     size, groups = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
     bounds, pages = starts.numpy(), table.numpy()
     rows = query.float().numpy()
@@ -40,7 +40,7 @@ def attend(
             seen = seq_len - bounds[request + 1] + row + 1
             scores = np.einsum("hd,nhd->hn", rows[row], key[:seen]) * np.float32(scale)
             largest = scores.max(axis=1, keepdims=True)
-            with np.errstate(invalid="ignore"):  # a key may hold Inf
+            with np.errstate(invalid="ignore"):  # a key may contain Inf
                 weights = np.exp(scores - largest)
             total = weights.sum(axis=1, keepdims=True)
             out[row] = np.einsum("hn,nhd->hd", weights / total, value[:seen])
@@ -70,7 +70,7 @@ def attend_on_the_device(
 
 @torch.library.custom_op("attncheck_graphs::clean_table", mutates_args=())
 def clean_table(table: Tensor, lens: Tensor, block_size: int) -> Tensor:
-    """The table without what lies behind the lengths; their maximum is read on the host, whatever the device."""
+    """Return the table with zeros beyond the longest length, whose value is read on the host."""
     longest = -(-int(lens.max().item()) // block_size)
     cleaned = torch.zeros_like(table)
     cleaned[:, :longest] = table[:, :longest]
@@ -78,19 +78,19 @@ def clean_table(table: Tensor, lens: Tensor, block_size: int) -> Tensor:
 
 
 CONTEXT = {}
-"""The step's metadata by layer, as an engine keeps them for its operators; the builder files them here."""
+"""The step's metadata by layer name, as an engine keeps them for its operators; the builder writes them here."""
 
 
 @torch.library.custom_op("attncheck_graphs::narrow_table", mutates_args=())
 def narrow_table(table: Tensor, layer_name: str) -> Tensor:
-    """The table as wide as the step's longest request needs: a number that a graph keeps."""
+    """Return the table with zeros beyond the pages of the longest request, a host number that a graph freezes."""
     kept = torch.zeros_like(table)
     kept[:, : CONTEXT[layer_name]] = table[:, : CONTEXT[layer_name]]
     return kept
 
 
 class WrappedKernel(Miniature):
-    """Honest: all of attention is one custom operator, on the CPU a kernel in numpy."""
+    """Correct: all of attention is one custom operator, on the CPU a kernel in numpy."""
 
     class Impl(RowsImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -100,7 +100,7 @@ class WrappedKernel(Miniature):
 
 
 class ItemInsideAnOperator(Miniature):
-    """A custom operator hides an ``.item()``, which no capture allows either."""
+    """A custom operator contains an ``.item()``, which no capture allows."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -109,7 +109,7 @@ class ItemInsideAnOperator(Miniature):
 
 
 class TwinInsideAnOperator(Miniature):
-    """A custom operator is handed the lengths' host twin: the work it does with them happens at capture only."""
+    """A custom operator takes the lengths on the host, so that its work with them happens only at capture."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -118,7 +118,7 @@ class TwinInsideAnOperator(Miniature):
 
 
 class ContextInsideAnOperator(Miniature):
-    """A custom operator is handed a layer's name, and looks the step's numbers up: a replay looks nothing up."""
+    """A custom operator takes a layer's name and looks up the step's numbers, which a replay does not repeat."""
 
     class Builder(PagedBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -133,7 +133,7 @@ class ContextInsideAnOperator(Miniature):
 
 
 class RunsOnTheCPU(Miniature):
-    """What goes through addresses and numpy has no other device."""
+    """A backend for the CPU only, since addresses and numpy arrays have no other device."""
 
     supported_devices = ("cpu",)
 
@@ -143,7 +143,7 @@ class RunsOnTheCPU(Miniature):
 
 
 class WritesThroughNumpy(RunsOnTheCPU):
-    """The output is filled behind torch's back, as an array that shares its memory."""
+    """Writes the output through a numpy array that shares its memory, which torch does not observe."""
 
     class Impl(RowsImpl):
         def finish(self, out, lse, output, output_lse, metadata, position):
@@ -152,7 +152,7 @@ class WritesThroughNumpy(RunsOnTheCPU):
 
 
 class WritesThroughPointers(RunsOnTheCPU):
-    """A kernel of a C library is handed addresses, and no operator says that it ran."""
+    """A C library writes to the output's address; no torch operator shows that it ran."""
 
     class Impl(RowsImpl):
         def finish(self, out, lse, output, output_lse, metadata, position):
@@ -162,7 +162,7 @@ class WritesThroughPointers(RunsOnTheCPU):
 
 
 class ScratchThroughPointers(RunsOnTheCPU):
-    """A C library copies the lengths to memory of the backend's own, which operators read."""
+    """A C library copies the lengths to the backend's own memory, which torch operators read."""
 
     class Impl(RowsImpl):
         scratch = None
@@ -176,7 +176,7 @@ class ScratchThroughPointers(RunsOnTheCPU):
 
 
 class ReadsThroughPointers(RunsOnTheCPU):
-    """A C library's plan reads the lengths by their address, and says how many pages to gather."""
+    """A C library reads the lengths by their address and returns the number of pages to gather."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -187,7 +187,7 @@ class ReadsThroughPointers(RunsOnTheCPU):
 
 
 class WritesTheCacheThroughPointers(RunsOnTheCPU):
-    """A C library's writer stores the new rows."""
+    """A C library writes the new rows to the cache."""
 
     class Impl(RowsImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):

@@ -1,6 +1,6 @@
-"""Right but for NaN: what stands behind the last key of a request is given a weight of 0, and NaN comes through.
+"""Correct except for NaN: contents after the last key of a request get a weight of 0, which lets NaN through.
 
-That is ``containment``'s to tell. How high a graph holds these is a question of its own.
+The check ``containment`` must find that. Their CUDA-graph level is measured independently of it.
 """
 
 import torch
@@ -12,7 +12,7 @@ RowsImpl = graphs.RowsImpl
 
 
 def gather_pages(caches, table, request, position):
-    """As :func:`graphs.gather`, but the row's last page is taken with all that stands in it."""
+    """Gather as :func:`graphs.gather` does, but do not mask the rest of the row's last page."""
     block_size = caches[0].shape[1]
     last_page = (position // block_size)[:, None]
     pages = torch.arange(table.shape[1], device=table.device)
@@ -30,19 +30,19 @@ class PageImpl(RowsImpl):
 
 
 class LeaksTheTail(graphs.Base):
-    """``ALWAYS``, and a graph holds it there."""
+    """``ALWAYS``, which is true."""
 
     Impl = PageImpl
 
 
 class LeaksAndCutsAlike(graphs.EqualRows):
-    """``UNIFORM_BATCH``: how many rows a request has is a number of the host, and the graph keeps it."""
+    """``UNIFORM_BATCH``: the rows of a request are a host number, which the graph freezes."""
 
     class Impl(PageImpl):
         locate = graphs.EqualRows.Impl.locate
 
 
 class LeaksAndClaims(LeaksAndCutsAlike):
-    """Promises mixed batches as well: every replay cuts the rows as the capture's dummies were cut."""
+    """Declares mixed batches as well, but every replay splits the rows as at capture."""
 
     level = AttentionCGSupport.ALWAYS

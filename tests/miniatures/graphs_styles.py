@@ -1,6 +1,6 @@
-"""Right backends whose code looks, in one place each, like something a graph cannot hold: none may raise an alarm.
+"""Correct backends whose code resembles, in one place each, something that no graph can capture.
 
-All of them are ``ALWAYS``.
+All of them are ``ALWAYS``, and none may cause an alarm.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ Miniature, RowsImpl = graphs.Base, graphs.RowsImpl
 
 
 class SyncsInBuild(Miniature):
-    """Waits for the device in ``build``, which no graph holds, and plans on the host."""
+    """Waits for the device in ``build``, which is not captured, and plans on the host."""
 
     class Builder(PagedBuilder):
         def __init__(self, *args):
@@ -32,7 +32,7 @@ class SyncsInBuild(Miniature):
 
 
 class BuffersInPairs(Miniature):
-    """A buffer on the device has one on the host beside it, pinned where there is a GPU, which numpy fills."""
+    """Each device buffer has a host buffer, pinned if there is a GPU, which numpy fills."""
 
     class Builder(PagedBuilder):
         def __init__(self, *args):
@@ -49,7 +49,7 @@ class BuffersInPairs(Miniature):
 
 
 class OneMetadataObject(Miniature):
-    """Builds its metadata once, and from then on changes them in place."""
+    """Creates its metadata object once and updates it in place."""
 
     class Builder(PagedBuilder):
         metadata = None
@@ -63,7 +63,7 @@ class OneMetadataObject(Miniature):
 
 
 class RepeatsInterleaved(Miniature):
-    """``repeat_interleave`` told the size of its result, which then depends on no data; padding is one request more."""
+    """``repeat_interleave`` with ``output_size``, so that no shape depends on data; padding is one more request."""
 
     class Impl(RowsImpl):
         def locate(self, metadata, num_rows):
@@ -77,7 +77,7 @@ class RepeatsInterleaved(Miniature):
 
 
 class ClearsByMask(Miniature):
-    """Assigns a number where a mask is set: a fill, whose shape depends on no data."""
+    """Assigns a number under a mask: a fill, whose shape does not depend on data."""
 
     class Impl(RowsImpl):
         def finish(self, out, lse, output, output_lse, metadata, position):
@@ -88,7 +88,7 @@ class ClearsByMask(Miniature):
 
 
 class ScalarOnTheHost(Miniature):
-    """Multiplies by a tensor of the host without dimensions: a kernel takes it as a number."""
+    """Multiplies by a zero-dimensional host tensor, which a kernel takes as a number."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -97,7 +97,7 @@ class ScalarOnTheHost(Miniature):
 
 
 class WritesIntoOut(Miniature):
-    """Computes into buffers it was given, by ``out=`` and in place, through views."""
+    """Computes into given buffers, with ``out=`` and in place, through views."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, *args):
@@ -110,12 +110,12 @@ class WritesIntoOut(Miniature):
 
 @cache
 def causal_pages(pages, block_size, device):
-    """First positions of pages, made once in a process."""
+    """Return the first positions of pages, cached for the process."""
     return torch.arange(pages, device=device) * block_size
 
 
 class ConstantsOfTheModule(Miniature):
-    """A constant is made once for all layers, in whichever call needs it first."""
+    """A constant is created once for all layers, in the first call that needs it."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -125,7 +125,7 @@ class ConstantsOfTheModule(Miniature):
 
 
 class MovesNothing(Miniature):
-    """``.to`` the device a tensor lies on, ``as_tensor`` of a tensor, and shapes as numbers: none of it copies."""
+    """``.to`` the tensor's own device, ``as_tensor`` of a tensor, and shapes as numbers: none of these copies."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -135,7 +135,7 @@ class MovesNothing(Miniature):
 
 
 class DraftsInTheSamePages(Miniature):
-    """A further draft lies in the pages of the one before: only the first of a chain refreshes the table."""
+    """Only the first draft of a chain refreshes the block table, since further drafts are in the same pages."""
 
     class Builder(PagedBuilder):
         def __init__(self, *args):

@@ -1,6 +1,6 @@
-"""Attention with modifiers that a graph holds in any batch, and faults that only one trait of a layer or cache shows.
+"""Attention with modifiers that is valid in a graph of any batch, and faults that one trait of a layer or cache shows.
 
-Each fault is right on plain layers, whatever is captured there.
+Each fault is correct on plain layers.
 """
 
 import torch
@@ -11,11 +11,11 @@ from attncheck.backends.paged_metadata import PagedBuilder
 Miniature, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedImpl
 
 SHORT = 64
-"""Keys that one part of ``SplitsUnderACap`` takes."""
+"""Keys in the first part of ``SplitsUnderACap``."""
 
 
 class ModifiedImpl(PlannedImpl):
-    """A window, a soft cap and ALiBi, each key by its distance from the row on the device."""
+    """Applies window, soft cap and ALiBi on the device, by the distance of each key from the row."""
 
     def attend_rows(self, query, caches, table, request, position, metadata):
         key, value, seen = graphs.gather(caches, table, request, position)
@@ -42,12 +42,12 @@ class Modified(Miniature):
 
 
 def pages_of(metadata, block_size):
-    """Pages of the longest request, a number of the host: a graph keeps that of its capture."""
+    """Return the pages of the longest request, a host number: a graph freezes its value at capture."""
     return -(-max(metadata.seq_lens) // block_size)
 
 
 class WindowReadsALength(Modified):
-    """A layer with a window gathers as many pages as the longest request of the capture has."""
+    """A layer with a window gathers as many pages as the longest request had at capture."""
 
     class Impl(ModifiedImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -57,7 +57,7 @@ class WindowReadsALength(Modified):
 
 
 class SplitsUnderACap(Modified):
-    """Under a soft cap, whether there are keys beyond the first part is decided at capture."""
+    """Under a soft cap, capture decides whether there are keys beyond the first part."""
 
     class Impl(ModifiedImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -67,7 +67,7 @@ class SplitsUnderACap(Modified):
 
 
 class ReadsALengthOfHND(Modified):
-    """Pages whose heads come first are gathered as far as the longest request of the capture."""
+    """In HND layout, it gathers as many pages as the longest request had at capture."""
 
     class Impl(ModifiedImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -78,7 +78,7 @@ class ReadsALengthOfHND(Modified):
 
 
 class RowsOfHalf(Modified):
-    """In float16 the rows of a request are a number of the host, which unequal requests do not share."""
+    """In float16, the rows of a request are a host number, so that unequal requests are wrong in a replay."""
 
     class Impl(ModifiedImpl):
         dtype = None
@@ -95,7 +95,7 @@ class RowsOfHalf(Modified):
 
 
 class DraftsUnderALiBi(Modified):
-    """Under ALiBi, drafts take the lengths over from the step before: the bias of each is one distance too far."""
+    """Under ALiBi, drafts reuse the lengths of the previous step, so that each bias is wrong by one position."""
 
     class Builder(PagedBuilder):
         def __init__(self, *args):

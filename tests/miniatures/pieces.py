@@ -1,4 +1,4 @@
-"""Right backends that lean on what the contract promises each call."""
+"""Correct backends that rely on promises of the contract about each call."""
 
 import torch
 
@@ -8,7 +8,7 @@ from attncheck.backends.mutants.pieces import ChangesAnswers, Parted
 
 
 class CannotTakeZero(Parted):
-    """A kernel for which every request has a key, padding included."""
+    """A kernel that needs a key for every request, including padding."""
 
     features = Parted.features - {"short_keys"}
     conventions = Conventions(pad_seq_len=1)
@@ -20,7 +20,7 @@ class CannotTakeZero(Parted):
 
 
 class FromTheFirstRow(Parted):
-    """ALiBi is measured from the first new row the call has of a request, and so is the LSE."""
+    """ALiBi distances, and thus the LSE, count from the first new row of a request in the call."""
 
     conventions = Conventions(alibi_reference="context")
 
@@ -33,6 +33,6 @@ class FromTheFirstRow(Parted):
 
 
 class Merged(Base):
-    """Has no cascade of its own, nor chunks."""
+    """Declares neither cascade nor local attention."""
 
     features = Base.features - {"cascade", "local"}

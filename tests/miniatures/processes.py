@@ -1,6 +1,6 @@
-"""Backends that do something to their process, each on the case whose batch has as many rows as the number says.
+"""Backends that do something to their process, each at the case with as many rows as its key in the table.
 
-Right otherwise. Those of the first class leave the process alive, those of the second end it, or cut it off.
+They are correct otherwise. ``Lively`` backends do not kill the process, ``Deadly`` ones end it or cut its connection.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ LIBC = ctypes.CDLL(None)
 
 
 def flood() -> None:
-    """Ten megabytes of what is no text, on either stream."""
+    """Write ten megabytes of invalid UTF-8 to each output stream."""
     for descriptor in (1, 2):
         for _ in range(10):
             os.write(descriptor, b"\xff\xfe{\n" * 2**18)
@@ -36,7 +36,7 @@ def meddle() -> None:
 
 
 def fork() -> None:
-    """Two processes come back."""
+    """Return from ``forward`` in two processes."""
     if not os.fork():
         sys.stdout.write("the copy goes on\n")
 
@@ -57,7 +57,7 @@ def close_streams() -> None:
 
 
 def start_threads() -> None:
-    """One that Python waits for when it ends, and one that it does not."""
+    """Start a thread that Python waits for at exit, and one that it does not wait for."""
     for is_daemon in (True, False):
         threading.Thread(target=time.sleep, args=(1000,), daemon=is_daemon).start()
 
@@ -104,14 +104,14 @@ def close_everything() -> None:
 
 
 def write_everywhere() -> None:
-    """Into every pipe there is."""
+    """Write to every open descriptor, including all pipes."""
     for descriptor in range(3, 256):
         with contextlib.suppress(OSError):
             os.write(descriptor, b"{not a message}\n")
 
 
 def die_as_a_copy_lives() -> None:
-    """The copy holds whatever the process held."""
+    """Exit while a copy keeps all descriptors open."""
     if LIBC.fork():
         os._exit(9)
     time.sleep(60)
@@ -130,7 +130,7 @@ DEADLY: dict[int, Callable[[], object]] = {
 
 
 class Doing(ReferenceBackend):
-    """Does what ``deeds`` says of a batch of so many rows, once an impl class."""
+    """Calls the function that ``deeds`` has for a batch's number of rows, once for each impl class."""
 
     deeds: dict[int, Callable[[], object]]
 

@@ -1,7 +1,7 @@
-"""Time that is hidden from a clock: work put off, done worse, left out, or done for one shape only.
+"""Backends that hide time from a clock: work that is deferred, degraded, left out, or fast for one shape only.
 
-All are right in their first calls, and cheat once they take it that nobody looks any more. ``test_timing.py`` names
-what each must be told.
+All are correct in their first calls, and cheat once they assume that outputs are no longer checked.
+``test_timing.py`` names the result for each.
 """
 
 import threading
@@ -16,14 +16,14 @@ from attncheck.backends.mutants.base import Base as Miniature
 HONEST_CALLS = 3
 
 deferred = []
-"""What stands for a side stream where there is no device: it is done when the device is waited for."""
+"""Work for a side stream where there is no device; done when the device is synchronised."""
 
 ready = []
-"""Work that a builder may do in place of ``forward``."""
+"""Work that a builder may do instead of ``forward``."""
 
 
 class CheatingImpl(ReferenceImpl):
-    """Honest for some calls, then ``cheat`` answers in place of ``attend``."""
+    """Correct for :data:`HONEST_CALLS` calls; later ``cheat`` runs instead of ``answer``."""
 
     calls = 0
 
@@ -42,7 +42,7 @@ class CheatingImpl(ReferenceImpl):
 
 
 class LeavesWorkToAThread(Miniature):
-    """Comes back at once; a thread does the work meanwhile."""
+    """Returns at once and leaves the work to a thread."""
 
     class Impl(CheatingImpl):
         def cheat(self, *arguments):
@@ -54,7 +54,7 @@ class LeavesWorkToAThread(Miniature):
 
 
 class LeavesWorkToAStream(Miniature):
-    """Work on a stream that the current one never waits for."""
+    """Writes the output on a stream that the current one never waits for."""
 
     class Impl(CheatingImpl):
         def cheat(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -78,7 +78,7 @@ class LeavesWorkToAStream(Miniature):
 
 
 class Lazy(torch.Tensor):
-    """An output that is computed when it is first looked at."""
+    """An output that is computed when a torch function first takes it."""
 
     work = None
 
@@ -91,7 +91,7 @@ class Lazy(torch.Tensor):
 
 
 class EvaluatesLazily(Miniature):
-    """Hands out a subclass of Tensor; the work is done when its first method is called."""
+    """Returns a subclass of Tensor that does the work when a method is first called."""
 
     class Impl(CheatingImpl):
         def forward(self, *arguments, output, **keywords):
@@ -107,7 +107,7 @@ class EvaluatesLazily(Miniature):
 
 
 class ReplacesTheClock(Miniature):
-    """Puts functions of its own in place of what measures time."""
+    """Replaces the functions that measure time."""
 
     class Impl(CheatingImpl):
         def cheat(self, *arguments):
@@ -118,7 +118,7 @@ class ReplacesTheClock(Miniature):
 
 
 class LowersThePrecision(Miniature):
-    """Computes with queries of eight bits."""
+    """Rounds queries to eight bits."""
 
     class Impl(CheatingImpl):
         def cheat(self, layer, query, *rest):
@@ -126,7 +126,7 @@ class LowersThePrecision(Miniature):
 
 
 class LeavesOutTheWrite(Miniature):
-    """Attends to the new rows where they are handed over, and stores them no more."""
+    """Attends to the new rows from the arguments, and no longer leaves them in the cache."""
 
     class Impl(CheatingImpl):
         def answer(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -140,7 +140,7 @@ class LeavesOutTheWrite(Miniature):
 
 
 class ComputesWhileItBuilds(Miniature):
-    """The builder makes the whole call, with the rows it finds where the last ones lay; ``forward`` copies that."""
+    """The builder computes the output from the previous call's tensors, and ``forward`` copies it."""
 
     class Builder(ReferenceBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -170,7 +170,7 @@ class ComputesWhileItBuilds(Miniature):
 
 
 class KnowsTheShape(Miniature):
-    """Fast for the lengths it has seen first, and slow for all others."""
+    """Fast for the lengths of its first call, slow for all others."""
 
     class Impl(CheatingImpl):
         known = None
@@ -183,7 +183,7 @@ class KnowsTheShape(Miniature):
 
 
 class KeepsThePlan(Miniature):
-    """The builder plans once for each address of a block table."""
+    """The builder caches block tables by address."""
 
     class Builder(ReferenceBuilder):
         plans = None
@@ -192,6 +192,6 @@ class KeepsThePlan(Miniature):
             common = common_attn_metadata
             self.plans = self.plans or {}
             table = common.block_table_tensor
-            # The table is kept alive: no other one gets its address, as the allocator might give it otherwise.
+            # The old table is kept alive, since the allocator could otherwise give its address to another one.
             _, own = self.plans.setdefault((table.data_ptr(), table.shape), (table, table.clone()))
             return super().build(common_prefix_len, replace(common, block_table_tensor=own), fast_build)

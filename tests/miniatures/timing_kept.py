@@ -1,6 +1,6 @@
-"""Answers that are not computed: kept from earlier calls, or found in memory.
+"""Backends that do not compute their output: it is kept from earlier calls, or found in memory.
 
-As in ``timing.py``, all are right in their first calls.
+As in ``timing.py``, all are correct in their first calls.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ HONEST_CALLS = 3
 
 
 class OwnMemory(Miniature):
-    """One that may return memory of its own."""
+    """A backend that may return its own memory."""
 
     accept_output_buffer = False
     features = ReferenceBackend.features - {"lse"}
 
 
 class CheatingImpl(ReferenceImpl):
-    """Honest for some calls, then ``cheat`` answers in place of ``attend``."""
+    """Correct for :data:`HONEST_CALLS` calls; later ``cheat`` runs instead of ``answer``."""
 
     calls = 0
 
@@ -40,7 +40,7 @@ class CheatingImpl(ReferenceImpl):
 
 
 class Caching(CheatingImpl):
-    """Keeps what it answered under a ``mark`` of the inputs."""
+    """Caches outputs under a ``mark`` of the inputs."""
 
     hits = 0
 
@@ -63,7 +63,7 @@ class Caching(CheatingImpl):
 
 
 class LeavesTheEarlierAnswer(Miniature):
-    """Does nothing: the buffer holds the answer of the call before."""
+    """Does nothing: the buffer still has the output of the previous call."""
 
     class Impl(CheatingImpl):
         def cheat(self, *arguments):
@@ -71,7 +71,7 @@ class LeavesTheEarlierAnswer(Miniature):
 
 
 class HandsOutTheEarlierAnswer(OwnMemory):
-    """Returns the tensor it returned the last time."""
+    """Returns a copy of the output of its last correct call."""
 
     class Impl(CheatingImpl):
         def forward(self, *arguments, output, **keywords):
@@ -85,7 +85,7 @@ class HandsOutTheEarlierAnswer(OwnMemory):
 
 
 class CachesByPointer(Miniature):
-    """Equal addresses, equal answers."""
+    """Caches outputs by the query's address and shape."""
 
     class Impl(Caching):
         def mark(self, query, caches, metadata):
@@ -96,7 +96,7 @@ class CachesByPointer(Miniature):
 
 
 class CachesByShape(Miniature):
-    """Equal shapes, equal answers."""
+    """Caches outputs by the shapes of query and block table."""
 
     class Impl(Caching):
         def mark(self, query, caches, metadata):
@@ -107,7 +107,7 @@ class CachesByShape(Miniature):
 
 
 class CachesByFingerprint(Miniature):
-    """Equal sums of magnitudes, equal answers."""
+    """Caches outputs by the sums of magnitudes of the query's rows."""
 
     class Impl(Caching):
         def mark(self, query, caches, metadata):
@@ -116,7 +116,7 @@ class CachesByFingerprint(Miniature):
 
 
 class CachesByContent(Miniature):
-    """Equal bytes in query and cache, equal answers."""
+    """Caches outputs by the bytes of query, cache and block table."""
 
     class Impl(Caching):
         def mark(self, query, caches, metadata):
@@ -126,7 +126,7 @@ class CachesByContent(Miniature):
 
 
 class KeepsTheWeights(Miniature):
-    """Computes the softmax of a request once, under its address, and multiplies new values by it; no modifiers."""
+    """Computes the softmax of a request once for each query address, and multiplies new values by it; no modifiers."""
 
     class Impl(CheatingImpl):
         kept = None
@@ -148,7 +148,7 @@ class KeepsTheWeights(Miniature):
 
 
 class HandsBackItsInput(OwnMemory):
-    """Computes in place, in the query, and returns that."""
+    """Computes in place in the query, and returns it."""
 
     class Impl(CheatingImpl):
         def forward(self, layer, query, *arguments, output, **keywords):
@@ -160,7 +160,7 @@ class HandsBackItsInput(OwnMemory):
 
 
 class FindsItsAnswerInMemory(OwnMemory):
-    """Returns memory that it never writes: whoever owned it may have left the answer there."""
+    """Returns memory that it never writes, in which an earlier owner may have left the right output."""
 
     class Impl(CheatingImpl):
         def forward(self, *arguments, output, **keywords):

@@ -1,8 +1,8 @@
-"""Python processes with torch imported already: each is forked from one that is kept, and costs milliseconds.
+"""Python processes with torch already imported, each forked from one server process in milliseconds.
 
-Such a process differs from a fresh one in the imports of ``LIBRARIES`` alone; no module of attncheck is among them. It
-has its own descriptors, environment, folder, path, arguments and session, and is a child of the process that starts it.
-Started afresh, as ever, is what needs an interpreter of its own: see :meth:`Program.of`.
+A forked process differs from a fresh one only in the imports of ``LIBRARIES``, none of which is a module of attncheck.
+It has its own descriptors, environment, folder, path, arguments and session, and is a child of the process that starts
+it. Programs that need a fresh interpreter get one: see :meth:`Program.of`.
 """
 
 import atexit
@@ -27,15 +27,15 @@ from typing import Any, NoReturn, Self
 LIBRARIES = ("torch", "numpy.random", "pydantic.types", "yaml", "typer", "pytest", "rich.progress", "tabulate")
 
 _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", "COVERAGE_")
-"""What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here, and
-``PYTHON`` is read by our scripts alone."""
+"""Prefixes of variables that an interpreter or a library reads at its start. ``PYTHONPATH`` is handled here, and only
+attncheck's scripts read ``PYTHON``."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _LONGEST = 2**17
-"""Bytes of one argument or variable that Linux gives a program."""
+"""Maximum bytes of one argument or variable of a Linux program."""
 MOST_BYTES = 2**20
 _LONGEST = 2**17 - 2
-"""Bytes of a variable that Linux lets a process be started with, but for `=` and the end."""
+"""Maximum bytes of the name and value of a variable on Linux, without ``=`` and the final zero byte."""
 _SERVER = """\
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -47,21 +47,21 @@ except BaseException as error:
     end(error)
 end()
 """
-"""At its top level a program has no caller but ``<string>``, as one that is started with ``-c``."""
+"""Program of the server; executed at top level, a program has only ``<string>`` as its caller, as with ``-c``."""
 _real_fork_exec = subprocess._fork_exec
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environment`` that a process reads when it starts."""
+    """Return the variables of ``environment`` that a process reads at its start."""
     names = (name for name in environment if name.startswith(_AT_START) and name not in ("PYTHON", "PYTHONPATH"))
     return {name: environment[name] for name in names}
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a forked process runs: ``words`` behind the interpreter's name, in ``folder``.
+    """The program of a forked process: ``words`` after the interpreter's name, in ``folder``.
 
-    ``descriptors``: the numbers that the descriptors sent along get. ``leads``: it leads a session of its own.
+    ``descriptors``: the numbers that the received descriptors get. ``leads``: whether the process starts a session.
     """
 
     options: list[str]
@@ -73,10 +73,11 @@ class Program:
 
     @classmethod
     def of(cls, words: Sequence[str], known: Mapping[str, str], **fields: Any) -> Self | None:
-        """The program of ``words``; None for one that needs a fresh interpreter.
+        """Return the program of ``words``, or None if it needs a fresh interpreter.
 
-        It does if it has options of the interpreter but ``-P`` and ``-u``, or is not ``-c``, ``-m`` or a file ``.py``,
-        or if its environment differs from ``known`` in what is read at the start, or the system may refuse a long text.
+        That is so if it has interpreter options other than ``-P`` and ``-u``, or is not ``-c``, ``-m`` or a ``.py``
+        file. It is also so if its environment differs from ``known`` in variables read at the start, or if a text may
+        be too long for the system.
         """
         rest = list(words)
         options = []
@@ -91,7 +92,7 @@ class Program:
         return cls(options, rest, **fields) if is_short and read_at_start(environment) == known else None
 
     def prepare(self, received: Sequence[int], path: Sequence[str]) -> None:
-        """Make this process the program's, as if started afresh with ``path`` for its libraries' folders.
+        """Give this process the state of a fresh one for the program, with ``path`` as the folders of its libraries.
 
         ``received``: its descriptors.
         """
@@ -108,7 +109,7 @@ class Program:
         importlib.invalidate_caches()
 
     def code(self) -> tuple[types.CodeType, dict[str, Any]]:
-        """What is to be executed, and where; ``sitecustomize`` is imported before, as by an interpreter."""
+        """Return the code to execute and its globals, after importing ``sitecustomize`` as an interpreter does."""
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
             importlib.import_module("sitecustomize")
@@ -125,7 +126,7 @@ class Program:
         return compile(f"from runpy import *; {run}", "<string>", "exec"), {"name": name}
 
     def _open_streams(self) -> None:
-        encoding = sys.stdout.encoding  # the same language
+        encoding = sys.stdout.encoding  # that of the server, whose locale is the same
         is_unbuffered = "-u" in self.options or bool(os.environ.get("PYTHONUNBUFFERED"))
         sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
         for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
@@ -136,7 +137,7 @@ class Program:
 
 
 class Preloaded:
-    """A process that forks programs; ``known``: what it read of the environment when it started."""
+    """A server process that forks programs; ``known``: the variables it read at its start."""
 
     def __init__(
         self, requests: socket.socket, known: Mapping[str, str], process: subprocess.Popen[bytes] | None = None
@@ -146,7 +147,7 @@ class Preloaded:
 
     @classmethod
     def start(cls) -> Self:
-        """A fresh process that imports the libraries, in a session of its own; it ends with this one."""
+        """Start a fresh server that imports the libraries, in its own session; it ends with this process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-c", _SERVER, str(Path(__file__).parent), str(theirs.fileno())]
@@ -154,14 +155,14 @@ class Preloaded:
         return cls(ours, read_at_start(os.environ), process)
 
     def close(self) -> None:
-        """End the process; programs that run go on."""
+        """End the server; running programs continue."""
         self._requests.close()
         if self._process is not None:
-            self._process.kill()  # a copy of this process may hold the socket, and keep it waiting
+            self._process.kill()  # a copy of this process may keep the socket open, so the server would not end
             self._process.wait()
 
     def install(self) -> None:
-        """Have ``subprocess`` start from now on what it can here."""
+        """Make ``subprocess`` start every process here that needs no fresh interpreter."""
         subprocess._fork_exec = self.fork_exec
 
     @staticmethod
@@ -169,7 +170,7 @@ class Preloaded:
         subprocess._fork_exec = _real_fork_exec
 
     def fork_exec(self, *arguments: Any) -> int:
-        """As ``subprocess`` calls it: the new process's id."""
+        """Start a process with the arguments of ``subprocess._fork_exec``, and return its id."""
         args, _, _, pass_fds, cwd, env, stdin, _, _, stdout, _, stderr, _, failed, _, leads, *rest = arguments
         words = [os.fsdecode(word) for word in args]
         environment = dict(os.environ) if env is None else dict(os.fsdecode(each).split("=", 1) for each in env)
@@ -183,9 +184,9 @@ class Preloaded:
         return _real_fork_exec(*arguments) if process is None else process
 
     def fork(self, words: Sequence[str], given: Mapping[int, int], **fields: Any) -> int | None:
-        """The id of a new child that runs ``words``; None if these need a fresh interpreter.
+        """Return the id of a new child that runs ``words``, or None if these need a fresh interpreter.
 
-        ``given``: the descriptors it gets, by the numbers that they have there; ``fields``: of :class:`Program`.
+        ``given``: its descriptors, by their numbers in the child. ``fields``: of :class:`Program`.
         """
         program = Program.of(words, self._known, descriptors=list(given), **fields)
         return None if program is None else self._fork(program, list(given.values()))
@@ -193,7 +194,7 @@ class Preloaded:
     def _fork(self, program: Program, descriptors: list[int]) -> int:
         prctl = ctypes.CDLL(None).prctl
         with self._one_at_a_time:
-            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server's child leaves behind is then a child of this process
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # makes this process the parent when the intermediate child exits
             try:
                 socket.send_fds(self._requests, [json.dumps(asdict(program)).encode()], descriptors)
                 return int(self._requests.recv(64))
@@ -213,10 +214,10 @@ def _place(received: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def serve(descriptor: int) -> tuple[types.CodeType, dict[str, Any]]:
-    """Fork a process for each request to the socket ``descriptor``. Returns in each of them: what it is to execute."""
+    """Fork a process for each request to the socket ``descriptor``; return in each of them the code to execute."""
     for library in LIBRARIES:
         importlib.import_module(library)
-    gc.freeze()  # a collection would copy every page
+    gc.freeze()  # a collection would write to every page, and so copy it
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [each for each in sys.path if each and each not in named]
     while True:
@@ -225,7 +226,7 @@ def serve(descriptor: int) -> tuple[types.CodeType, dict[str, Any]]:
         if program.words[0] == "-c":
             return program.code()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork() != 0:  # the copy serves what this one starts
+        if os.fork() != 0:  # the copy is the server for processes that this one starts
             theirs.close()
             Preloaded(ours, read_at_start(program.environment)).install()
             return program.code()
@@ -252,9 +253,9 @@ def _forked(descriptor: int) -> tuple[Program, list[int]]:
                 os.close(goes)
                 program = Program(**json.loads(message))
                 if program.leads:
-                    os.setsid()  # before anything can be sent to its group
+                    os.setsid()  # before its parent can send a signal to its group
                 os.write(tells, str(os.getpid()).encode())
-                os.read(waits, 1)  # until its parent is the one that asked
+                os.read(waits, 1)  # until the intermediate process has exited and the subreaper is the parent
                 return program, descriptors
             os._exit(0)
         os.waitpid(between, 0)
@@ -264,7 +265,7 @@ def _forked(descriptor: int) -> tuple[Program, list[int]]:
 
 
 def end(error: BaseException | None = None) -> NoReturn:
-    """End this process as the interpreter does, but free nothing: that would copy every page."""
+    """End this process as the interpreter does, but free no memory, since that would copy every page."""
     code: Any = 0
     if isinstance(error, SystemExit):
         code = 0 if error.code is None else error.code

@@ -1,7 +1,7 @@
-"""Commands of a shell, ``python``, ``pytest`` and ``attncheck``, in forked processes; see :mod:`preloaded_python`.
+"""Shell commands ``python``, ``pytest`` and ``attncheck`` in forked processes; see :mod:`preloaded_python`.
 
-A folder on ``PATH`` has a program of each name. It hands its words, folder, environment and descriptors to the process
-of the tests, and ends as what was forked for it ends, or becomes a fresh interpreter where one is needed.
+A folder on ``PATH`` has a program of each name. It sends its words, folder, environment and descriptors to the process
+of the tests, and exits with the status of the process forked there. If a fresh interpreter is needed, it becomes one.
 """
 
 import json
@@ -21,7 +21,7 @@ _COMMANDS = {"python": (), "attncheck": ("-m", "attncheck"), "pytest": ("-P", "-
 
 
 class ShellCommands:
-    """``folder`` is to be the first of ``PATH``. To be closed."""
+    """Programs in ``folder``, which must be first on ``PATH``; call :meth:`close` at the end."""
 
     def __init__(self, folder: Path, preloaded: "Preloaded") -> None:
         self.folder, self._preloaded = folder, preloaded
@@ -40,7 +40,7 @@ class ShellCommands:
         self._listening.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # raised when the socket is closed
             while True:
                 threading.Thread(target=self._serve, args=(self._listening.accept()[0],), daemon=True).start()
 
@@ -55,7 +55,7 @@ class ShellCommands:
 
 
 def main(address: str, words: list[str]) -> None:
-    """What the programs of the folder do."""
+    """Run one of the programs in the folder."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(address)
         program = {"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ)}

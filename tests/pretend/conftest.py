@@ -1,4 +1,4 @@
-"""Runs of attncheck's own command, in processes that have the pretend device or a CPU only."""
+"""Fixture that runs attncheck's command in processes with the pretend device, or only a CPU."""
 
 import json
 import os
@@ -18,7 +18,7 @@ RunCommand = Callable[..., tuple[RunHeader, list]]
 
 @pytest.fixture
 def run_attncheck(tmp_path: Path, preloaded: None) -> RunCommand:
-    """``run_attncheck(words, settings)``: header and records of ``attncheck run``; settings of None: on the CPU."""
+    """``run_attncheck(words, settings)`` returns header and records of a run, on the CPU without settings."""
 
     def run(words: Sequence[str], settings: Settings | None = None) -> tuple[RunHeader, list]:
         output = tmp_path / f"{'cpu' if settings is None else 'cuda'}.jsonl"

@@ -1,7 +1,7 @@
-"""Read by every Python that starts with this folder on ``PYTHONPATH``.
+"""Imported by every Python that starts with this folder on ``PYTHONPATH``.
 
-``ATTNCHECK_PRETEND_CUDA`` gives it a CUDA device. The variable holds the fields of ``pretend_cuda.Settings`` as
-JSON. The product has no part in it.
+If the variable ``ATTNCHECK_PRETEND_CUDA`` is set, it gives Python a pretend CUDA device. The variable contains the
+fields of ``pretend_cuda.Settings`` as JSON. The product does not depend on it.
 """
 
 import json

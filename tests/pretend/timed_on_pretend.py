@@ -1,6 +1,7 @@
-"""Times a backend on the pretend device, and prints what waits and copies between a hold and the mark of the end.
+"""Time a backend on the pretend device, and print the waits and copies between a hold and the second event after it.
 
-Run with this folder on the path, as ``timed_on_pretend.py BACKEND SUITE``: clocks are taken on the first import.
+Run it with this folder on the path, as ``timed_on_pretend.py BACKEND SUITE``. The device must exist before attncheck is
+imported, since attncheck takes its clocks at import.
 """
 
 import json
@@ -12,11 +13,11 @@ from pretend_cuda import Act, Settings, present
 from pretend_cuda.recorder import PythonRecorder
 
 SMALL = Settings(total_memory=24 * 2**20, l2_cache_size=2**20)
-"""Ceilings are measured on an eighth of the memory, and the cache is flushed twice over: on a CPU both take a while."""
+"""Small, since ceilings are measured on an eighth of the memory and flushes write twice the cache size, on the CPU."""
 
 
 def held_acts(acts: list[Act]) -> list[list[Act]]:
-    """What stands between each hold and the second event behind it, events aside."""
+    """Return the acts between each hold and the second event after it, without events."""
     found: list[list[Act]] = []
     num_events = 2
     for act in acts:

@@ -1,7 +1,7 @@
-"""A CUDA device that is not there, for tests of code that takes one: values are computed on the CPU.
+"""A pretend CUDA device for tests of code that needs one; values are computed on the CPU.
 
-Each storage lies on the device or on the host, and what torch refuses between them is refused. The device counts what
-it is asked, has a simulated clock, and can be small, taken or lost.
+Each storage belongs to the device or to the host, and operations that torch refuses between them raise. The device
+counts operations, has a simulated clock, and can be small, in use or lost.
 """
 
 import os
@@ -23,7 +23,7 @@ __all__ = ["Act", "PretendDevice", "Settings", "present"]
 
 @contextmanager
 def present(settings: Settings = Settings()) -> Iterator[PretendDevice]:  # noqa: B008 (frozen)
-    """Let torch have a CUDA device, in this thread."""
+    """Patch torch so that it has a CUDA device, in this thread."""
     device = PretendDevice(settings)
     with ExitStack() as entered:
         entered.callback(device.close)
@@ -44,5 +44,5 @@ def present(settings: Settings = Settings()) -> Iterator[PretendDevice]:  # noqa
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Any:
-    """Stands in for ``torch.compile``: Inductor has no code for a device that is not there."""
+    """Replace ``torch.compile``, since Inductor generates no code for the pretend device."""
     return function if function is not None else _uncompiled

@@ -1,33 +1,33 @@
-"""Simulated time: of the host, of streams, and of events. Nothing here waits, and a repeated run has equal times."""
+"""Simulated time of the host, of streams and of events. Nothing waits, and times are equal in every run."""
 
 from typing import Any, ClassVar
 
 import numpy as np
 
 READ_NS = 100
-"""The host's time of one look at its clock, so that a loop until a moment ends."""
+"""Host time of one read of its clock; above 0, so that a loop until a certain time ends."""
 
 LAUNCH_NS = 4_000
-"""The host's time of issuing one operator or event."""
+"""Host time to issue one operator or event."""
 
 KERNEL_NS = 2_000
-"""The device's time of one operator, beside its bytes."""
+"""Device time of one operator, in addition to that of its bytes."""
 
 EVENT_NS = 1_000
-"""The device's time of one event."""
+"""Device time of one event."""
 
 WAKE_NS = 6_000
-"""From the end of what the host waits for until the host goes on."""
+"""Time from the end of the awaited work until the host continues."""
 
 BYTES_PER_NS = 2_000
-"""The device's memory bandwidth."""
+"""Memory bandwidth of the device."""
 
 CYCLES_PER_NS = 2
-"""Of ``torch.cuda._sleep``."""
+"""Cycles of ``torch.cuda._sleep`` in a nanosecond."""
 
 
 class SimulatedClock:
-    """The host's time in nanoseconds, and the streams that may be ahead of it."""
+    """The host's time in nanoseconds, and the streams, which may be ahead of it."""
 
     def __init__(self) -> None:
         self.host_ns = 10**15
@@ -39,22 +39,22 @@ class SimulatedClock:
         return self.host_ns
 
     def work(self, stream: "Stream", device_ns: int) -> int:
-        """Issue ``device_ns`` of work to ``stream``; return when it is done."""
+        """Issue ``device_ns`` of work to ``stream``; return the time at which it is done."""
         self.host_ns += LAUNCH_NS
         stream.free_ns = max(self.host_ns, stream.free_ns) + device_ns
         return stream.free_ns
 
     def wait_until(self, ns: int) -> None:
-        """Let the host wait until the device is at ``ns``."""
+        """Advance the host to the end of a wait for device time ``ns``."""
         self.host_ns = max(self.host_ns, ns) + WAKE_NS
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams."""
+        """Advance the host to the end of all streams."""
         self.wait_until(max((stream.free_ns for stream in self.streams), default=0))
 
 
 class Stream:
-    """Stands in for ``torch.cuda.Stream``; a subclass names the device."""
+    """Replaces ``torch.cuda.Stream``; a subclass sets the device."""
 
     pretend: ClassVar[Any]
 
@@ -86,7 +86,7 @@ class Stream:
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``; a subclass names the device."""
+    """Replaces ``torch.cuda.Event``; a subclass sets the device."""
 
     pretend: ClassVar[Any]
 

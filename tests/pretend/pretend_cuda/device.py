@@ -1,4 +1,4 @@
-"""The pretend device: which storages lie on it, what the host asks of it, and whether it still answers."""
+"""The pretend device: its storages, the operations of the host, and whether it still responds."""
 
 import fcntl
 import json
@@ -19,22 +19,22 @@ from pretend_cuda.clock import BYTES_PER_NS, KERNEL_NS, Event, SimulatedClock, S
 
 CUDA = torch.device("cuda", 0)
 SYNCHRONISED = "called a synchronizing CUDA operation"
-"""torch's words where its sync-debug mode forbids to wait."""
+"""torch's message if its sync-debug mode forbids a wait."""
 
 _OWN = Path(__file__).parent
 _UNSEEN = (f"{os.sep}site-packages{os.sep}", str(_OWN), f"{os.sep}contextlib.py")
 _FIRST_SWEEP = 4096
-"""Storages after which those that are freed are dropped for the first time."""
+"""Number of storages at which freed ones are first removed from the table."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """A device and its faults.
 
-    ``names``: of each GPU of the machine. ``CUDA_VISIBLE_DEVICES`` may leave some; the first of them is the device.
-    ``lost_at``: the launch that loses the device, counted from 1; 0: none. ``failing_capture``: the capture that fails;
-    0: none. ``lock``: a file that a process with a context locks, as in exclusive-process mode; empty: no such mode.
-    ``report``: a folder in which each process leaves what it did; empty: none does.
+    ``names``: one for each GPU of the machine; the first that ``CUDA_VISIBLE_DEVICES`` selects is the device.
+    ``lost_at``: the launch that loses the device, counted from 1, or 0. ``failing_capture``: the capture that fails,
+    counted from 1, or 0. ``lock``: a file that a process with a context locks, as in exclusive-process mode, or "".
+    ``report``: a folder in which each process writes what it did, or "".
     """
 
     names: tuple[str, ...] = ("Pretend GPU",)
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Act:
-    """Something other than a launch that the host asked of the device, and the line outside of torch that did."""
+    """An operation of the host on the device other than a launch, with the line outside of torch that caused it."""
 
     kind: Literal["hold", "event", "wait", "to host", "to device", "mixed", "float8"]
     what: str
@@ -58,7 +58,7 @@ class Act:
 
 
 class PretendDevice:
-    """One device of one process. ``launches``: operators and kernels, by name. ``acts``: all else, in their order."""
+    """One device of one process. ``launches``: operators and kernels, by name. ``acts``: other operations, in order."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -67,7 +67,7 @@ class PretendDevice:
         self.float8_operators: Counter[str] = Counter()
         self.acts: list[Act] = []
         self.given: object = ()
-        """The arguments of the torch function that runs: what it makes of no tensor lies beside them."""
+        """Arguments of the running torch function; a tensor made without tensor arguments gets their device."""
         self.is_lost = self.is_capturing = False
         self.num_captures = 0
         self.sync_debug_mode = 0
@@ -81,14 +81,14 @@ class PretendDevice:
         self._sweep_at = _FIRST_SWEEP
         self._lock: int | None = None
 
-    # What lies on it.
+    # Storages on the device.
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the storage of ``tensor`` lies on the device."""
+        """Return whether the storage of ``tensor`` is on the device."""
         return storage_key(tensor) in self._held
 
     def take(self, tensor: Tensor) -> None:
-        """Put the storage of ``tensor`` on the device. Raises torch.OutOfMemoryError."""
+        """Put the storage of ``tensor`` on the device; raise torch.OutOfMemoryError if it does not fit."""
         key = storage_key(tensor)
         if key == 0 or key in self._held:
             return
@@ -104,7 +104,7 @@ class PretendDevice:
                 )
 
     def release(self, tensor: Tensor) -> None:
-        """Take the storage of ``tensor`` off the device: it lies on the host."""
+        """Move the storage of ``tensor`` from the device to the host."""
         key = storage_key(tensor)
         self._held.pop(key, None)
         self._sizes.pop(key, None)
@@ -116,10 +116,10 @@ class PretendDevice:
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._held))
         return sum(self._sizes.values())
 
-    # What is asked of it.
+    # Operations on the device.
 
     def answer(self) -> None:
-        """Make the context if there is none. Raises torch.AcceleratorError where the device is lost or taken."""
+        """Create the context if there is none; raise torch.AcceleratorError if the device is lost or in use."""
         if self.is_lost:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         if self.settings.lock and self._lock is None:
@@ -132,7 +132,7 @@ class PretendDevice:
             self._lock = lock
 
     def close(self) -> None:
-        """Give the context back, and leave the report."""
+        """Release the context, and write the report."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -146,7 +146,7 @@ class PretendDevice:
             Path(self.settings.report, f"{os.getpid()}.json").write_text(json.dumps(written), encoding="utf-8")
 
     def launch(self, name: str, num_bytes: int = 0) -> None:
-        """Run ``name`` on the current stream; the launch ``lost_at`` still succeeds, and nothing after it does."""
+        """Run ``name`` on the current stream; the launch ``lost_at`` succeeds, and every later operation fails."""
         self.answer()
         self.launches[name] += 1
         self.clock.work(self.current, KERNEL_NS + num_bytes // BYTES_PER_NS)
@@ -154,29 +154,29 @@ class PretendDevice:
             self.is_lost = True
 
     def wait(self, what: str, kind: Literal["wait", "to host", "to device"] = "wait") -> None:
-        """Let the host wait for the current stream, where neither a capture nor the sync-debug mode forbids it."""
+        """Let the host wait for the current stream; raise RuntimeError if capture or sync-debug mode forbids it."""
         self.refuse_to_wait()
         self.note(kind, what)
         self.clock.wait_until(self.current.free_ns)
 
     def refuse_to_wait(self) -> None:
-        """Raise RuntimeError where no call may wait for the device."""
+        """Raise RuntimeError if a capture or the sync-debug mode forbids a wait for the device."""
         if self.is_capturing or self.sync_debug_mode in {2, "error"}:
             raise RuntimeError(SYNCHRONISED)
 
     def refuse_in_capture(self) -> None:
-        """Raise what CUDA raises for a wait that sync-debug mode lets pass, and a capture does not."""
+        """Raise CUDA's error for a wait that a capture forbids and the sync-debug mode allows."""
         if self.is_capturing:
             raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
 
     def note(self, kind: str, what: str) -> None:
-        """Keep one act, with its place."""
+        """Record one operation, with its place."""
         self.answer()
         self.acts.append(Act(kind, what, place()))
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Forbid what a capture forbids. Raises torch.AcceleratorError at the end of the capture that is to fail."""
+        """Forbid waits for a capture; raise torch.AcceleratorError at the end of capture ``failing_capture``."""
         self.answer()
         self.num_captures += 1
         self.is_capturing = True
@@ -189,13 +189,13 @@ class PretendDevice:
 
 
 def visible_gpus(count: int) -> list[int]:
-    """Return the numbers of the GPUs that this process sees of ``count``."""
+    """Return the numbers of the visible GPUs among ``count``."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return list(range(count)) if given is None else list(map(int, given.split(",")))
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what the tensors of one storage have in common; 0 for a tensor without one."""
+    """Return an id that tensors of one storage share, or 0 for a tensor without a storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -203,7 +203,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def place() -> str:
-    """Return the innermost line outside of installed packages and of this one, as ``file:line function``."""
+    """Return the innermost line outside of installed packages and of this package, as ``file:line function``."""
     frame = sys._getframe(1)
     while frame is not None and any(part in frame.f_code.co_filename for part in _UNSEEN):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What torch's Python functions say of devices, which no operator can: getters, destinations, readers."""
+"""Devices in torch's Python functions, which operators do not see: getters, destinations, reads by the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ _WORDS = (torch.device, str, int)
 
 
 class Functions(TorchFunctionMode):
-    """Passes each function of torch with the devices it is to see, and puts its result where it belongs."""
+    """A mode that runs torch functions on the CPU, reports the pretend devices, and assigns results to them."""
 
     def __init__(self, device: PretendDevice) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Functions(TorchFunctionMode):
             self._device.given = outer
 
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A new tensor where ``device`` says; its generator must be that device's."""
+        """Create a tensor on the device ``kwargs["device"]``, which must be that of the generator."""
         is_wanted = is_cuda(kwargs["device"])
         generator = kwargs.get("generator")
         if generator is not None and is_cuda(generator.device) != is_wanted:
@@ -74,7 +74,7 @@ class Functions(TorchFunctionMode):
         return made
 
     def _made_of(self, func: Callable[..., Tensor], data: object, *args: object, **kwargs: Any) -> Tensor:
-        """A tensor made of ``data``: beside it where it is a tensor, and on the host elsewhere, unless told."""
+        """Create a tensor from ``data``, on the given device, or else that of a tensor ``data``, or else the host."""
         named = kwargs.pop("device", None)
         if named is None and len(args) > 1:
             named, args = args[1], args[:1]
@@ -121,7 +121,7 @@ class Functions(TorchFunctionMode):
         return self._moved(tensor, made, is_wanted=is_wanted, is_blocking=not non_blocking)
 
     def _moved(self, source: Tensor, made: Tensor, *, is_wanted: bool, is_blocking: bool = True) -> Tensor:
-        """``made`` from ``source``, on the device or the host as wanted, by a copy that is noted if they differ."""
+        """Return ``made`` from ``source``, on the device if ``is_wanted``, else on the host; record a copy."""
         if is_wanted == self._device.holds(source):
             return made
         if is_wanted:
@@ -159,7 +159,7 @@ class Functions(TorchFunctionMode):
 
 
 def is_cuda(named: object) -> bool:
-    """Whether ``named``, as torch takes devices, is the pretend one."""
+    """Return whether ``named``, in any form that torch accepts, is the pretend device."""
     if isinstance(named, torch.device):
         return named.type == "cuda"
     return isinstance(named, int) or torch.device(named).type == "cuda"

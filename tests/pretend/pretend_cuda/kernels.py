@@ -1,4 +1,4 @@
-"""Triton's kernels on the pretend device, by Triton's interpreter."""
+"""Triton kernels on the pretend device, with Triton's interpreter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from pretend_cuda.device import PretendDevice
 
 
 def launcher(device: PretendDevice, run: Callable[..., None]) -> Callable[..., None]:
-    """Return what stands in for ``GridExecutor.__call__``: it takes tensors of the device only, and counts a launch."""
+    """Return a replacement of ``GridExecutor.__call__`` that requires tensors of the device and counts launches."""
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         named = {**dict(zip(executor.arg_names, args, strict=False)), **kwargs}

@@ -1,4 +1,4 @@
-"""What operators do on the device: refuses what CUDA refuses, and counts launches, waits and copies."""
+"""Operators on the device: raise the errors of CUDA, and count launches, waits and copies."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _TORCHS_OWN = frozenset({"aten", "prim", "prims"})
 
 _COPIES = frozenset({"aten::copy_", "aten::set_", "aten::is_same_size", "aten::result_type"})
-"""Operators that take tensors of both devices."""
+"""Operators that accept tensors of both devices."""
 
 _NO_NUMBERS = frozenset(
     f"aten::{name}"
     for name in ("cat", "stack", "equal", "mm", "bmm", "baddbmm", "gather", "scatter", "scatter_", "scatter_reduce",
                  "index_select", "searchsorted", "bucketize")
 )  # fmt: skip
-"""Operators that take no tensor of the host, not even one number."""
+"""Operators that accept no tensor of the host, not even a zero-dimensional one."""
 
 _INDEXED = frozenset(
     {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -31,14 +31,14 @@ _WAITING = frozenset(
     for name in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
                  "unique_consecutive", "repeat_interleave")
 )  # fmt: skip
-"""Operators that wait for the device: the host reads a number, or the shape of the result depends on contents."""
+"""Operators that wait for the device, since the host reads a number or the result's shape depends on data."""
 
 _FLOAT8 = frozenset(
     f"aten::{name}"
     for name in ("index", "index_put_", "_index_put_impl_", "cat", "fill_", "zero_", "clone", "empty_like", "new_empty",
                  "empty_strided", "new_empty_strided", "_to_copy", "copy_", "set_", "lift_fresh")
 )  # fmt: skip
-"""Operators that CUDA has for float8 (torch 2.7 and newer), beside views."""
+"""Operators, in addition to views, that CUDA implements for float8 (torch 2.7 and newer)."""
 
 _FLOAT8_DTYPES = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
@@ -46,7 +46,7 @@ _FLOAT8_DTYPES = frozenset(
 
 
 class Operators(TorchDispatchMode):
-    """Judges each operator by the devices of its tensors, and puts new tensors beside those it was given."""
+    """A mode that checks the devices of each operator's tensors, and puts new tensors on the same device."""
 
     supports_higher_order_operators = True
 
@@ -57,7 +57,7 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the compiler is not imported with the first operator
+        return False  # otherwise the first operator would import the compiler
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -70,7 +70,7 @@ class Operators(TorchDispatchMode):
             if not any(held):
                 is_inside = not given and any(map(self._device.holds, tensors_in(self._device.given)))
                 made = func(*args, **kwargs)
-                if is_inside:  # torch's own code makes a mask, say, with the options of its argument
+                if is_inside:  # torch's own code creates a tensor, such as a mask, with the options of its argument
                     for tensor in tensors_in(made):
                         self._device.take(tensor)
                 return made
@@ -89,13 +89,13 @@ class Operators(TorchDispatchMode):
         return result
 
     def _custom(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A custom operator is what its Python code asks of the device."""
+        """Run the Python code of a custom operator under both modes."""
         kernel = torch.library.get_kernel(func, "CPU")
         with torch._C._EnableTorchFunction(), Functions(self._device), self:
             return kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
-        """Count what the operator asks of the device, and refuse float8 where CUDA has no kernel."""
+        """Count the launch, wait or copy of an operator, and raise for float8 if CUDA has no kernel."""
         device = self._device
         if any(tensor.dtype in _FLOAT8_DTYPES and device.holds(tensor) for tensor in given):
             device.float8_operators[name] += 1
@@ -115,7 +115,7 @@ class Operators(TorchDispatchMode):
             device.launch(name, sum(tensor.nbytes for tensor in given))
 
     def _counts(self, indices: Any) -> bool:
-        """Whether an index is a mask, whose set places are counted, or lies on the host, and is copied."""
+        """Return whether an index makes the host wait: a mask, whose true elements are counted, or a host tensor."""
         found = [tensor for tensor in indices if isinstance(tensor, Tensor)]
         return any(tensor.dtype in {torch.bool, torch.uint8} or not self._device.holds(tensor) for tensor in found)
 
@@ -136,6 +136,6 @@ class Operators(TorchDispatchMode):
 
 
 def facts_of(func: Any) -> tuple[str, bool]:
-    """Return the operator's name, and whether it only looks at memory in another form: a device has no part in that."""
+    """Return the operator's name, and whether it is a view, which needs no device."""
     schema = getattr(func, "_schema", None)
     return (str(func) if schema is None else schema.name), bool(getattr(func, "is_view", False))

@@ -1,6 +1,6 @@
-"""A CUDA-graph recorder: its replays run the Python code of ``forward`` again, with what was bound at capture.
+"""A CUDA-graph recorder whose replays call ``forward`` again, with the arguments of the capture.
 
-What ``forward`` returns, beside what it writes, is that of the capture.
+A replay returns nothing; the return value of ``forward`` is that of the capture.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class PythonRecording:
 
 
 class PythonRecorder:
-    """Implements the product's ``Recorder`` in place of ``CudaRecorder``."""
+    """Implements the product's ``Recorder``, in place of ``CudaRecorder``."""
 
     name: RecorderName = "cuda"
 
@@ -71,7 +71,7 @@ class PythonRecorder:
 
 
 def _without_own_frames(error: Exception) -> Exception:
-    """The error as torch would raise it: from the backend's line, with no frame of the pretend device behind it."""
+    """Return the error as torch would raise it, without frames of the pretend device after the backend's line."""
     last = last_foreign = error.__traceback__
     while last is not None:
         if Path(last.tb_frame.f_code.co_filename).parent != Path(__file__).parent:

@@ -1,4 +1,4 @@
-"""Names of torch that a CUDA build of it has otherwise, for a pretend device."""
+"""Replacements of names that differ in a CUDA build of torch, for a pretend device."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from pretend_cuda.functions import is_cuda
 
 
 def cuda_names(device: PretendDevice) -> dict[str, Any]:
-    """Return what stands in for names of ``torch.cuda``."""
+    """Return replacements of names in ``torch.cuda``."""
     settings = device.settings
     properties = [
         SimpleNamespace(
@@ -47,7 +47,7 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         device.clock.synchronize()
 
     def hold(cycles: int) -> None:
-        if cycles:  # a sleep of no cycles is a kernel that does nothing
+        if cycles:  # a sleep of 0 cycles is an empty kernel
             device.note("hold", "torch.cuda._sleep")
         device.clock.work(device.current, cycles // CYCLES_PER_NS)
 
@@ -108,7 +108,7 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
 
 
 class Generator(torch.Generator):
-    """A generator that draws on the host, and says that it is the named device's."""
+    """A generator on the CPU that reports the given device."""
 
     def __new__(cls, device: object = "cpu") -> Self:
         made = super().__new__(cls, "cpu")
@@ -121,7 +121,7 @@ class Generator(torch.Generator):
 
 
 def profiler_of(device: PretendDevice) -> type:
-    """Return what stands in for ``torch.profiler.profile``: its events are the launches on ``device``."""
+    """Return a replacement of ``torch.profiler.profile``, whose events are the launches on ``device``."""
 
     class Profile:
         def __init__(self, **_: object) -> None:
