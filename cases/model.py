@@ -28,7 +28,7 @@ from attncheck.reference.spec import (
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """The error budget of a case: the harness multiplies its budget by ``factor`` and reports ``reason``."""
+    """A budget of a case's own: the harness multiplies its budget by ``factor``, visibly, for ``reason``."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 

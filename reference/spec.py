@@ -108,7 +108,7 @@ StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transpos
 
 @dataclass(frozen=True, kw_only=True)
 class StridesSpec:
-    """Memory layout of the operands of ``forward``; the last dimension is contiguous in every form."""
+    """How the operands of ``forward`` lie in memory; the last dimension is contiguous in every form."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -120,7 +120,7 @@ class StridesSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The paged KV cache of a layer: page size, layout, dtype, scales, and the position of the batch in the pool."""
+    """The paged KV cache of a layer: page size, layout, dtype, scales, and where in the pool the batch lies."""
 
     __pydantic_config__: ClassVar = STRICT
 

@@ -20,7 +20,7 @@ MAX_TABLE_ENTRIES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSpec:
-    """``count`` equal requests of a batch. ``seq_len`` includes the new tokens and defaults to ``query_len``."""
+    """``count`` equal requests of a batch. ``seq_len`` counts the new tokens too and defaults to ``query_len``."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -54,7 +54,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingSpec:
-    """Padding as vLLM pads for CUDA graphs: trailing requests of query length 0, and trailing tokens with slot -1."""
+    """Padding as vLLM pads for CUDA graphs: trailing requests of query length 0, trailing tokens of slot -1."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -73,7 +73,7 @@ class PaddingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTableSpec:
-    """Contents of the block table besides the pages of the requests."""
+    """What a block table has besides the pages of the requests."""
 
     __pydantic_config__: ClassVar = STRICT
 

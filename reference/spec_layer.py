@@ -18,7 +18,7 @@ DType = Literal["float16", "bfloat16", "float32"]
 
 
 class AttentionType(str, Enum):
-    """The kind of keys a layer attends to; members are strings, as in vLLM, so that compiled graphs can hold them."""
+    """Which keys a layer attends to; strings, as in vLLM, so that compiled graphs can carry them."""
 
     DECODER = "decoder"
     ENCODER = "encoder"
@@ -36,7 +36,7 @@ class AttentionType(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MLASpec:
-    """Sizes of multi-head latent attention: the latent cache row and the projections."""
+    """Multi-head latent attention: the sizes of the latent cache row and of the projections."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -58,7 +58,7 @@ class MLASpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputQuantSpec:
-    """Quantisation fused into the output of attention (static, per tensor)."""
+    """Quantisation fused into attention's output (static, per tensor)."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -71,7 +71,7 @@ class OutputQuantSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One attention layer: the arguments of the impl's constructor, from which the reference is computed too."""
+    """One attention layer: what the impl's constructor is told, and what the truth is computed from."""
 
     __pydantic_config__: ClassVar = STRICT
 

@@ -21,7 +21,7 @@ class FastPrefillOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecDecodeOptions:
-    """``spec_decode``: verification of draft tokens; every request has 1 + num_speculative_tokens rows."""
+    """``spec_decode``: verification of draft tokens, every request with 1 + num_speculative_tokens rows."""
 
     __pydantic_config__: ClassVar = STRICT
     num_speculative_tokens: int = option(3, "draft tokens a request", gt=0)
@@ -29,7 +29,7 @@ class SpecDecodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeOptions:
-    """``tree``: verification of draft tokens that form a tree."""
+    """``tree``: draft tokens form a tree."""
 
     __pydantic_config__: ClassVar = STRICT
     parents: tuple[int, ...] = option((-1, 0, 0, 1), "parent of each new row, -1 for a root; parents come first")
@@ -47,7 +47,7 @@ class TreeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKVOptions:
-    """``split_kv``: the keys are cut into parts, and the results of the parts are merged by their LSE."""
+    """``split_kv``: the keys are cut into parts, whose results are merged by their LSE."""
 
     __pydantic_config__: ClassVar = STRICT
     parts: int = option(2, "parts the keys are cut into", gt=0)
@@ -55,7 +55,7 @@ class SplitKVOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DCPOptions:
-    """``dcp``: decode context parallelism; the keys are distributed over ranks."""
+    """``dcp``: decode context parallelism, the keys spread over ranks."""
 
     __pydantic_config__: ClassVar = STRICT
     size: int = option(2, "ranks", gt=0)
@@ -72,7 +72,7 @@ class MicroBatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CausalConv1dOptions:
-    """``causal_conv1d``: the short causal convolution of state-space layers."""
+    """``causal_conv1d``: the short convolution of state-space layers."""
 
     __pydantic_config__: ClassVar = STRICT
     channels: int = option(64, "channels", gt=0)

@@ -39,7 +39,7 @@ class UpProjections:
         return torch.einsum("nl,lhv->nhv", latent[:, 0].double(), self.w_uv.double())
 
     def fused(self) -> Tensor:
-        """Return the weight of ``kv_b_proj``, ``[H * (P + V), L]``: per head the rows for keys, then those for values."""
+        """Return the weight of ``kv_b_proj``, ``[H * (P + V), L]``: per head the rows for keys, then for values."""
         return torch.cat([self.w_uk, self.w_uv], dim=-1).flatten(1).T.contiguous()
 
     def to(self, device: torch.device) -> "UpProjections":

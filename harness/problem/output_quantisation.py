@@ -29,7 +29,7 @@ class OutputCodes:
         return nearest_code(out / self.scale, self.dtype).view(self.dtype)
 
     def error(self, output: Tensor, out: Tensor) -> Tensor:
-        """Return the smallest signed error of ``output`` against ``out`` (float64) over its rounding interval, float64."""
+        """Return, in float64, the smallest signed error of ``output`` against ``out`` over its rounding interval."""
         low, high = (end * self.scale for end in rounding_interval(output.view(torch.uint8), self.dtype))
         return out.clamp(low - _SLACK * low.abs(), high + _SLACK * high.abs()) - out
 

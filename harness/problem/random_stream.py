@@ -27,7 +27,7 @@ class RandomStream:
         return torch.from_numpy(np.where(values == -128, np.int8(0), values))
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Return a tensor of the given shape, uniform over [-2, 2) in steps of 2**-30, which fills every tested mantissa.
+        """Return a tensor of the given shape, uniform over [-2, 2) in steps of 2**-30, to fill every tested mantissa.
 
         Float32 instead of float64 halves the memory; a half-precision dtype rounds both to the same numbers.
         """

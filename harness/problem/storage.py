@@ -81,7 +81,7 @@ class Storage:
         return (numbers_of(codes, self.held) * self.scale.to(codes.device).double()).to(self.dtype)
 
     def holds(self, codes: Tensor) -> Tensor:
-        """Return whether :meth:`rows_of` leads back to the codes; not if the layer's dtype is coarser or ends earlier."""
+        """Return whether :meth:`rows_of` leads back to the codes; not if the layer's dtype is coarser or smaller."""
         rows, numbers = self.rows_of(codes).double(), numbers_of(codes, self.held)
         again = numbers_of(nearest_code(rows / self.scale.to(codes.device).double(), self.held), self.held)
         return torch.isnan(numbers) | ((again == numbers) & torch.isfinite(rows))
