@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CheckInfo:
-    """What a check establishes and what it cannot detect, one line each. ``applies_to``: whether it examines backends.
+    """What a check establishes and what it cannot detect, one line each. ``applies_to``: the kind of code it examines.
 
     ``by_name_only``: the check runs only if it is named, and is not part of "all checks".
     """
@@ -89,7 +89,7 @@ DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if not C
 class Modifier:
     """A field of a layer that changes its scores or hides keys.
 
-    ``feature``: the feature that a backend declares to support it. ``from_query``: it depends on the distance to the
+    ``feature``: the feature that a backend declares to support it. ``from_query``: depends on the distance to the
     query.
     """
 

@@ -1,4 +1,4 @@
-"""Slots of the pool that no row of a step may read, and the plausible stale rows in them.
+"""Slots of the pool that must not affect any row of a step, and the plausible stale rows in them.
 
 The driver fills a pool with these rows. The explanation of a wrong output reads them at wrong slots.
 """

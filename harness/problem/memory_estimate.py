@@ -1,4 +1,4 @@
-"""An estimate of the memory that a case needs, before any allocation. Importing this module imports no torch."""
+"""An estimate of the memory that a case needs, before any allocation. Imports no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -139,7 +139,7 @@ def _block_table(drawn: _Drawn, stream: RandomStream, extra_columns: int = 0) ->
 
 
 def layout_of_layer(layout: PageLayout, case: Case) -> PageLayout:
-    """Return the layout for a case that differs only in its layer: other pages may be null pages, if it has any."""
+    """Return the layout for a case with another layer; it differs only if the block table has null pages."""
     if not case.batch.block_table.null_pages:
         return layout
     table = layout.block_table.clone()

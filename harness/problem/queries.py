@@ -27,9 +27,7 @@ _KEY_VARIANCE = 4 / 3
 _TILES = (16, 64, 128)
 
 _OFFSETS = (0, 1, 0, -1, 0, -1, -1, 0, 0) + (0, -1) * len(_TILES) + (0,)
-"""Offsets added to the places in :func:`_targets`. The ends come first, so that rows with few heads test the likeliest
-errors.
-"""
+"""Offsets of the places in :func:`_targets`. Ends come first, so that rows with few heads test the likeliest errors."""
 
 _ROWS_AT_ONCE = 1024
 """Most rows processed at once. Short requests are processed together; the limit bounds the memory for long ones."""
@@ -67,8 +65,8 @@ def needle_queries(
 class _Rows(NamedTuple):
     """Some rows of the batch, int64 ``[q]`` each.
 
-    number: index in the batch. node: index in its request. num_keys, base: number and first index of its request's
-        keys.
+    number: index in the batch. node: index in its request.
+    num_keys, base: number and first index of its request's keys.
     """
 
     number: Tensor

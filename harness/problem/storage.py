@@ -17,16 +17,15 @@ from attncheck.reference.attention.quant import quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 _NEAR_CODES = 3
-"""How many codes away a code is searched that careless rounding keeps."""
+"""Search range, in codes, for a nearby code that truncation keeps."""
 
 
 @dataclass(frozen=True)
 class Storage:
     """The storage of K or V. ``rows`` below are ``[n, Hkv, D]`` in the layer's dtype.
 
-    dtype: the layer's. held: the cache's, float8 for codes with the value ``code * scale``. scale: float32 ``[1, 1]``
-        or
-    ``[Hkv, 1]``, as the backend gets it.
+    dtype: the layer's. held: the cache's, float8 for codes with the value ``code * scale``.
+    scale: float32 ``[1, 1]`` or ``[Hkv, 1]``, as the backend gets it.
     """
 
     dtype: torch.dtype
@@ -81,7 +80,7 @@ class Storage:
         return (numbers_of(codes, self.held) * self.scale.to(codes.device).double()).to(self.dtype)
 
     def holds(self, codes: Tensor) -> Tensor:
-        """Return whether :meth:`rows_of` leads back to the codes; not if the layer's dtype is coarser or smaller."""
+        """Return whether :meth:`rows_of` leads back to the codes; not if the layer's dtype is coarser or overflows."""
         rows, numbers = self.rows_of(codes).double(), numbers_of(codes, self.held)
         again = numbers_of(nearest_code(rows / self.scale.to(codes.device).double(), self.held), self.held)
         return torch.isnan(numbers) | ((again == numbers) & torch.isfinite(rows))

@@ -40,7 +40,7 @@ class AttentionParams:
     causal: whether a row sees only its own key and earlier keys.
     window: inclusive distances ``(left, right)``. A negative distance is unlimited; ``(0, 0)`` is a window of one key.
     logits_soft_cap: ``None`` or 0 for no cap (Gemma 2).
-    alibi_slopes: one per query head, or ``None`` (Press et al. 2022). The bias is positive for keys ahead of the query.
+    alibi_slopes: one per query head, or ``None`` (Press et al. 2022). The bias changes sign for keys after the query.
     alibi_sqrt: the square-root form of the bias, 0 for keys ahead; no effect without slopes.
     sinks: one logit per query head, or ``None``; ``-inf`` means no sink for that head.
     attn_chunk_size: local attention in chunks aligned to position 0, or ``None``.

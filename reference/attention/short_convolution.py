@@ -50,8 +50,9 @@ def causal_conv1d(
     activation: ``None``, or ``"silu"`` (``z * sigmoid(z)``), also named ``"swish"``.
     pad_id: index of a padding sequence. Its rows of ``y`` are 0, and no line is read or written for it. A sequence
         without rows leaves its line unchanged, and its index is never read.
-    precision: sums and ``y`` are in ``precision.compute``, ``y`` rounded to ``precision.out``. Rows of no sequence are
-        0.
+    precision: sums and ``y`` are in ``precision.compute``, ``y`` rounded to ``precision.out``.
+
+    Rows of no sequence are 0.
 
     All arguments are checked before the first write. Raise :class:`~attncheck.errors.ReferenceArgumentError` if one is
     invalid.

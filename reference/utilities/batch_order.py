@@ -44,8 +44,8 @@ def split_finished_prompts(
 ) -> tuple[int, int, int, int]:
     """Return :func:`split_decodes_and_prefills` with the additional parameter of newer vLLM versions.
 
-    treat_short_extends_as_decodes: if False, a request with an unfinished prompt is a prefill, however short, and
-        ``max_query_len`` is not used. ``is_prefilling`` (bool ``[R]``) of
+    treat_short_extends_as_decodes: if False, a request whose prompt is not fully computed is a prefill, however short,
+        and ``max_query_len`` is not used. ``is_prefilling`` (bool ``[R]``) of
         :class:`~attncheck.reference.utilities.metadata.PrefillingMetadata` marks such requests, and is then required.
     """
     starts, query_lens = query_bounds(common_attn_metadata)
@@ -72,7 +72,7 @@ def split_finished_prompts(
 
 
 def _prefilling(metadata: CommonAttentionMetadata, num_reqs: int) -> npt.NDArray[np.bool_]:
-    """Return the flags of requests with an unfinished prompt."""
+    """Return the flags of requests whose prompt is not fully computed."""
     flags: Tensor | None = getattr(metadata, "is_prefilling", None)
     if flags is None or flags.dtype != torch.bool or tuple(flags.shape) != (num_reqs,):
         raise ReferenceArgumentError("is_prefilling", flags, f"bool, [{num_reqs}]: short extends count as prefills")
@@ -84,9 +84,9 @@ def split_decodes_prefills_and_extends(
 ) -> tuple[int, int, int, int, int, int]:
     """Return ``(decodes, extends, prefills)`` of a batch in that order: numbers of requests, then numbers of tokens.
 
-    A decode has at most ``decode_threshold`` new tokens. The first longer request ends the decodes. After it, the first
-    request above the threshold without context (``query_len == seq_len``) starts the prefills. Padding tokens count as
-    tokens of the last non-empty part.
+    A decode has at most ``decode_threshold`` new tokens. The first longer request ends the decodes. From it on, the
+    first request above the threshold without context (``query_len == seq_len``) starts the prefills. Padding tokens
+    count as tokens of the last non-empty part.
 
     common_attn_metadata: ``max_query_len``, ``num_reqs``, ``num_actual_tokens``, ``query_start_loc_cpu`` and
         ``seq_lens_cpu`` are read. If ``max_query_len`` is within the threshold, all requests count as decodes.

@@ -36,8 +36,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Return the level for layers of this config and spec; by default :attr:`cudagraph_support` for all.
 
-        Override it if a level holds for some configurations only. Callers use this method, before they create any
-        builder.
+        Override it if a level holds for some configurations only. Callers use it before they create a builder.
         """
         return cls.cudagraph_support
 

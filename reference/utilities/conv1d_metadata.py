@@ -76,8 +76,9 @@ def mamba_get_block_table_tensor(
 ) -> Tensor:
     """Return the blocks of each request's state: ``block_table`` itself in mode ``none``, else its current columns.
 
-    In the other modes every block keeps the state at its end. The current columns are the one of the request's last
-    token and the ``num_speculative_blocks`` after it. For a request without tokens they start at column 0.
+    In the other modes there is a state for the end of every block of tokens. The current columns are the one of the
+    request's last token and the ``num_speculative_blocks`` after it. For a request without tokens they start at column
+    0.
 
     block_table: ``[R, W]``. seq_lens: ``[R]``. kv_cache_spec: has ``block_size`` and ``num_speculative_blocks``. Raise
     :class:`~attncheck.errors.ReferenceArgumentError` if the table has too few columns.

@@ -23,9 +23,8 @@ def make_local_attention_virtual_batches(
     queries and keys in that chunk become one virtual request:
 
     - It has ``min(s - j * C, C)`` keys. ``max(s - q - j * C, 0)`` of them are computed; the rest is the query length.
-    - Its pages are the ``C // block_size`` columns of the row from ``j * C // block_size`` on. A column beyond the
-    table
-      is read as its last column, because it holds no key.
+    - Its pages are the ``C // block_size`` columns of the row from ``j * C // block_size`` on. For a column beyond the
+      table, the last column is read, because no key is there.
 
     A padding request (``q = s = 0``) becomes one request without query and keys, with the pages of chunk 0. (vLLM gives
     it a whole chunk of keys, and counts its columns from the right end.) A request with ``q = 0 < s`` becomes one

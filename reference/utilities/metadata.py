@@ -79,4 +79,4 @@ class PrefillingMetadata(CommonAttentionMetadata):
     """The common metadata with the additional field of newer vLLM versions."""
 
     is_prefilling: Tensor | None = None
-    """``[R]`` bool, host: whether the request's prompt is unfinished."""
+    """``[R]`` bool, host: whether the request's prompt is not fully computed yet."""

@@ -32,7 +32,7 @@
         |-- UnseenError              the graph recorder cannot see what a forward does
         |-- ReleasedMemoryError      a replayed graph wrote to memory that was released
         |-- UntrustworthyTimeError   a time cannot be trusted: ends the measurement
-        |-- UnfitQuestionError       the reference's own result for a provider's arguments is not as it should be
+        |-- UnfitQuestionError       the reference accepts arguments that it should reject, or the reverse
         |-- ProcessEndedError        a backend's process ended before it answered
         |-- PipeClosedError          the pipe between the run and a backend's process is closed
         |-- WorkerError              attncheck itself failed in a backend's process
