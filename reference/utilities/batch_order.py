@@ -28,7 +28,7 @@ def split_decodes_and_prefills(
     as prefill tokens if there is a prefill, else as decode tokens.
 
     common_attn_metadata: ``max_query_len``, ``num_reqs``, ``num_actual_tokens`` and ``query_start_loc_cpu`` are read.
-        If ``max_query_len`` is within the threshold, all requests count as decodes without a look at their lengths.
+        If ``max_query_len`` is within the threshold and the uniform rule does not apply, all requests count as decodes.
 
     Raise :class:`~attncheck.errors.ReferenceArgumentError` for an empty batch, decreasing start locations, a wrong
     number of them (not ``num_reqs + 1``), or a negative threshold.
