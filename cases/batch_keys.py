@@ -11,7 +11,7 @@ from attncheck.reference.spec import PATH_OPTIONS, PATHS, BatchSpec, BlockTableS
 
 
 def read_batch(tree: Tree, path: PathSpec) -> BatchSpec:
-    """A batch in any of its forms: the string, a list of requests, or ``{requests, padding, block_table}``."""
+    """Return a batch from any of its forms: a string, a list of requests, or ``{requests, padding, block_table}``."""
     padding, block_table, requests = PaddingSpec(), BlockTableSpec(), tree
     if isinstance(tree, Table):
         if "query_len" in tree.entries:
@@ -26,12 +26,12 @@ def read_batch(tree: Tree, path: PathSpec) -> BatchSpec:
             block_table = validate(BlockTableSpec, tree.entries["block_table"], "the block table")
     try:
         return BatchSpec(requests=_read_requests(requests), padding=padding, block_table=block_table, path=path)
-    except SpecError as error:  # the limit of tokens in all; the reason tells how many there are
+    except SpecError as error:  # above MAX_TOKENS; the reason states the number
         raise requests.place.fault(error.reason, allowed=error.allowed) from error
 
 
 def read_path(tree: Tree) -> PathSpec:
-    """A path by name, with the documented defaults of its options, or as ``{name: options}``."""
+    """Return a path from its name, with the default options, or from ``{name: options}``."""
     options: Tree = tree
     if isinstance(tree, Table):
         if len(tree.entries) != 1:

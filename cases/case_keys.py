@@ -1,4 +1,4 @@
-"""A case out of the tree that its keys, the defaults and the values of a matrix make together."""
+"""Reads a case from the tree that its keys, the defaults and the values of a matrix form together."""
 
 from typing import get_args
 
@@ -24,7 +24,7 @@ INPUTS: tuple[InputName, ...] = get_args(InputName)
 
 
 def read_case(tree: Table, suite: str, name: str, description: str, origin: str) -> Case:
-    """The case that a fully laid-out tree describes."""
+    """Return the case of a fully merged tree; raise :class:`CaseFileError` with all its mistakes."""
     for key, what in (("layer", "the layer's head counts and head size"), ("batch", "the requests")):
         if key not in tree.entries:
             raise tree.place.fault(f"{key} is missing", allowed=f"give {what} here or in defaults")
@@ -86,7 +86,7 @@ def _read_checks(tree: Tree) -> tuple[str, ...]:
 
 
 def _point(tree: Table, error: SpecError) -> CaseFileError:
-    """A :class:`SpecError` of a whole case, at the value it names as far as it was written."""
+    """Return a :class:`SpecError` of a whole case as an error at the value it names, or at its nearest parent."""
     parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
     place = locate(tree, parts)
     return place.fault(error.reason, value=error.value, allowed=error.allowed)

@@ -11,23 +11,23 @@ from attncheck.errors import SpecError
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PathSpec
 
 DIFFERENT_KEYS = ("scale", "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_sharing", "head_size")
-"""What tells the layers of one step apart. One of another head size has a builder and pages of its own."""
+"""Keys in which the layers of one step may differ. A layer of another head size has its own builder and pages."""
 
 _MOST = 16
-"""Batches and layers that a case may name: each is as much work as the case itself."""
+"""Most batches and most layers that a case may name; each takes as much work as the case itself."""
 
 
 def read_after(tree: Tree, layer: LayerSpec, cache: CacheSpec, path: PathSpec) -> tuple[BatchSpec, ...]:
-    """Return the batches before a case's own, by its path where that fits them, else by the one the layer implies."""
+    """Return the batches before a case's own, each on the case's path if valid, else on the path the layer implies."""
     batches = []
     for item in _list(tree, "after", "batches"):
         batch = read_batch(item, path)
-        # Each has a pool of its own, as large as it needs.
+        # Each batch has its own pool, as large as needed.
         room = replace(cache, num_blocks=None)
         try:
             check_meaning(layer, room, batch)
         except SpecError as own:
-            if path.name == "fast_prefill":  # whose builder builds no batch of another path
+            if path.name == "fast_prefill":  # its builder accepts no batch of another path
                 raise item.place.fault(own.reason, value=own.value, allowed=own.allowed) from own
             batch = replace(batch, path=implied_path(layer))
             try:
@@ -39,7 +39,7 @@ def read_after(tree: Tree, layer: LayerSpec, cache: CacheSpec, path: PathSpec) -
 
 
 def read_layers(tree: Tree, own: Tree, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> tuple[LayerSpec, ...]:
-    """Return the layers of a step: mappings of what is different, laid over the case's own layer."""
+    """Return the layers of a step from mappings of the keys in which they differ from the case's own layer."""
     layers = []
     for item in _list(tree, "layers", "mappings"):
         if not isinstance(item, Table):
@@ -61,7 +61,7 @@ def read_layers(tree: Tree, own: Tree, layer: LayerSpec, cache: CacheSpec, batch
 
 
 def differences(layer: LayerSpec, own: LayerSpec) -> dict[str, object]:
-    """Return what ``layers`` says of a layer beside a case's own."""
+    """Return the keys of ``layer`` that differ from a case's own layer, as ``layers`` lists them."""
     given = {name: getattr(layer, name) for name in DIFFERENT_KEYS}
     return {
         name: list(value) if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
-"""What layer, cache and batch mean together: the combinations that mean nothing.
+"""Checks of layer, cache and batch together: combinations that are undefined.
 
-Each spec checks itself; here stands what takes two of them to see. Errors are :class:`SpecError` with ``field`` as a
-dotted path from the case (``batch.requests.2.shared_prefix``).
+Each spec checks itself; this module checks what depends on two of them. Errors are :class:`SpecError` with ``field`` as
+a dotted path from the case (``batch.requests.2.shared_prefix``).
 """
 
 from attncheck.cases.paths import check_path
@@ -27,7 +27,7 @@ _ROWS_HAVE_KEYS = (
     "dcp",
     "micro_batch",
 )
-"""Paths in which every new token has a key of its own."""
+"""Paths on which every new token has its own key."""
 
 
 _ONE_CALL = ("paged", "spec_decode", "tree", "mla", "local")
@@ -35,7 +35,7 @@ _ONE_CALL = ("paged", "spec_decode", "tree", "mla", "local")
 
 
 def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
-    """Raises :class:`SpecError` for the first combination that cannot be asked; the path is that of ``batch``."""
+    """Raise :class:`SpecError` for the first invalid combination; the path is that of ``batch``."""
     _check_mla(layer)
     _check_scales(layer, cache)
     check_path(layer, cache, batch)
@@ -47,7 +47,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
 
 
 def pages_needed(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> int:
-    """Pages the batch owns, shared ones counted once; 0 where there is no cache."""
+    """Return the number of pages the batch owns, shared pages counted once; 0 without a cache."""
     if not layer.has_cache:
         return 0
     cross = layer.attn_type == AttentionType.ENCODER_DECODER
@@ -161,7 +161,7 @@ def _check_sharing(batch: BatchSpec) -> None:
 
 
 def _check_surroundings(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
-    """What stands behind tokens and in the block table belongs to a step that is one call over a cache."""
+    """Raise if padding behind tokens, or block-table options, are set on a path that is not one call over a cache."""
     given = (
         ("padding.unmapped_tokens", batch.padding.unmapped_tokens, 0),
         ("padding.key_rows", batch.padding.key_rows, 0),

@@ -1,7 +1,8 @@
-"""Workloads of FlashInfer-Bench, read as they are: one JSON object a line, each for a definition beside them.
+"""Reads workloads of FlashInfer-Bench unchanged: one JSON object per line, each with a definition in its data set.
 
-Read are definitions of the kinds ``gqa_paged``, ``gqa_ragged`` and ``mla_paged``: sizes and dtypes from the definition,
-lengths from the index tensors of a workload. A workload that cannot be read is left out, and the suite's notes say why.
+Supported definitions are of the kinds ``gqa_paged``, ``gqa_ragged`` and ``mla_paged``. Sizes and dtypes come from the
+definition, lengths from the index tensors of a workload. An unreadable workload is skipped, with the reason in the
+suite's notes.
 """
 
 import re
@@ -77,15 +78,15 @@ class _Line(_Model):
 
 
 def is_flashinfer_definition(keys: Sequence[str]) -> bool:
-    """Whether the keys of a file are those of a definition, which has no batches."""
+    """Return whether the keys of a file are those of a definition, which has no batches."""
     return {"op_type", "axes", "inputs", "reference"} <= set(keys)
 
 
 def read_flashinfer_bench(text: str, path: Path) -> Suite:
-    """Return the suite of a file of workloads: a case for each that describes paged or ragged attention.
+    """Return the suite of a file of workloads: one case for each workload of paged or ragged attention.
 
     Raises:
-        CaseFileError: a line is no workload, or none of them can be read.
+        CaseFileError: a line is not a workload, or no workload can be read.
     """
     root = next((each for each in path.absolute().parents if (each / "definitions").is_dir()), None)
     if root is None:
@@ -139,7 +140,7 @@ def _case(suite: str, name: str, origin: str, definition: _Definition, workload:
     """Return the case of one workload.
 
     Raises:
-        SpecError: it cannot be read, or a case cannot say it.
+        SpecError: the workload cannot be read, or a case cannot express it.
     """
     if definition.op_type not in _KINDS:
         raise _unread(f"op_type {definition.op_type} is no paged or ragged attention")
@@ -195,7 +196,7 @@ def _layer(definition: _Definition, workload: _Workload) -> LayerSpec:
 
 
 def _is_causal(definition: _Definition) -> bool:
-    """Return whether a row sees no later key; of decodes, which have one row, it makes no difference."""
+    """Return whether a row sees no later key; for decodes, which have one row, it makes no difference."""
     words = definition.name.replace("non_causal", "noncausal").split("_")
     if "noncausal" in words:
         return False
@@ -205,7 +206,7 @@ def _is_causal(definition: _Definition) -> bool:
 
 
 def _lengths(definition: _Definition, workload: _Workload, root: Path, page: int) -> list[tuple[int, int]]:
-    """Return new tokens and tokens in all of each request."""
+    """Return ``(query_len, seq_len)`` of each request."""
     kv = _indptr("kv_indptr", workload, root)
     if definition.op_type != "gqa_ragged" and page > 1:
         if "kv_last_page_len" not in workload.inputs:
@@ -223,7 +224,7 @@ def _lengths(definition: _Definition, workload: _Workload, root: Path, page: int
 
 
 def _indptr(name: str, workload: _Workload, root: Path) -> list[int]:
-    """Return the distances between the entries of an index tensor."""
+    """Return the differences between consecutive entries of an index tensor."""
     found = [high - low for low, high in pairwise(_integers(name, workload, root))]
     if any(each < 0 for each in found):
         raise _unread(f"{name} falls")
@@ -246,5 +247,5 @@ def _fault(path: Path, line: int | None, reason: str, allowed: str) -> CaseFileE
 
 
 def definition_fault(path: Path) -> CaseFileError:
-    """Return the error for a definition that is given as a case file."""
+    """Return the error for a definition given as a case file."""
     return _fault(path, None, "a definition of FlashInfer-Bench has no batches", "give its workloads, a .jsonl file")

@@ -1,9 +1,9 @@
 """The batch grammar: ``2q2ks4k_32q1s1k`` to requests and back.
 
-The grammar of vLLM's ``attention_benchmarks``: segments joined by ``_``, each ``[count]q<len>[k][s<len>[k]]``.
-``q`` is the number of new tokens, ``s`` the number of tokens in the cache after the step (new ones included; left
-out: the same as ``q``), a lowercase ``k`` multiplies by 1024, and the count defaults to 1. Unlike vLLM's parser this
-one refuses what means nothing, and says why. Knows nothing of layers, caches and files.
+The grammar of vLLM's ``attention_benchmarks``: segments joined by ``_``, each ``[count]q<len>[k][s<len>[k]]``. ``q`` is
+the number of new tokens. ``s`` is the number of tokens in the cache after the step, new ones included; it defaults to
+``q``. A lowercase ``k`` multiplies by 1024, and the count defaults to 1. Unlike vLLM's parser, this one rejects invalid
+batches with a reason. It does not depend on layers, caches or files.
 """
 
 import re
@@ -20,10 +20,10 @@ _FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k fo
 
 
 def parse_batch(text: str) -> tuple[RequestSpec, ...]:
-    """The requests a batch string describes, one :class:`RequestSpec` a segment, in order.
+    """Return the requests of a batch string, one :class:`RequestSpec` per segment, in order.
 
-    Raises :class:`BatchSpecError` for what does not parse and for what parses but means nothing: a count of 0, a
-    query without tokens, a total below the new tokens, more than :data:`MAX_TOKENS` tokens in all.
+    Raise :class:`BatchSpecError` for a string that does not parse, and for a count of 0, a query without tokens, a
+    total below the new tokens, or more than :data:`MAX_TOKENS` tokens in all.
     """
     if not text:
         raise BatchSpecError("the string is empty", text=text, allowed=_FORM)
@@ -47,10 +47,10 @@ def parse_batch(text: str) -> tuple[RequestSpec, ...]:
 
 
 def format_batch(requests: Sequence[RequestSpec]) -> str:
-    """The string that :func:`parse_batch` reads back as exactly these requests.
+    """Return the string that :func:`parse_batch` reads back as exactly these requests.
 
-    Raises :class:`SpecError` for what the string form cannot say: encoder lengths, shared prefixes, a total below the
-    new tokens, and a batch without requests.
+    Raise :class:`SpecError` for what a string cannot express: encoder lengths, shared prefixes, a total below the new
+    tokens, or a batch without requests.
     """
     if not requests:
         raise SpecError("a batch needs a request", field="requests", value=(), allowed="give one")
@@ -65,7 +65,7 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
     def number(name: str, suffix: str | None = None) -> int:
         digits = match[name].lstrip("0") or "0"
         scale = 1024 if suffix is not None and match[suffix] else 1
-        # The length is looked at first: a number of a million digits must not be computed.
+        # The length is checked first, so that a number of a million digits is never converted.
         if len(digits) > _DIGITS_LIMIT or int(digits) * scale > MAX_TOKENS:
             raise BatchSpecError(
                 f"{match[name][:24]}{match[suffix] if suffix else ''} is too large",
@@ -100,7 +100,7 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
 
 
 def _explain(segment: str, text: str, start: int) -> BatchSpecError:
-    """Why a segment does not match, in words that say what to write instead."""
+    """Return the error for a segment that does not match, with what to write instead."""
     old = _OLD_SEGMENT.fullmatch(segment)
     if not segment:
         return BatchSpecError("a segment is empty", text=text, position=start, allowed="write one _ between segments")
@@ -127,7 +127,7 @@ def _explain(segment: str, text: str, start: int) -> BatchSpecError:
 
 
 def _first_bad(segment: str) -> int:
-    """The index of the first character that no segment could have at that place."""
+    """Return the index of the first character that no segment could have in that position."""
     match = re.match(r"[0-9]*(?:q(?:[0-9]+k?(?:s(?:[0-9]+k?)?)?)?)?", segment)
     return min(match.end() if match else 0, len(segment) - 1)
 

@@ -1,8 +1,7 @@
-"""Finding and loading suites: the built-in ones by name, any other by its file.
+"""Finds and loads suites: built-in ones by name, others by file.
 
-A file is recognised by its keys as one of ours or as a configuration of
-vLLM's attention benchmarks, and by ``.jsonl`` as workloads of
-FlashInfer-Bench.
+A file is recognised by its keys as a case file or as a configuration of vLLM's attention benchmarks. A ``.jsonl`` file
+holds workloads of FlashInfer-Bench.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,25 +21,25 @@ _SUITES = Path(__file__).parent / "suites"
 
 
 def suite_names() -> list[str]:
-    """The built-in suites: ``smoke`` first, the others by name."""
+    """Return the names of the built-in suites: ``smoke`` first, then in alphabetical order."""
     names = sorted(path.stem for path in _SUITES.glob("*.yaml"))
     return sorted(names, key=lambda name: name != "smoke")
 
 
 def suite_file(name: str) -> Path:
-    """The file of the built-in suite ``name``; raises :class:`UnknownNameError` for any other name."""
+    """Return the file of the built-in suite ``name``; raise :class:`UnknownNameError` for any other name."""
     if name not in suite_names():
         raise UnknownNameError("suite", name, suite_names())
     return _SUITES / f"{name}.yaml"
 
 
 def load_suite(name_or_path: str) -> Suite:
-    """The suite of that name, or the one in that file; a built-in name wins over a file of the same name.
+    """Return the built-in suite of that name, or the suite in that file; a built-in name takes precedence.
 
-    Defaults in braces behind it replace the suite's own: see :mod:`attncheck.cases.overrides`.
+    Defaults in braces after it replace the suite's own: see :mod:`attncheck.cases.overrides`.
 
-    Raises :class:`CaseFileError` for a file that cannot be read or says something that cannot be, and
-    :class:`UnknownNameError` for what is neither a name nor looks like a file.
+    Raise :class:`CaseFileError` for a file that cannot be read or is invalid. Raise :class:`UnknownNameError` for a
+    string that is not a suite's name and does not look like a file.
     """
     name, braces = (name_or_path, "") if Path(name_or_path).exists() else split_variant(name_or_path)
     over = read_defaults(braces, name_or_path) if braces else None
@@ -53,7 +52,7 @@ def load_suite(name_or_path: str) -> Suite:
 
 
 def load_file(path: Path, over: Table | None = None) -> Suite:
-    """The suite in a file of either kind, ``over`` laid over its defaults; raises :class:`CaseFileError`."""
+    """Return the suite in a file of any kind, with ``over`` merged over its defaults; raise :class:`CaseFileError`."""
     text = read_text(path, instead=f"built-in suites: {', '.join(suite_names())}")
     if path.suffix == ".jsonl":
         if over is not None:
@@ -78,10 +77,10 @@ def load_file(path: Path, over: Table | None = None) -> Suite:
 
 
 def select(cases: Iterable[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
-    """The cases that any pattern names, in their order; all of them if there is no pattern.
+    """Return the cases that match any pattern, in their order, or all cases if there is no pattern.
 
-    A pattern is matched, as a shell does, against ``suite/id`` and against ``id``. One that is an id of a suite exactly
-    means that case of the suite alone. A case with variants is also matched without them: ``decode`` means
+    A pattern is matched as by a shell, against ``suite/id`` and against ``id``. If it equals the id of a case of a
+    suite, it selects only that case of the suite. A case with variants also matches without them: ``decode`` selects
     ``decode.float16``.
     """
     cases = tuple(cases)

@@ -1,8 +1,8 @@
-"""What a case and a suite are: frozen values with stable identities.
+"""Cases and suites: frozen values with stable identities.
 
-A case's hash is its identity over time: it covers what is asked (layer, cache, batch and path, inputs, the generator's
-version, batches before and layers beside) and nothing else. Every field that equals its default is left out, so that a
-new key with a default changes no hash.
+A case's hash identifies it over time. It covers the question only: layer, cache, batch, path, inputs, strides, the
+generator's version, batches before and layers beside it. Fields equal to their default are left out, so that a new key
+with a default changes no hash.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One question. ``checks`` and ``inputs`` of None mean: all that apply. ``strides`` of None: as ``inputs`` says."""
+    """One case. ``checks`` and ``inputs`` of None select all that apply; ``strides`` of None follows ``inputs``."""
 
     suite: str
     id: str
@@ -55,19 +55,19 @@ class Case:
     tolerance: Tolerance | None = None
     inputs: tuple[InputName, ...] | None = None
     after: tuple[BatchSpec, ...] = ()
-    """Batches before this one on the same impl and builder."""
+    """Batches run before this one on the same impl and builder."""
     layers: tuple[LayerSpec, ...] = ()
     """The other layers of the step."""
     strides: StridesSpec | None = None
     weight: float | None = None
-    """How often the case came in recorded traffic, by which its times count; it asks nothing, so no hash covers it."""
+    """Frequency of the case in recorded traffic, which weights its times. The hash does not cover it."""
     description: str = ""
     notes: tuple[str, ...] = ()
     origin: str = field(default="", compare=False)
-    """Where it was written: ``file:line``."""
+    """``file:line`` of the case."""
 
     def __hash__(self) -> int:
-        return hash(self.hash)  # kept: that of all fields costs 50 us at each use as a key
+        return hash(self.hash)  # cached; hashing all fields costs 50 us each time the case is used as a key
 
     @property
     def key(self) -> str:
@@ -76,13 +76,13 @@ class Case:
 
     @cached_property
     def hash(self) -> str:
-        """12 hex digits of the SHA-256 of what is asked; equal questions, however written, have equal hashes."""
+        """12 hex digits of the SHA-256 of :func:`question`; equal cases have equal hashes, however they are written."""
         return _digest(question(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """The cases of one file, and what the file wishes for a run."""
+    """The cases of one file, and the file's defaults for a run."""
 
     name: str
     description: str
@@ -93,9 +93,9 @@ class Suite:
     default_device: str | None = None
     """Device to use if the command line names none."""
     notes: tuple[str, ...] = ()
-    """What a reader of a run should know, such as keys of the file that are not used."""
+    """Notes for readers of a run, such as keys of the file that are not used."""
     page_defaults: Mapping[str, str] = field(default_factory=dict)
-    """``cache.block_size`` and ``cache.layout`` of cases that leave them out, but for what ``--set`` gives."""
+    """``cache.block_size`` and ``cache.layout`` of cases that leave them out, except keys given by ``--set``."""
 
     def __iter__(self) -> Iterator[Case]:
         return iter(self.cases)
@@ -110,9 +110,10 @@ class Suite:
 
 
 def question(case: Case) -> dict[str, Any]:
-    """What a case's hash covers, as plain JSON values without any field that equals its default.
+    """Return what a case's hash covers, as plain JSON values without fields that equal their default.
 
-    Neighbouring equal requests are merged (``q1_q1`` asks what ``2q1`` asks); inputs are a set.
+    Adjacent equal requests are merged, because ``q1_q1`` equals ``2q1``. Inputs are sorted, because their order does
+    not matter.
     """
     name, options = case.batch.path.name, _spare(case.batch.path.options)
     path = {} if name == "paged" else {"name": name} | ({"options": options} if options else {})
@@ -143,7 +144,7 @@ def _merged(requests: tuple[RequestSpec, ...]) -> list[RequestSpec]:
 
 
 def _spare(value: Any) -> Any:
-    """``value`` as JSON values; of a dataclass, only the fields that differ from their default."""
+    """Return ``value`` as JSON values; of a dataclass, only the fields that differ from their default."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple):

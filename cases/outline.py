@@ -1,6 +1,6 @@
-"""A case in one line and as flat keys, for reports that load no case file.
+"""A case as one line and as flat keys, for reports that load no case file.
 
-``shape_of`` is for people. ``keys_of`` is for the analysis that compares cases which fail with cases which pass.
+``shape_of`` is for readers. ``keys_of`` is for the analysis that compares failing cases with passing ones.
 """
 
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -14,13 +14,13 @@ from attncheck.reference.spec import BatchSpec, PathSpec
 KeyValue = bool | int | float | str
 
 _LONGEST_BATCH = 60
-"""Characters of a batch string that a line still holds."""
+"""Most characters of a batch string in a line."""
 
 _LONGEST_TUPLE = 8
-"""Values of a tuple, such as slopes, that are spelled out."""
+"""Most values of a tuple, such as slopes, that are written out."""
 
 _PLAIN_FIELDS = frozenset({"num_heads", "num_kv_heads", "head_size", "dtype", "block_size", "layout", "num_blocks"})
-"""Fields that have a place of their own, and the size of the pool, which asks nothing."""
+"""Fields that are reported separately, and the size of the pool, which does not matter."""
 
 
 def shape_of(case: Case) -> str:
@@ -52,7 +52,7 @@ def shape_of(case: Case) -> str:
 
 
 def batch_of(batch: BatchSpec) -> str:
-    """Return the batch as its string, or its size where a string cannot hold it or is too long for a line."""
+    """Return the batch as its string, or its size if the string is too long or cannot express it."""
     try:
         text = format_batch(batch.requests)
     except SpecError:
@@ -63,10 +63,10 @@ def batch_of(batch: BatchSpec) -> str:
 
 
 def keys_of(case: Case) -> dict[str, KeyValue]:
-    """Return what tells cases apart, by case key (``cache.block_size``), and what follows from the keys.
+    """Return the properties that distinguish cases, by case key (``cache.block_size``), and flags derived from them.
 
-    A field at its default is left out, but for sizes, dtype, layout and options of the path. Tuples and nested specs
-    are one text.
+    Fields at their default are left out, except sizes, dtype, layout and options of the path. Tuples and nested specs
+    are one string.
     """
     layer, batch = case.layer, case.batch
     requests = batch.requests
@@ -116,12 +116,12 @@ def _layers(case: Case) -> str:
 
 
 def _strides(case: Case) -> list[tuple[str, str]]:
-    """Return how each operand lies in memory, by case key; none where the case does not say."""
+    """Return the memory layout of each operand, by case key; empty if the case does not specify it."""
     return [] if case.strides is None else [(f"strides.{name}", form) for name, form in asdict(case.strides).items()]
 
 
 def _around(batch: BatchSpec) -> list[tuple[str, KeyValue]]:
-    """Return what else stands around the rows and pages of the requests, by the names of its keys."""
+    """Return the padding and block-table options of the batch that differ from their default, by key."""
     padding = replace(batch.padding, requests=0, tokens=0)
     return [
         (f"{name}.{field}", value)
@@ -135,7 +135,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _given(*specs: object) -> list[tuple[str, KeyValue]]:
-    """Return name and value of each field that differs from its default and has no place of its own."""
+    """Return name and value of each field that differs from its default and is not reported separately."""
     return [
         (field.name, _word(value))
         for spec in specs
@@ -146,7 +146,7 @@ def _given(*specs: object) -> list[tuple[str, KeyValue]]:
 
 
 def _options(path: PathSpec) -> list[tuple[str, KeyValue]]:
-    """Return name and value of each option of a path; one that is null is left out."""
+    """Return name and value of each option of a path that is not None."""
     if path.options is None:
         return []
     values = [(field.name, getattr(path.options, field.name)) for field in fields(path.options)]

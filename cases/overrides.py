@@ -1,7 +1,7 @@
 """A suite with other defaults: ``decode{cache.block_size: 32, layer.head_size: 128}``.
 
-For backends that take no page, layout or head size of those a suite is written with. What stands in braces replaces
-the suite's ``defaults``; a case that says otherwise for itself keeps what it says, so that no two cases become one.
+For backends that do not support the page size, layout or head size of a suite. The keys in braces replace the suite's
+``defaults``. A case keeps the keys it sets itself, so that no two cases become equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ VARIED_KEYS: Mapping[str, type] = MappingProxyType({"layer": LayerSpec, "cache":
 
 
 def split_variant(ref: str) -> tuple[str, str]:
-    """The suite's own name or path, and what stands in braces behind it, braces included; empty without any."""
+    """Return the suite's name or path, and the defaults in braces after it (braces included, empty without any)."""
     name, brace, rest = ref.partition("{")
     return (name, brace + rest) if brace and rest.endswith("}") else (ref, "")
 
 
 def with_defaults(ref: str, settings: Sequence[str]) -> str:
-    """``ref`` with ``key=value`` settings behind those it has; one that it has already is not repeated.
+    """Return ``ref`` with ``key=value`` settings appended to its own; a setting that it already has is not repeated.
 
-    Raises SelectionError for a setting that is not of this form.
+    Raise SelectionError for a setting of another form.
     """
     if not settings:
         return ref
@@ -43,9 +43,9 @@ def with_defaults(ref: str, settings: Sequence[str]) -> str:
 
 
 def read_defaults(braces: str, ref: str) -> Table:
-    """The mapping in braces, its dotted keys resolved.
+    """Return the mapping in braces, with its dotted keys resolved.
 
-    Raises CaseFileError, with ``ref`` for a file, for anything but keys of a layer or a cache with their values.
+    Raise CaseFileError, with ``ref`` in place of a file, unless it holds keys of a layer or a cache with their values.
     """
     written: Tree = parse_yaml(braces, ref)
     if not isinstance(written, Table):
@@ -66,7 +66,7 @@ def read_defaults(braces: str, ref: str) -> Table:
 
 
 def page_defaults(cache: Tree | None, over: Table | None) -> dict[str, str]:
-    """Return ``cache.block_size`` and ``cache.layout`` of cases that leave them out, but for what ``over`` gives.
+    """Return ``cache.block_size`` and ``cache.layout`` of cases that leave them out, except keys that ``over`` gives.
 
     ``cache``: the cache of a file's defaults.
     """

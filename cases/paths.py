@@ -1,4 +1,4 @@
-"""Paths: the one a layer implies, the ones it contradicts, and what each asks of a batch.
+"""Paths: the path a layer implies, and checks of a path against layer, cache and batch.
 
 Errors are :class:`SpecError` with ``field`` as a dotted path from the case.
 """
@@ -20,13 +20,13 @@ from attncheck.reference.spec import (
 )
 
 _CAUSAL_ONLY = ("local", "tree", "fast_prefill")
-"""Paths whose rewriting of the batch, or whose mask, takes a causal layer for granted."""
+"""Paths whose rewriting of the batch, or whose mask, requires a causal layer."""
 
 _NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
 
 
 def implied_path(layer: LayerSpec) -> PathSpec:
-    """The path of a case that names none. A layer with chunks stays with ``paged``: its mask is the layer's own."""
+    """Return the path of a case that names none. For a layer with chunks it is ``paged``, as the layer itself masks."""
     if not layer.has_cache:
         return PathSpec(name="encoder_only")
     if layer.attn_type == AttentionType.ENCODER_DECODER:
@@ -35,7 +35,7 @@ def implied_path(layer: LayerSpec) -> PathSpec:
 
 
 def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
-    """Raises :class:`SpecError` if the batch's path contradicts the layer, or asks of the batch what it is not."""
+    """Raise :class:`SpecError` if the batch's path does not fit the layer, the cache or the batch."""
     path = batch.path
     _check_against_layer(layer, path.name)
     if path.name == "local" and layer.attn_chunk_size is None:

@@ -1,7 +1,7 @@
-"""Whole numbers of a tensor in a safetensors file, read without the tensor libraries that its own package needs.
+"""Reads integer tensors of a safetensors file without the tensor libraries that the safetensors package needs.
 
-The format: eight bytes with the length of a header, the header as JSON with dtype, shape and place of each tensor, and
-the tensors behind it, little-endian.
+The format: eight bytes with the length of the header, the header as JSON with dtype, shape and offsets of each tensor,
+then the tensors, little-endian.
 """
 
 import sys
@@ -16,7 +16,7 @@ from attncheck.errors import SpecError
 _LENGTH_BYTES = 8
 _MOST_HEADER = 2**24
 _MOST_BYTES = 2**26
-"""Of one tensor of indices: 8 million requests."""
+"""Most bytes of one index tensor: 8 million requests."""
 
 _CODES = {"I32": "i", "I64": "q"}
 
@@ -33,10 +33,10 @@ _HEADER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 
 
 def read_integers(path: Path, key: str) -> list[int]:
-    """Return the numbers of the tensor ``key``, in the order they are stored.
+    """Return the numbers of the tensor ``key``, in storage order.
 
     Raises:
-        SpecError: the file cannot be read, or holds no such tensor of int32 or int64.
+        SpecError: the file cannot be read, or has no such tensor of int32 or int64.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """The JSON schema of a case file, for editors.
 
-Generated from the same specs that validate, so that the two cannot drift apart. Nothing is ``required``: a ``layer``
-may be partial, because defaults and a matrix complete it; what is validated is the merged case.
+It is generated from the specs that validate, so that the two cannot differ. Nothing is ``required``: a ``layer`` may be
+partial, because defaults and a matrix complete it before validation.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ _BATCH_STRING: _Schema = {
 
 
 def json_schema() -> _Schema:
-    """The schema (draft 2020-12) of a case file as a plain dictionary."""
+    """Return the schema (draft 2020-12) of a case file as a plain dictionary."""
     kinds = {
         "LayerSpec": LayerSpec,
         "CacheSpec": CacheSpec,
@@ -123,7 +123,7 @@ def _batch() -> _Schema:
 
 
 def _path() -> _Schema:
-    """A name, or a mapping from one name to its options."""
+    """Return the schema of a path: a name, or a mapping from one name to its options."""
     named = {"type": "string", "enum": [name for name in PATH_OPTIONS if name != "micro_batch"]}
     with_options = {name: _ref(kind.__name__) for name, kind in PATH_OPTIONS.items() if kind is not None}
     described = "how the question is put; default: what the layer implies"
@@ -131,7 +131,7 @@ def _path() -> _Schema:
 
 
 def _matrix(definitions: _Schema, asked: _Schema) -> _Schema:
-    """Known axes with the schema of their values, so that editors complete them; deeper ones by pattern."""
+    """Return the schema of a matrix: known axes with their values, for completion, and deeper ones by pattern."""
 
     def axis(schema: _Schema) -> _Schema:
         return {"type": "array", "minItems": 1, "items": schema}
@@ -150,7 +150,7 @@ def _matrix(definitions: _Schema, asked: _Schema) -> _Schema:
 
 
 def _tidy(schema: Any) -> Any:
-    """Without titles, ``required`` and null defaults, which only add noise in an editor."""
+    """Return the schema without titles, ``required`` and null defaults, which only add noise in an editor."""
     if isinstance(schema, list):
         return [_tidy(item) for item in schema]
     if not isinstance(schema, dict):

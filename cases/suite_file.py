@@ -1,7 +1,7 @@
-"""Our own case files: ``suite``, ``defaults`` and ``cases`` with their matrices, turned into cases.
+"""Reads attncheck's case files: ``suite``, ``defaults`` and ``cases`` with their matrices.
 
-Every expanded case is laid out as one tree (defaults, the case's own keys, the matrix values) and then read, so that
-each mistake is reported where it was written.
+Each expanded case is first merged into one tree (defaults, the case's own keys, the matrix values) and then read, so
+that each mistake is reported at its place in the file.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from attncheck.cases.validation import Mistakes, known_keys, text_of
 from attncheck.errors import CaseFileError, SeveralMistakesError
 
 MAX_CASES = 100_000
-"""A file may describe this many cases, matrices multiplied out."""
+"""Most cases of a file, after expansion of its matrices."""
 
 MAX_CONTENT = 5_000_000
-"""What these cases may hold in all: values, and half of the characters of texts."""
+"""Most content of these cases: the number of values, plus half of the characters of strings."""
 
 FILE_KEYS = ("suite", "description", "defaults", "cases")
 ASKED_KEYS = ("layer", "cache", "batch", "path", "after", "layers", "checks", "tolerance", "inputs", "strides")
-"""What defaults and matrices may give."""
+"""Keys that defaults and matrices may set."""
 CASE_KEYS = ("id", "description", "weight", *ASKED_KEYS, "matrix")
 
 _MERGED_KEYS = ("layer", "cache")
@@ -36,7 +36,7 @@ _ID_RULE = "use letters, digits, '_', '.' and '-' only"
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis of a matrix: the dotted path it sets, its values, and how each is written in an id."""
+    """One axis of a matrix: the dotted path it sets, its values, and the form of each in an id."""
 
     path: tuple[str, ...]
     place: Place
@@ -44,11 +44,10 @@ class _Axis:
 
 
 def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
-    """The suite that ``root`` describes, ``over`` laid over its defaults; ``path`` is only remembered.
+    """Return the suite that ``root`` describes, with ``over`` merged over its defaults; ``path`` is only stored.
 
-    A case that cannot be asked with ``over``, such as a shared prefix that is no longer of whole pages, but can without
-    it, is left out, and the suite's notes say so. Raises :class:`CaseFileError` with the mistakes of all
-    cases.
+    A case that is valid without ``over`` but not with it, such as a shared prefix that no longer fills whole pages, is
+    skipped and listed in the suite's notes. Raise :class:`CaseFileError` with the mistakes of all cases.
     """
     known_keys(root, FILE_KEYS, "a case file")
     if "suite" not in root.entries:
@@ -119,7 +118,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
 
 
 def _content_of(item: Table, defaults: Table) -> int:
-    """Return the number of values in the cases of one entry of ``cases``; a wrong matrix counts as no matrix."""
+    """Return the number of values in the cases of one entry of ``cases``; an invalid matrix counts as none."""
     matrix = item.entries.get("matrix")
     own = _weight(defaults) + sum(_weight(value) for name, value in item.entries.items() if name != "matrix")
     axes = (
@@ -131,19 +130,19 @@ def _content_of(item: Table, defaults: Table) -> int:
 
 
 def _weight(tree: Tree) -> int:
-    """Return the number of values in a tree, and half of the characters of its texts."""
+    """Return the number of values in a tree, plus half of the characters of its strings."""
     if isinstance(tree, Scalar):
         return 1 + len(tree.text) // 2
     return 1 + sum(map(_weight, tree.items if isinstance(tree, Items) else tree.entries.values()))
 
 
 def _is_right(item: Table, defaults: Table, suite: str, name: str) -> bool:
-    """Whether the case of this id, of those one entry of ``cases`` stands for, can be asked with these defaults."""
+    """Return whether the case ``name`` of one entry of ``cases`` is valid with these defaults."""
     return any(full == name and isinstance(case, Case) for full, case, _ in _expand(item, defaults, suite, 0))
 
 
 def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[str, Case | CaseFileError, Place]]:
-    """The cases one entry of ``cases`` stands for, by id, each with the id's place; the error of one that cannot be."""
+    """Yield id, case and the id's place for each case of one entry of ``cases``; an invalid case is its error."""
     if "id" not in item.entries:
         raise item.place.fault("id is missing", allowed=f"give the case a name: {_ID_RULE}")
     place = item.entries["id"].place
@@ -208,7 +207,7 @@ def _read_matrix(tree: Tree) -> tuple[_Axis, ...]:
 
 
 def _in_id(value: Tree, position: int) -> str:
-    """How a value of an axis is written in an id: as in the file where that is short and safe, else its position."""
+    """Return the form of an axis value in an id: as in the file if that is safe, else its position."""
     if isinstance(value, Scalar):
         if value.value is None:
             return "null"
@@ -228,7 +227,7 @@ def _identifier(tree: Tree, what: str) -> str:
 
 
 def _in_case(error: CaseFileError, name: str, line: int) -> CaseFileError:
-    """The same error with the expanded case it occurs in, since its values may stand in several places."""
+    """Return the error with the name of the expanded case, because several cases may use the same value."""
     if isinstance(error, SeveralMistakesError):
         return SeveralMistakesError([_in_case(each, name, line) for each in error.errors])
     return CaseFileError(

@@ -1,7 +1,7 @@
-"""Trees of values that remember where each of them was written, and how one tree is laid over another.
+"""Trees of values with their place in a file, and the merging of one tree over another.
 
-A YAML file becomes such a tree. Defaults are laid under a case, and values of a matrix into their places. Errors point
-into it. Knows nothing of YAML's syntax, and nothing of what the keys mean.
+A YAML file is parsed into such a tree. A case is merged over the defaults, and matrix values are put into it. Errors
+point to places. The module depends neither on YAML's syntax nor on the keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands: lines and columns count from 1; ``key`` is the dotted path from the file's root."""
+    """Position of a value: lines and columns count from 1; ``key`` is the dotted path from the file's root."""
 
     file: str
     line: int
@@ -25,7 +25,7 @@ class Place:
     key: str
 
     def fault(self, reason: str, *, value: object = None, allowed: str = "") -> CaseFileError:
-        """The error that points here."""
+        """Return an error that points here."""
         return CaseFileError(
             reason,
             file=self.file,
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A single value; ``text`` is how it was written."""
+    """A single value; ``text`` is its spelling in the file."""
 
     place: Place
     value: Value
@@ -50,7 +50,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list. ``size`` counts all values below and itself, ``height`` the levels."""
+    """A list. ``size`` counts the values below it and itself, ``height`` the levels."""
 
     place: Place
     items: tuple["Tree", ...]
@@ -60,7 +60,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A mapping from names to values; ``names`` says where each name stands."""
+    """A mapping from names to values; ``names`` has the place of each name."""
 
     place: Place
     entries: Mapping[str, "Tree"]
@@ -73,7 +73,7 @@ Tree = Scalar | Items | Table
 
 
 def plain(tree: Tree) -> Any:
-    """The tree as dicts, lists and scalars."""
+    """Return the tree as dicts, lists and scalars."""
     if isinstance(tree, Table):
         return {name: plain(value) for name, value in tree.entries.items()}
     if isinstance(tree, Items):
@@ -82,7 +82,7 @@ def plain(tree: Tree) -> Any:
 
 
 def describe(tree: Tree) -> str:
-    """What kind of value this is, for messages."""
+    """Return the kind of value, for messages."""
     if isinstance(tree, Table):
         return "a mapping"
     if isinstance(tree, Items):
@@ -95,13 +95,13 @@ def describe(tree: Tree) -> str:
 
 
 def join_key(path: str, name: str) -> str:
-    """``path.name``, with very long names cut."""
+    """Return ``path.name``, with names above 60 characters cut."""
     shown = name if len(name) <= _KEY_SHOWN else name[:_KEY_SHOWN] + "..."
     return f"{path}.{shown}" if path else shown
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """``over`` laid over ``base``: mappings are merged key by key at every level, anything else is replaced."""
+    """Return ``over`` merged over ``base``: mappings key by key at every level; other values are replaced."""
     if not isinstance(base, Table) or not isinstance(over, Table):
         return over
     entries = dict(base.entries)
@@ -111,10 +111,10 @@ def merge(base: Tree, over: Tree) -> Tree:
 
 
 def put(tree: Table, path: Sequence[str], value: Tree, place: Place, *, merging: bool) -> Table:
-    """``tree`` with ``value`` at ``path``; missing mappings on the way are made.
+    """Return ``tree`` with ``value`` at ``path``; missing mappings on the way are created.
 
-    ``merging`` lays a mapping over one that stands there, instead of replacing it. ``place`` is where the path was
-    written. Raises :class:`~attncheck.errors.CaseFileError` if the way leads through something that is no mapping.
+    ``merging`` merges a mapping over an existing one instead of replacing it. ``place`` is the place of the path in the
+    file. Raise :class:`~attncheck.errors.CaseFileError` if the path leads through a value that is not a mapping.
     """
     name, *rest = path
     below = tree.entries.get(name)

@@ -1,7 +1,7 @@
-"""Trees onto frozen specs, by pydantic, with errors that point at the wrong value and say what would be right.
+"""Converts trees into frozen specs with pydantic, with errors that point at the wrong value and state what is valid.
 
-Trees go through JSON text, because pydantic is strict about nested values only there. What validated once is
-remembered: a matrix asks the same layer a thousand times.
+Trees pass through JSON text, because only there does pydantic validate nested values strictly. Results are cached,
+because a matrix repeats the same layer many times.
 """
 
 import json
@@ -48,23 +48,23 @@ class Mistakes:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep a CaseFileError that is raised inside; what follows it there is left out."""
+        """Return a context that catches and stores a CaseFileError; the rest of its block is skipped."""
         try:
             yield
         except CaseFileError as error:
             self._found.append(error)
 
     def raise_all(self) -> None:
-        """Raise what was kept: one error as it is, several as SeveralMistakesError."""
+        """Raise the stored errors, if any: one as it is, several as SeveralMistakesError."""
         if self._found:
             raise self._found[0] if len(self._found) == 1 else SeveralMistakesError(self._found)
 
 
 def validate(kind: type[T], tree: Tree, what: str) -> T:
-    """The frozen dataclass ``kind`` that ``tree`` describes; ``what`` is what messages call it ("a layer").
+    """Return the frozen dataclass ``kind`` that ``tree`` describes; messages call it ``what`` ("a layer").
 
-    Raises :class:`CaseFileError` at the place of a wrong value, and of several values all of them. Beside a mistyped
-    key, what is missing is not named.
+    Raise :class:`CaseFileError` for every wrong value, at its place. If there is a mistyped key, missing keys are not
+    reported.
     """
     text = json.dumps(plain(tree), sort_keys=True)
     try:
@@ -74,25 +74,25 @@ def validate(kind: type[T], tree: Tree, what: str) -> T:
 
 
 def known_keys(tree: Table, known: Sequence[str], owner: str) -> None:
-    """Raises :class:`CaseFileError` at the first key of ``tree`` that is not among ``known``."""
+    """Raise :class:`CaseFileError` at the first key of ``tree`` that is not in ``known``."""
     for name, place in tree.names.items():
         if name not in known:
             raise unknown_key(place, name, known, owner)
 
 
 def unknown_key(place: Place, name: str, known: Sequence[str], owner: str) -> CaseFileError:
-    """The error for a key that ``owner`` does not have."""
+    """Return the error for a key that ``owner`` does not have."""
     return place.fault(f"{owner} has no key {name[:60]!r}", allowed=suggestion(name, known))
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """What could have been meant."""
+    """Return the closest known name, if any, and all known names."""
     close = get_close_matches(name[:60], known, n=1)
     return f"did you mean {close[0]!r}? (known: {', '.join(known)})" if close else f"known: {', '.join(known)}"
 
 
 def text_of(tree: Tree, what: str) -> str:
-    """The text that ``tree`` is; raises :class:`CaseFileError` for anything else."""
+    """Return the string in ``tree``; raise :class:`CaseFileError` for any other value."""
     if isinstance(tree, Scalar) and isinstance(tree.value, str):
         return tree.value
     value = tree.text if isinstance(tree, Scalar) and tree.text else None
@@ -100,7 +100,7 @@ def text_of(tree: Tree, what: str) -> str:
 
 
 def names_of(tree: Tree, kind: str, known: Sequence[str]) -> tuple[str, ...]:
-    """A list of distinct names out of ``known``; raises :class:`CaseFileError` for anything else."""
+    """Return a list of distinct names from ``known``; raise :class:`CaseFileError` for any other value."""
     if not isinstance(tree, Items):
         raise tree.place.fault(
             f"a list of names belongs here, and this is {describe(tree)}",
@@ -120,7 +120,7 @@ def names_of(tree: Tree, kind: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def locate(tree: Tree, parts: Sequence[str | int]) -> Place:
-    """The place of the value ``parts`` lead to, as far as they lead; parts that are no key are skipped."""
+    """Return the place of the deepest value on the path ``parts``; parts that are not keys are skipped."""
     return _walk(tree, parts)[0].place
 
 
@@ -135,7 +135,7 @@ def _validated(kind: type, text: str) -> Any:
 
 
 def _walk(tree: Tree, parts: Sequence[str | int]) -> tuple[Tree, tuple[str | int, ...]]:
-    """The deepest value on the way, and the parts that led there (pydantic adds labels of union branches)."""
+    """Return the deepest value on the path, and the parts that led there (pydantic adds labels of union branches)."""
     way: list[str | int] = []
     for part in parts:
         if isinstance(tree, Table) and isinstance(part, str) and part in tree.entries:
@@ -152,19 +152,19 @@ def _translate(kind: type, tree: Tree, what: str, error: ValidationError) -> Cas
     """Return every mistake that pydantic found, as one error or as several."""
     errors = error.errors(include_url=False)
     found = [_unknown(kind, tree, what, each) for each in errors if each["type"] == "unexpected_keyword_argument"]
-    # What is missing may be there under a mistyped name.
+    # A missing key may be present under a mistyped name.
     left_out = {"unexpected_keyword_argument", "missing"} if found else set()
     by_field: dict[object, list[ErrorDetails]] = {}
     for each in errors:
         if each["type"] not in left_out:
             by_field.setdefault(each["loc"][:1], []).append(each)
     for same_field in by_field.values():
-        # A union reports an error a branch: the branch that came furthest is the one that was meant.
+        # A union reports one error per branch. The branch that got furthest is the intended one.
         deepest = max(len(_walk(tree, each["loc"])[1]) for each in same_field)
         by_value: dict[object, list[ErrorDetails]] = {}
         for each in same_field:
             if len(way := _walk(tree, each["loc"])[1]) == deepest:
-                # Of several missing keys each has the way of their owner.
+                # Several missing keys share the path of their owner, so loc distinguishes them.
                 by_value.setdefault((way, each["loc"] if each["type"] == "missing" else ()), []).append(each)
         found += [_fault(kind, tree, what, meant) for meant in by_value.values()]
     return found[0] if len(found) == 1 else SeveralMistakesError(found)
@@ -179,7 +179,7 @@ def _unknown(kind: type, tree: Tree, what: str, error: ErrorDetails) -> CaseFile
 
 
 def _fault(kind: type, tree: Tree, what: str, meant: Sequence[ErrorDetails]) -> CaseFileError:
-    """The mistake at one value; ``meant``: what each branch of a union would have taken there."""
+    """Return the mistake at one value; ``meant``: pydantic's error of each branch of a union."""
     value, way = _walk(tree, meant[0]["loc"])
     if meant[0]["type"] == "missing":
         return _missing(kind, value, way, meant[0])
@@ -193,7 +193,7 @@ def _fault(kind: type, tree: Tree, what: str, meant: Sequence[ErrorDetails]) -> 
 
 
 def _spec_fault(tree: Tree, error: SpecError) -> CaseFileError:
-    """A :class:`SpecError` (whose ``field`` is a dotted path below ``tree``) as an error with a place."""
+    """Return a :class:`SpecError`, whose ``field`` is a dotted path below ``tree``, as an error with a place."""
     parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
     found, way = _walk(tree, parts)
     place = found.place
@@ -210,7 +210,7 @@ def _missing(kind: type, owner: Tree, way: tuple[str | int, ...], error: ErrorDe
 
 
 def wanted(error: ErrorDetails) -> str:
-    """What pydantic would have taken, in words that follow "must be"."""
+    """Return what pydantic would accept, in words that follow "must be"."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUND:
         name, word = _BOUND[kind]
@@ -233,7 +233,7 @@ def _name(way: tuple[str | int, ...]) -> str:
 
 
 def _about(kind: type, way: tuple[str | int, ...]) -> str:
-    """The description of the field at ``way``, as the specs give it."""
+    """Return the description of the field at ``way``, from the spec."""
     names = [part for part in way if isinstance(part, str)]
     if not names:
         return ""
@@ -242,7 +242,7 @@ def _about(kind: type, way: tuple[str | int, ...]) -> str:
 
 
 def _class_at(kind: type, way: Sequence[str | int]) -> Any:
-    """The dataclass whose fields stand at ``way`` below ``kind``."""
+    """Return the dataclass that has the fields at ``way`` below ``kind``."""
     for part in way:
         hint = get_type_hints(kind).get(str(part))
         kind = next((c for c in (hint, *get_args(hint)) if isinstance(c, type) and is_dataclass(c)), kind)

@@ -18,7 +18,7 @@ _RANGE_KEYS = ("start", "stop", "step", "end_inclusive")
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch: how it is written, where, and its requests."""
+    """One batch: its string, its place in the file, and its requests."""
 
     text: str
     place: Place
@@ -26,9 +26,9 @@ class Batch:
 
 
 def read_batches(root: Table, limit: int) -> list[Batch]:
-    """Every batch of the file in its order, batch sizes multiplied in; at most ``limit``.
+    """Return every batch of the file in order, multiplied by the batch sizes; at most ``limit``.
 
-    Raises :class:`CaseFileError` for a batch that means nothing, and for a file that describes more.
+    Raise :class:`CaseFileError` for an invalid batch, or for more than ``limit`` batches.
     """
     written: list[tuple[str, Place]] = []
     if "batch_specs" in root.entries:
@@ -47,7 +47,7 @@ def read_batches(root: Table, limit: int) -> list[Batch]:
 
 
 def items_of(tree: Tree, what: str) -> tuple[Tree, ...]:
-    """The items of a list that holds at least one; raises :class:`CaseFileError` for anything else."""
+    """Return the items of a non-empty list; raise :class:`CaseFileError` for any other value."""
     if not isinstance(tree, Items) or not tree.items:
         found = "an empty one" if isinstance(tree, Items) else describe(tree)
         raise tree.place.fault(f"{what} must be a list, and this is {found}", allowed="give a list")
@@ -55,7 +55,7 @@ def items_of(tree: Tree, what: str) -> tuple[Tree, ...]:
 
 
 def whole_number(tree: Tree, what: str, at_least: int) -> int:
-    """A whole number; raises :class:`CaseFileError` for anything else."""
+    """Return an integer of at least ``at_least``; raise :class:`CaseFileError` for any other value."""
     value = tree.value if isinstance(tree, Scalar) else None
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         shown = tree.text if isinstance(tree, Scalar) else describe(tree)
@@ -86,7 +86,7 @@ def _multiplied(batch: Batch, size: Tree) -> Batch:
 
 
 def _expand(tree: Tree, room: int) -> Iterator[tuple[str, Place]]:
-    """The strings of one template: several names multiply, in the order written, the last one fastest."""
+    """Yield the strings of one template: all combinations of its ranges in the order written, the last one fastest."""
     if not isinstance(tree, Table) or "template" not in tree.entries:
         raise tree.place.fault(
             "a range is a mapping with a template", allowed="write template: q{n}s1k, n: {start, ...}"

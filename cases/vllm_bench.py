@@ -1,7 +1,7 @@
-"""Configurations of vLLM's attention benchmarks, read as they are.
+"""Reads configurations of vLLM's attention benchmarks unchanged.
 
-Every key is honoured or named in the suite's notes; nothing is dropped silently. The files set no dtype: theirs runs
-in bfloat16, and so do these cases.
+Every key is used or listed in the suite's notes. The files set no dtype; vLLM runs them in bfloat16, and so do these
+cases.
 """
 
 import re
@@ -45,17 +45,17 @@ class _Geometry:
 
 
 def is_vllm_bench(root: Table) -> bool:
-    """Whether the keys of a file are those of a benchmark configuration."""
+    """Return whether the keys of a file are those of a benchmark configuration."""
     keys = set(root.entries)
     return not keys & {"suite", "cases"} and bool(keys & {"batch_specs", "batch_spec_ranges", "model"})
 
 
 def read_vllm_bench(root: Table, path: Path, over: Table | None = None) -> Suite:
-    """The suite a benchmark configuration stands for: every batch with every geometry, under the file's name.
+    """Return the suite of a benchmark configuration: every batch with every geometry, named after the file.
 
-    ``over`` replaces what ``model`` and ``kv_cache_dtype`` say. A value of the sweep keeps what it says.
+    ``over`` replaces values of ``model`` and ``kv_cache_dtype``, but not values of the sweep.
 
-    Raises :class:`CaseFileError` for what cannot be a case.
+    Raise :class:`CaseFileError` for an invalid case.
     """
     if not {"batch_specs", "batch_spec_ranges"} & set(root.entries):
         raise root.place.fault("the file has no batches", allowed="give batch_specs or batch_spec_ranges")
@@ -111,7 +111,7 @@ def _case(suite: str, geometry: _Geometry, batch: Batch) -> Case:
 
 
 def _backends(root: Table, notes: list[str]) -> tuple[str, ...]:
-    """The wishes of the file as references ``vllm:NAME``; ``backend`` wins over ``backends``, as with vLLM."""
+    """Return the backends of the file as ``vllm:NAME``; ``backend`` takes precedence over ``backends``, as in vLLM."""
     if "backend" in root.entries and "backends" in root.entries:
         notes.append(not_used("backends", "backend stands beside it"))
     if "backend" in root.entries:
@@ -133,7 +133,7 @@ def _device(root: Table) -> str | None:
 
 
 def _geometries(root: Table, notes: list[str], over: Table | None) -> Iterator[_Geometry]:
-    """The model, or one geometry for each value of its sweep."""
+    """Yield one geometry for the model, or one for each value of its sweep."""
     model = root.entries.get("model", Table(root.place, {}, {}))
     if not isinstance(model, Table):
         raise model.place.fault(f"model must be a mapping, and this is {describe(model)}", allowed="give a mapping")
@@ -151,7 +151,7 @@ def _geometries(root: Table, notes: list[str], over: Table | None) -> Iterator[_
 
 
 def _sweep(tree: Tree, notes: list[str]) -> Iterator[tuple[str, Table]]:
-    """A label and the overridden model keys for each value of a sweep, of either form."""
+    """Yield a label and the overridden model keys for each value of a sweep, of either form."""
     if not isinstance(tree, Table) or "values" not in tree.entries:
         raise tree.place.fault(
             "a sweep is a mapping with values",
@@ -176,7 +176,7 @@ def _sweep(tree: Tree, notes: list[str]) -> Iterator[tuple[str, Table]]:
 
 
 def _label(template: str, overrides: Table, value: Tree) -> str:
-    """The file's own label without the backend, or the values joined, in characters an id may have."""
+    """Return the file's own label without the backend, or the values joined, in characters allowed in an id."""
     fields = {name: tree.text for name, tree in overrides.entries.items() if isinstance(tree, Scalar)}
     joined = "-".join(fields.values())
     if isinstance(value, Scalar):
@@ -189,7 +189,7 @@ def _label(template: str, overrides: Table, value: Tree) -> str:
 def _geometry(
     label: str, model: Table, root: Table, notes: list[str], over: Table | None, *, swept: Sequence[str]
 ) -> _Geometry:
-    """Layer and cache of a model, with ``over`` in place of all but the keys ``swept``; errors point at their keys."""
+    """Return layer and cache of a model, with ``over`` replacing all but the ``swept`` keys; errors point at keys."""
     entries: dict[str, Tree] = {}
     names: dict[str, Place] = {}
     is_mla = "kv_lora_rank" in model.entries
@@ -229,7 +229,7 @@ def _geometry(
 
 
 def _replaced(over: Table | None, part: str, swept: Sequence[str]) -> dict[str, Tree]:
-    """Return what ``over`` says of the layer or the cache, but for the keys that a sweep sets (vLLM's names)."""
+    """Return the keys of the layer or the cache in ``over``, except those that a sweep sets (vLLM's names)."""
     written = None if over is None else over.entries.get(part)
     kept = {LAYER_KEYS.get(name, name) for name in swept}
     return (

@@ -1,4 +1,4 @@
-"""Which keys of a configuration of vLLM's attention benchmarks are used, and a line on each that is not."""
+"""The keys of vLLM's benchmark configurations that are used, and a note on each that is not."""
 
 from collections.abc import Iterator, Mapping
 
@@ -40,13 +40,13 @@ _REASONS: Mapping[str, str] = {
 
 
 def description_notes(root: Table) -> Iterator[str]:
-    """Yield a line on where the file comes from, if it says so."""
+    """Yield a note on the provenance of the file, if it states one."""
     if "provenance" in root.entries:
         yield f"provenance: {_one_line(root.entries['provenance'])}"
 
 
 def unused(root: Table) -> Iterator[str]:
-    """A line for each key that changes nothing here, with the reason."""
+    """Yield a note for each key that has no effect here, with the reason."""
     for key, value in root.entries.items():
         if key == "benchmark" and isinstance(value, Table):
             yield from (not_used(f"benchmark.{name}", _REASONS.get(name)) for name in value.entries if name != "device")
@@ -56,7 +56,7 @@ def unused(root: Table) -> Iterator[str]:
 
 
 def not_used(key: str, reason: str | None) -> str:
-    """Return the line on a key that is not used."""
+    """Return the note on a key that is not used."""
     return f"not used here: {key} ({reason or 'no meaning is known for this key'})"
 
 
@@ -69,6 +69,6 @@ def _one_line(tree: Tree) -> str:
 
 
 def unused_model_keys(model: Table) -> list[str]:
-    """Return a line for each key of a model that changes nothing here."""
+    """Return a note for each key of a model that has no effect here."""
     unused = [f"model.{name}" for name in model.entries if name not in _USED_MODEL_KEYS]
     return [not_used(key, _REASONS.get(key)) for key in unused]

@@ -1,4 +1,4 @@
-"""Cases as the text of a case file, with every field that is not at its default."""
+"""Writes cases as the text of a case file, with every field that is not at its default."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,16 +12,16 @@ from attncheck.errors import SpecError
 
 _WIDTH = 100
 _SHARED = ("layer", "cache")
-"""Keys of which the defaults hold what is the same in all cases."""
+"""Keys whose common values become the defaults."""
 
 
 def case_yaml(case: Case) -> str:
-    """Return a case file that asks the same as ``case``."""
+    """Return a case file with the same question as ``case``."""
     return _text({"suite": case.suite, "cases": [_entry(case)]})
 
 
 def suite_yaml(name: str, description: str, cases: Sequence[Case]) -> str:
-    """Return a case file of several cases; what their layers and caches have in common is its ``defaults``."""
+    """Return a case file of several cases; the keys that all their layers and caches share become its ``defaults``."""
     entries = [_entry(case) for case in cases]
     for entry, case in zip(entries, cases, strict=True):
         entry["batch"] = _short_batch(case, entry["batch"])
@@ -44,7 +44,6 @@ def _text(document: Mapping[str, Any]) -> str:
 
 
 def _entry(case: Case) -> dict[str, Any]:
-    """Return a case as a case file writes it."""
     asked = question(case)
     path: Any = asked.get("path", {}).get("name")
     if path is not None and "options" in asked["path"]:
@@ -70,13 +69,12 @@ def _entry(case: Case) -> dict[str, Any]:
 
 
 def _batch_keys(asked: Mapping[str, Any]) -> Any:
-    """Return a batch as a case file writes it."""
     around = {key: asked[key] for key in ("padding", "block_table") if key in asked}
     return {"requests": asked["requests"], **around} if around else asked["requests"]
 
 
 def _short_batch(case: Case, batch: Any) -> Any:
-    """Return ``batch`` with its requests as one string, where a string can say them."""
+    """Return ``batch`` with its requests as one string, if a string can express them."""
     try:
         text = format_batch(case.batch.requests)
     except SpecError:

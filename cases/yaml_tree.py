@@ -1,9 +1,8 @@
-"""YAML text as a tree that remembers where everything stands.
+"""Parses YAML text into a tree that records the place of every value and key.
 
-Requirements: safe with files from strangers (no tags, no code, bounded nodes and depth, aliases counted at full size);
-scalars read as YAML 1.2 reads them (``010`` is 10, ``1e3`` a number, ``yes`` and ``1:30`` text); no key twice; each
-value and each key with its line and column, so that a mistake found much later can still be pointed at. Knows nothing
-of what the keys mean.
+Untrusted files are safe: no tags, no code, bounded nodes and depth, aliases counted at full size. Scalars follow YAML
+1.2: ``010`` is 10, ``1e3`` a number, ``yes`` and ``1:30`` strings. No key occurs twice. The module does not depend on
+the keys.
 """
 
 import re
@@ -16,17 +15,17 @@ from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, Value, descr
 from attncheck.errors import CaseFileError
 
 MAX_BYTES = 2**20
-"""A file may be this large."""
+"""Largest size of a file, in bytes."""
 MAX_NODES = 100_000
-"""A file may hold this many values, aliases counted as often as they are used."""
+"""Most values in a file; an alias counts each time it is used."""
 MAX_DEPTH = 40
-"""Values may be nested this deep."""
+"""Most levels of nesting."""
 _MAX_DIGITS = 40
 
 _CONTROL = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-"""Control characters, those that turn the direction of writing, line separators, and what is no character."""
+"""Control characters, text-direction characters, line separators, and code points that are not characters."""
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _SPECIAL: Mapping[str, Value] = (
@@ -48,9 +47,9 @@ _ADVICE = (
 
 
 def read_text(path: Path, *, instead: str = "") -> str:
-    """Return the text of a file; ``instead``: what could be named where there is none.
+    """Return the text of a file; ``instead`` is the hint for a file that does not exist.
 
-    Raises :class:`CaseFileError` for a file that cannot be read, is longer than :data:`MAX_BYTES` or is no UTF-8 text.
+    Raise :class:`CaseFileError` for a file that cannot be read, is larger than :data:`MAX_BYTES` or is not UTF-8.
     """
     start = Place(str(path), 1, 1, "")
     try:
@@ -74,9 +73,9 @@ def read_text(path: Path, *, instead: str = "") -> str:
 
 
 def parse_yaml(text: str, file: str) -> Tree:
-    """The one document in ``text``; ``file`` is the name that errors give.
+    """Return the tree of the single document in ``text``; errors name ``file``.
 
-    Raises :class:`CaseFileError`, with line and column, for everything that is not plain, small, safe YAML.
+    Raise :class:`CaseFileError`, with line and column, for anything but plain, small, safe YAML.
     """
     for bad in _CONTROL.finditer(text):
         line = text.count("\n", 0, bad.start()) + 1
@@ -95,7 +94,7 @@ def parse_yaml(text: str, file: str) -> Tree:
 
 
 def _events(text: str, file: str) -> Iterator[yaml.Event]:
-    """The parser's events; its errors become ours. libyaml's parser is used where it is there: ten times faster."""
+    """Yield the parser's events, and convert its errors. libyaml's parser, if available, is ten times faster."""
     try:
         yield from yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
@@ -119,7 +118,7 @@ def _events(text: str, file: str) -> Iterator[yaml.Event]:
 
 
 class _Open:
-    """A list or mapping whose end has not come yet."""
+    """A list or mapping that is not closed yet."""
 
     def __init__(self, event: yaml.SequenceStartEvent | yaml.MappingStartEvent, place: Place) -> None:
         self.is_table = isinstance(event, yaml.MappingStartEvent)
@@ -135,7 +134,7 @@ class _Open:
 
     @property
     def next_key(self) -> str:
-        """The dotted path of the value that comes next."""
+        """The dotted path of the next value."""
         if not self.is_table:
             return f"{self.place.key}[{len(self.values)}]"
         return join_key(self.place.key, self.names[-1])
@@ -153,7 +152,7 @@ class _Open:
 
 
 class _Composer:
-    """Builds a tree from events without recursion, counting as it goes."""
+    """Builds a tree from events without recursion, and counts nodes and depth on the way."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -259,7 +258,7 @@ def _refuse_tag(tag: str | None, place: Place) -> None:
 
 
 def _resolve(text: str, place: Place, *, is_plain: bool) -> Value:
-    """The value of a scalar by YAML 1.2's core schema; quoted scalars are text."""
+    """Return the value of a scalar by YAML 1.2's core schema; quoted scalars are strings."""
     if _CONTROL.search(text):
         raise place.fault("an escape stands for a control character", value=text, allowed="use printable text")
     if not is_plain:
@@ -276,7 +275,7 @@ def _resolve(text: str, place: Place, *, is_plain: bool) -> Value:
 
 
 def _with_merge_key(entries: dict[str, Tree], names: dict[str, Place]) -> tuple[dict[str, Tree], dict[str, Place]]:
-    """``<<: *base`` resolved: the mapping's own keys win, then the sources in order."""
+    """Resolve ``<<: *base``: the mapping's own keys take precedence, then the sources in order."""
     source = entries.pop("<<")
     place = names.pop("<<")
     for base in source.items if isinstance(source, Items) else (source,):

@@ -1,10 +1,10 @@
-"""The right answers: attention in pure torch, float64 unless a call asks for less, and vLLM's metadata utilities.
+"""The reference: attention in pure torch, in float64 by default, and vLLM's metadata utilities.
 
-``attention/`` computes attention, ``utilities/`` makes metadata, ``v0/`` keeps the first generation of the utilities.
-``spec`` and its parts define layers, caches and batches for all rooms, without torch. Begin with
+``attention/`` computes attention, ``utilities/`` builds metadata, and ``v0/`` holds the utilities of vLLM's V0 engine.
+``spec`` and its submodules define layers, caches and batches for all packages, without torch. Begin with
 ``attention/params.py`` and ``attention/online_softmax.py``.
 
-All public names are importable from here. ``__init__.pyi`` lists them; each is loaded when it is first used.
+All public names are importable from here. ``__init__.pyi`` lists them. Each is imported at its first use.
 
 >>> from attncheck.reference import AttentionParams, paged_attention
 """

@@ -1,4 +1,4 @@
-# Type checkers read these names here, and ``lazy_exports`` reads where each of them lives.
+# Type checkers read the names here, and ``lazy_exports`` reads the module of each.
 
 from attncheck.reference.attention.cache import (
     compute_slot_mapping as compute_slot_mapping,

@@ -1,7 +1,7 @@
-"""Refusals shared by the functions of the reference: what an argument must be before it means anything.
+"""Argument checks shared by the functions of the reference.
 
-Each helper raises :class:`~attncheck.errors.ReferenceArgumentError` naming the argument, the value and what would be
-right, so that no index error comes up from the depths.
+Each helper raises :class:`~attncheck.errors.ReferenceArgumentError` with the argument, its value and what is required,
+so that the user gets this message instead of an index error from deep inside.
 """
 
 import math
@@ -19,18 +19,18 @@ FLOAT8_DTYPES = tuple(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if hasattr(torch, name)
 )
-"""The dtypes that carry a scale; every other float dtype is taken at face value."""
+"""The dtypes that have a scale; values of every other float dtype are used as they are."""
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def is_float8(tensor: Tensor) -> bool:
-    """Whether the tensor holds codes that mean ``code * scale``."""
+    """Return whether the tensor holds float8 codes, whose value is ``code * scale``."""
     return tensor.dtype in FLOAT8_DTYPES
 
 
 def require_shape(name: str, tensor: Tensor, *sizes: int | None, legend: str = "") -> None:
-    """Refuses another number of axes, or another size of an axis; ``None`` stands for any size."""
+    """Raise if the number of axes or the size of an axis differs; a size of ``None`` matches any size."""
     shape = tuple(tensor.shape)
     fits = len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True))
     if not fits:
@@ -39,30 +39,30 @@ def require_shape(name: str, tensor: Tensor, *sizes: int | None, legend: str = "
 
 
 def require_float(name: str, tensor: Tensor, *, float8: bool = False) -> None:
-    """Refuses what is no floating-point tensor, and float8 codes where no scale could give them a meaning."""
+    """Raise if the tensor is not floating point, or is float8 and ``float8`` is False (no scale is available)."""
     require_float_dtype(f"{name}.dtype", tensor.dtype, float8=float8)
 
 
 def require_float_dtype(name: str, dtype: torch.dtype, *, float8: bool = False) -> None:
-    """The same for a dtype."""
+    """Raise if the dtype is not floating point, or is float8 and ``float8`` is False."""
     if not dtype.is_floating_point or (dtype in FLOAT8_DTYPES and not float8):
         raise ReferenceArgumentError(name, dtype, "floating point" + ("" if float8 else ", not float8"))
 
 
 def require_same_device(first: str, tensor: Tensor, **others: Tensor) -> None:
-    """Refuses tensors that do not lie on the device of the first."""
+    """Raise if one of the ``others`` is not on the device of ``tensor``, which is called ``first`` in the message."""
     for name, other in others.items():
         if other.device != tensor.device:
             raise ReferenceArgumentError(f"{name}.device", str(other.device), f"{tensor.device}, where {first} is")
 
 
 def require_positive_int(name: str, value: object) -> int:
-    """A count as a Python integer; refuses what is no integer of at least 1."""
+    """Return a count as a Python integer; raise if it is not an integer of at least 1."""
     return require_int(name, value, 1)
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """The value as a Python integer; refuses what is none, and one outside ``low <= value <= high``."""
+    """Return the value as a Python integer; raise if it is not an integer with ``low <= value <= high``."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         number = int(value)
         if low <= number and (high is None or number <= high):
@@ -73,7 +73,7 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
 
 
 def require_shard(block_size: int, dcp_size: int, dcp_rank: int, interleave: int) -> None:
-    """Refuses what is no rank of decode context parallelism over pages of ``block_size``."""
+    """Raise if the numbers do not describe a rank of decode context parallelism over pages of ``block_size`` tokens."""
     ranks = require_positive_int("dcp_size", dcp_size)
     require_int("dcp_rank", dcp_rank, 0, ranks - 1)
     require_positive_int("cp_kv_cache_interleave_size", interleave)
@@ -82,20 +82,23 @@ def require_shard(block_size: int, dcp_size: int, dcp_rank: int, interleave: int
 
 
 def require_index(name: str, tensor: Tensor) -> None:
-    """Refuses an index tensor that is neither int32 nor int64."""
+    """Raise if the tensor is neither int32 nor int64."""
     if tensor.dtype not in _INDEX_DTYPES:
         raise ReferenceArgumentError(f"{name}.dtype", tensor.dtype, "int32 or int64")
 
 
 def host_ints(name: str, tensor: Tensor, size: int | None = None) -> list[int]:
-    """A one-dimensional index tensor as Python integers, of which no arithmetic can overflow."""
+    """Return a one-dimensional index tensor as Python integers, whose arithmetic cannot overflow."""
     require_index(name, tensor)
     require_shape(name, tensor, size)
     return [int(value) for value in tensor.tolist()]
 
 
 def host_offsets(name: str, tensor: Tensor, rows_name: str, rows: int) -> list[int]:
-    """Start offsets of packed sequences, ``[R + 1]``: from 0, never falling, within the ``rows`` they cut."""
+    """Return start offsets ``[R + 1]`` of packed sequences as Python integers.
+
+    Raise if they do not start at 0, decrease, or exceed ``rows``.
+    """
     offsets = host_ints(name, tensor)
     if not offsets or offsets[0] != 0:
         raise ReferenceArgumentError(name, offsets[:1], "offsets that start at 0, one more than there are requests")
@@ -108,7 +111,7 @@ def host_offsets(name: str, tensor: Tensor, rows_name: str, rows: int) -> list[i
 
 
 def require_scale(name: str, scale: object, *shapes: Sequence[int]) -> None:
-    """Refuses a scale that is neither a positive number, nor one element, nor of one of the given shapes."""
+    """Raise unless the scale is a positive number, a tensor of one element, or a tensor of one of the given shapes."""
     if isinstance(scale, Tensor):
         if not scale.dtype.is_floating_point:
             raise ReferenceArgumentError(f"{name}.dtype", scale.dtype, "floating point")
@@ -121,7 +124,7 @@ def require_scale(name: str, scale: object, *shapes: Sequence[int]) -> None:
 
 
 def require_broadcast(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    """Refuses a tensor that does not broadcast to ``shape``."""
+    """Raise if the tensor does not broadcast to ``shape``."""
     axes = zip(reversed(tensor.shape), reversed(shape), strict=False)
     if tensor.dim() > len(shape) or any(have not in (1, want) for have, want in axes):
         raise ReferenceArgumentError(f"{name}.shape", tuple(tensor.shape), f"broadcastable to {list(shape)}")

@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first used (PEP 562), read from the package's stub.
+"""Lazy imports of a package's names (PEP 562), read from the package's stub.
 
-The stub ``__init__.pyi`` is what type checkers read. It imports each name once, from the module that defines it.
+Type checkers read the stub ``__init__.pyi``. It imports each name once, from the module that defines it.
 """
 
 import ast
@@ -11,7 +11,7 @@ from sys import modules
 
 
 def homes(init_file: str) -> dict[str, str]:
-    """Return the module of each name that the stub beside a package's ``__init__.py`` imports."""
+    """Return, by name, the module that the stub beside a package's ``__init__.py`` imports the name from."""
     stub = ast.parse(Path(init_file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
@@ -20,8 +20,7 @@ def homes(init_file: str) -> dict[str, str]:
 def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
-    Names with an underscore are vLLM's private names that its callers use. They are read anew each time, because one
-    of them changes, and they are not listed.
+    Names with a leading underscore are private names of vLLM that its callers use. They are not listed in ``__all__``.
     """
     home = homes(init_file)
     public = sorted(name for name in home if not name.startswith("_"))
@@ -30,6 +29,7 @@ def lazy_exports(package: str, init_file: str) -> tuple[Callable[[str], object],
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home[name]), name)
+        # A private name is looked up every time, because vLLM's callers rebind one of them.
         if not name.startswith("_"):
             setattr(modules[package], name, value)
         return value

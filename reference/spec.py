@@ -1,8 +1,8 @@
-"""The words all rooms share: what a layer, a cache and a batch are; names of checks, features and paths join them here.
+"""Definitions shared by all packages: layers, caches, batches, and the names of checks, features and paths.
 
-Free of torch, so that listing, validating and reporting stay light. One definition of every field: ``cases`` validates
-YAML onto these classes, backends judge them in ``unsupported_reasons``, and ``reference`` turns them into its
-parameters. The cache stands here, the others in modules of their own; all are imported from here.
+The module imports no torch, so that listing, validating and reporting stay fast. Every field is defined once: ``cases``
+validates YAML into these classes, backends check them in ``unsupported_reasons``, and ``reference`` derives its
+parameters from them. The cache is defined here, the rest in submodules; all names are imported from here.
 """
 
 from dataclasses import dataclass
@@ -78,31 +78,32 @@ __all__ = [
 ]
 
 GENERATOR_VERSION = 1
-"""Version of the problem generator. Part of a case's hash: raise it when the same case gives other tensors."""
+"""Version of the problem generator, part of a case's hash. Raise it when the same case yields different tensors."""
 
 
 class AttentionCGSupport(Enum):
-    """For which batches a CUDA graph that holds all of attention may be replayed (vLLM's levels; compare ``.value``).
+    """The batches for which a CUDA graph with all of attention may be replayed (vLLM's levels; compare ``.value``).
 
-    Cascade attention is in no graph.
+    Cascade attention is never in a graph.
     """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     """Every query length is 1."""
     UNIFORM_BATCH = 2
-    """All query lengths are one number, as when drafts are verified."""
+    """All query lengths are equal, as when draft tokens are verified."""
     ALWAYS = 3
-    """Any lengths, prefills beside decodes."""
+    """Any query lengths, including mixed prefills and decodes."""
 
 
 KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Layout = Literal["NHD", "HND"]
 InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
 StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transposed"]
-"""Memory of an operand ``[T, H, D]``. ``contiguous``. ``fused``: a slice of one tensor that others are slices of, too.
-``padded``: room behind every row. ``offset``: contiguous, and not at the start of its memory. ``odd``: likewise, with
-odd strides for dimensions of size 1. ``transposed``: head after head, as ``[H, T, D]``."""
+"""Memory layout of an operand ``[T, H, D]``. ``contiguous``. ``fused``: a slice of a tensor shared with other operands.
+``padded``: unused memory after every row. ``offset``: contiguous, but not at the start of its memory. ``odd``: as
+``offset``, with odd strides for dimensions of size 1. ``transposed``: one head after the other, as ``[H, T, D]``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

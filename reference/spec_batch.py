@@ -1,6 +1,6 @@
-"""What a batch is: requests in order, padding behind them, the path they are asked by.
+"""The batch: requests in order, padding, block table, and the path by which a backend is called.
 
-Part of :mod:`attncheck.reference.spec`, free of torch.
+Part of :mod:`attncheck.reference.spec`; imports no torch.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from attncheck.reference.spec_fields import STRICT, option
 from attncheck.reference.spec_paths import PathSpec
 
 MAX_TOKENS = 2**31
-"""No batch holds more tokens than this: larger numbers are typing errors, not questions."""
+"""Most tokens of a batch; a larger number is assumed to be a typing error."""
 
 MAX_TABLE_ENTRIES = 2**20
-"""No row of a block table has more entries than this besides its pages."""
+"""Most entries of a block-table row besides its pages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class RequestSpec:
 
     @property
     def context_len(self) -> int:
-        """Tokens whose K/V stood in the cache before this step; negative where rows see no key of their own."""
+        """Number of tokens in the cache before this step; negative if there are more rows than keys."""
         return self.total_len - self.query_len
 
 
@@ -67,7 +67,7 @@ class PaddingSpec:
 
     @property
     def query_rows(self) -> int:
-        """Rows of the query that belong to no request."""
+        """Number of query rows that belong to no request."""
         return self.tokens + self.unmapped_tokens
 
 
@@ -88,7 +88,7 @@ class BlockTableSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
-    """One step's batch: requests in order, padding behind them, and the path the question takes."""
+    """The batch of one step: requests in order, then padding, and the path by which a backend is called."""
 
     requests: tuple[RequestSpec, ...]
     padding: PaddingSpec = PaddingSpec()
@@ -109,19 +109,19 @@ class BatchSpec:
             )
 
     def __iter__(self) -> Iterator[RequestSpec]:
-        """Every single request, counts unrolled, in order."""
+        """Yield every single request in order, with counts expanded."""
         for request in self.requests:
             for _ in range(request.count):
                 yield request
 
     @property
     def num_requests(self) -> int:
-        """Real requests, padding excluded."""
+        """Number of requests without padding."""
         return sum(r.count for r in self.requests)
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of the real requests."""
+        """Number of new tokens without padding."""
         return sum(r.count * r.query_len for r in self.requests)
 
     @property

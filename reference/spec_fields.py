@@ -1,7 +1,4 @@
-"""How the fields of the specs are described to whoever validates them, without importing the validator.
-
-Beside it stands a refusal that several of them share.
-"""
+"""Helpers that describe the fields of the specs for pydantic without importing it, and a check that specs share."""
 
 import math
 from dataclasses import field
@@ -10,26 +7,26 @@ from typing import Any
 from attncheck.errors import SpecError
 
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-"""How pydantic, which reads this attribute, validates a spec: no unknown key, no silent conversion, no infinity."""
+"""Configuration that pydantic reads from a spec: no unknown key, no implicit conversion, no infinity or NaN."""
 
 _SMALLEST, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Magnitudes between which float32 keeps all its bits."""
+"""Magnitudes between which float32 keeps its full precision (the normal numbers)."""
 
 
 def positive(description: str) -> Any:
-    """A required field that must be above 0."""
+    """Return a required field that must be above 0."""
     return field(metadata={"description": description, "gt": 0})
 
 
 def option(default: Any, description: str, **constraints: Any) -> Any:
-    """A field with a default; ``constraints`` as pydantic has them (gt, ge, le)."""
+    """Return a field with a default; ``constraints`` are pydantic's (gt, ge, le)."""
     return field(default=default, metadata={"description": description, **constraints})
 
 
 def refuse_beyond_float32(name: str, given: float | tuple[float, ...], *, is_factor: bool = False) -> None:
-    """Raises :class:`SpecError` for a number (or one of several) that float32, as which kernels take it, cannot hold.
+    """Raise :class:`SpecError` if a number, or one of several, does not fit float32, the type that kernels take.
 
-    ``is_factor``: it is divided by, and must keep its bits. An infinity stays what it is.
+    ``is_factor``: the number is used as a divisor, so subnormal numbers are rejected too. An infinity is accepted.
     """
     least = _SMALLEST if is_factor else 0.0
     for number in given if isinstance(given, tuple) else (given,):

@@ -1,7 +1,7 @@
-"""What an attention layer is: its sizes, its modifiers, and what they mean as numbers.
+"""The attention layer: its sizes and modifiers, and the numbers they stand for.
 
-Defaults that need arithmetic (scale, slopes, sinks, window pair) are properties of :class:`LayerSpec`, and nobody else
-resolves them. Part of :mod:`attncheck.reference.spec`, free of torch.
+Defaults that need arithmetic (scale, slopes, sinks, window pair) are properties of :class:`LayerSpec`, the only place
+that resolves them. Part of :mod:`attncheck.reference.spec`; imports no torch.
 """
 
 import math
@@ -30,7 +30,7 @@ class AttentionType(str, Enum):
 
     @property
     def has_cache(self) -> bool:
-        """Whether such a layer reads a paged cache; encoders take keys and values from the step itself."""
+        """Whether such a layer reads a paged cache; encoders use the keys and values of the step itself."""
         return self in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
@@ -146,7 +146,7 @@ class LayerSpec:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the layer reads a paged cache; encoder layers take keys and values from the step itself."""
+        """Whether the layer reads a paged cache; encoder layers use the keys and values of the step itself."""
         return AttentionType(self.attn_type).has_cache  # from Python the type may be given as its name
 
     @property
@@ -156,7 +156,7 @@ class LayerSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the scores: ``scale``, or ``head_size ** -0.5`` (MLA: of the unabsorbed head size)."""
+        """The factor on the scores: ``scale``, or ``head_size ** -0.5`` (for MLA, of the unabsorbed head size)."""
         if self.scale is not None:
             return self.scale
         size = self.head_size if self.mla is None else self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
@@ -170,7 +170,7 @@ class LayerSpec:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Inclusive distances (left, right); -1: unlimited. A window of W keys is (W-1, 0), mirrored if not causal."""
+        """Inclusive distances (left, right); -1 is unlimited. W keys are (W-1, 0), or (W-1, W-1) if not causal."""
         if self.sliding_window is None:
             return (-1, -1)
         left = self.sliding_window - 1
@@ -178,22 +178,22 @@ class LayerSpec:
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """The fields of :data:`MODIFIERS` that are on."""
+        """Names of the fields of :data:`MODIFIERS` that are on."""
         return tuple(name for name in MODIFIERS if getattr(self, name) not in (None, False))
 
     @property
     def position_modifiers(self) -> tuple[str, ...]:
-        """Those of the modifiers that depend on the distance to the query."""
+        """The modifiers that depend on the distance between key and query."""
         return tuple(name for name in self.modifiers if MODIFIERS[name].from_query)
 
     @property
     def soft_cap(self) -> float | None:
-        """The cap on the scores, or None; a cap of 0 means none."""
+        """The cap on the scores, or None if it is None or 0."""
         return self.logits_soft_cap or None
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:
-        """One float32-representable slope a query head, or None."""
+        """One float32-representable slope per query head, or None."""
         if isinstance(self.alibi, bool):
             if not self.alibi:
                 return None
@@ -203,7 +203,7 @@ class LayerSpec:
 
     @property
     def sink_logits(self) -> tuple[float, ...] | None:
-        """One float32-representable sink logit a query head, or None; generated ones are spread over 1 to 9."""
+        """One float32-representable sink logit per query head, or None; generated logits lie between 1 and 9."""
         if isinstance(self.sinks, bool):
             if not self.sinks:
                 return None
@@ -213,7 +213,7 @@ class LayerSpec:
 
 
 def _published_alibi_slopes(num_heads: int) -> list[float]:
-    """The slopes of the ALiBi paper (Press et al. 2022): geometric for a power of two, interleaved otherwise."""
+    """Return the slopes of the ALiBi paper (Press et al. 2022): geometric for a power of two, interleaved otherwise."""
 
     def geometric(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
@@ -223,12 +223,12 @@ def _published_alibi_slopes(num_heads: int) -> list[float]:
 
 
 def _shuffled(n: int) -> list[int]:
-    """A fixed permutation of ``range(n)`` without monotone runs, so that a reversed or shifted index shows."""
+    """Return a fixed permutation of ``range(n)`` without monotone runs, so that reversed or shifted indices show."""
     stride = next((s for s in range(max(1, round(n * 0.618)), n) if math.gcd(s, n) == 1), 1)
     return [(1 + i * stride) % n for i in range(n)]
 
 
 def _as_float32(x: float) -> float:
-    """``x`` rounded to float32: kernels take slopes and sinks in that dtype, so the truth must use the same value."""
+    """Return ``x`` rounded to float32, the dtype in which kernels take slopes and sinks; the reference must match."""
     (rounded,) = struct.unpack("f", struct.pack("f", x))
     return float(rounded)

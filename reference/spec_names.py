@@ -1,6 +1,6 @@
-"""The names of checks, features and modifiers, and what each check can and cannot see.
+"""Names of checks, features and modifiers, and what each check can and cannot detect.
 
-Part of :mod:`attncheck.reference.spec`, free of torch: listing and reporting need no more than this.
+Part of :mod:`attncheck.reference.spec`; imports no torch, because listing and reporting need nothing else.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CheckInfo:
-    """What a check establishes, and what it cannot see; one line each. ``applies_to``: who is examined by it.
+    """What a check establishes and what it cannot detect, one line each. ``applies_to``: the kind of code it examines.
 
-    ``by_name_only``: it is made where somebody asks for it, and no part of "all checks".
+    ``by_name_only``: the check runs only if it is named, and is not part of "all checks".
     """
 
     establishes: str
@@ -73,23 +73,24 @@ CHECKS: Mapping[str, CheckInfo] = {
         applies_to="provider",
     ),
 }
-"""The checks of this version, in the order of reports. ``harness/checks`` has a module for each check of a backend."""
+"""All checks, in the order of reports. ``harness/checks`` has a module for each check of a backend."""
 
 FORMER_CHECKS: Mapping[str, str] = {"claims": "refusals"}
-"""Names that checks had before, and have now."""
+"""Former names of checks, mapped to the current ones."""
 
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
-"""The checks a case may ask for."""
+"""The checks that a case may name."""
 
 DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if not CHECKS[name].by_name_only)
-"""The checks of a case that names none, where the run names none either."""
+"""The checks that run if neither the case nor the run names any."""
 
 
 @dataclass(frozen=True)
 class Modifier:
     """A field of a layer that changes its scores or hides keys.
 
-    ``feature``: what a backend declares that supports it. ``from_query``: it depends on the distance to the query.
+    ``feature``: the feature that a backend declares to support it. ``from_query``: depends on the distance to the
+    query.
     """
 
     feature: str
@@ -103,7 +104,7 @@ MODIFIERS: Mapping[str, Modifier] = {
     "sinks": Modifier("sinks"),
     "attn_chunk_size": Modifier("local", from_query=True),
 }
-"""The modifiers, by their field of ``LayerSpec``. None, False and 0 turn one off. Latent attention defines none."""
+"""The modifiers, by field of ``LayerSpec``. None, False and 0 turn one off. Latent attention defines none of them."""
 
 FEATURES: tuple[str, ...] = (
     "sliding_window",
@@ -128,7 +129,7 @@ FEATURES: tuple[str, ...] = (
     "short_keys",
     "merge_nan",
 )
-"""Everything a backend may declare under ``features``."""
+"""Everything a backend may declare in ``features``."""
 
 FORMS: tuple[str, ...] = (
     "attn_type",
@@ -140,4 +141,4 @@ FORMS: tuple[str, ...] = (
     "group_size",
     "path",
 )
-"""Sizes and forms of a layer and its cache by which cases are counted, beside the features they need."""
+"""Sizes and forms of a layer and its cache by which cases are counted, besides the features they need."""

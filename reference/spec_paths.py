@@ -1,6 +1,6 @@
-"""The paths: how a question is put to a backend, and the options of each. Part of :mod:`attncheck.reference.spec`.
+"""The paths by which a case calls a backend, and the options of each. Part of :mod:`attncheck.reference.spec`.
 
-Free of torch.
+Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -107,14 +107,14 @@ PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
     "merge": None,
     "causal_conv1d": CausalConv1dOptions,
 }
-"""Every path (how a question is put to a backend) and the class of its options, None where it has none."""
+"""The class of the options of every path, or None if it has none."""
 
 PATHS: tuple[str, ...] = tuple(PATH_OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathSpec:
-    """How the question is put: a name of :data:`PATHS` and, where the path has options, their values."""
+    """The path of a case: a name of :data:`PATHS` and, if the path has options, their values."""
 
     name: str = "paged"
     options: PathOptions | None = None

@@ -1,5 +1,5 @@
-"""A case as tensors: queries, keys, values, and their places in a pool of pages. The same bits on every machine.
+"""A case as tensors: queries, keys, values, and their slots in a pool of pages, bitwise equal on every machine.
 
-Begin with ``problem``. ``page_layout`` places keys in pages, ``queries`` points rows at keys, ``storage`` rounds to
-what a cache holds, ``visible_span`` gives the keys that a row sees.
+Begin with ``problem``. ``page_layout`` assigns keys to pages, ``queries`` makes each row attend mostly to one key,
+``storage`` rounds to what a cache can hold, ``visible_span`` gives the keys that a row sees.
 """

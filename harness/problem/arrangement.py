@@ -1,6 +1,6 @@
-"""The requests of a problem put in another way: in another order, some of them, in other pages, under a wider table.
+"""The requests of a problem arranged differently: reordered, a subset, in other pages, or under a wider block table.
 
-The rows and keys are the problem's own, so that its truth holds for them.
+Rows and keys are the problem's own, so that its truth holds for them.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from attncheck.reference.spec import PaddingSpec
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a batch is made of the requests of a problem.
+    """How a batch is composed of the requests of a problem.
 
-    ``which``: the requests, in order; one that comes twice takes ``elsewhere``. ``elsewhere``: pages are drawn anew
-    from a pool of another size. ``spare_columns``: more columns of the block table, whose entries name the null page.
-    ``padding``: None: the problem's.
+    ``which``: the requests, in order; a request may occur twice only with ``elsewhere``. ``elsewhere``: pages are drawn
+    again from a pool of another size. ``spare_columns``: columns appended to the block table, whose entries are the
+    null page. ``padding``: None for the problem's padding.
     """
 
     which: tuple[int, ...]
@@ -30,13 +30,13 @@ class Arrangement:
     padding: PaddingSpec | None = None
 
     def rows_of(self, problem: Problem) -> Tensor:
-        """int64: the problem's row that stands at each row of the batch."""
+        """Return int64 ``[T]``: the problem's row at each row of the batch."""
         own = [problem.requests[i] for i in self.which]
         return _ranges([(request.first_row, request.rows) for request in own])
 
 
 def arranged(problem: Problem, how: Arrangement) -> Problem:
-    """Return the problem of such a batch, of the same rows and keys. Raises SpecError where the pool is too small."""
+    """Return the problem of such a batch, with the same rows and keys. Raise SpecError if the pool is too small."""
     case, specs = problem.case, [replace(spec, count=1) for spec in problem.case.batch]
     batch = replace(
         case.batch,
@@ -68,7 +68,7 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
 
 
 def _selected(layout: PageLayout, which: Sequence[int], keys: Tensor) -> PageLayout:
-    """The layout of some requests, where they lie already."""
+    """Return the layout of some requests, in their current pages."""
     index = list(which)
     return replace(
         layout,
@@ -84,5 +84,5 @@ def _selected(layout: PageLayout, which: Sequence[int], keys: Tensor) -> PageLay
 
 
 def _ranges(spans: Sequence[tuple[int, int]]) -> Tensor:
-    """int64: the numbers of ranges, given by first number and count, behind one another."""
+    """Return int64: the concatenated ranges, each given by first number and count."""
     return torch.cat([torch.arange(first, first + count) for first, count in spans])

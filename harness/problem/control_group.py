@@ -1,7 +1,7 @@
-"""The control groups of this process: what a container leaves it of memory and processors. Loads no torch.
+"""Memory and processors that the control groups of this process, such as a container's, allow. Imports no torch.
 
-A group of version 2 has its limits in one folder. Version 1 has a tree of folders for each controller. What limits a
-group also limits the groups in it, so every folder up to the root counts.
+A group of version 2 has its limits in one folder. Version 1 has a tree of folders per controller. The limits of a group
+also apply to the groups in it, so every folder up to the root counts.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def free_group_bytes() -> int | None:
-    """Return the memory that the control groups leave; None if none of them has a limit.
+    """Return the free memory within the limits of the control groups; None if none has a limit.
 
-    Cached pages of files count as free, as in MemAvailable of the machine: the kernel takes them back.
+    Cached pages of files count as free, as in the machine's MemAvailable, because the kernel reclaims them.
     """
     found: list[int] = []
     for folder in _folders("memory"):
@@ -29,7 +29,7 @@ def free_group_bytes() -> int | None:
 
 
 def group_cores() -> float | None:
-    """Return how many processors the control groups let this process use at once; None if none of them has a limit."""
+    """Return how many processors the control groups let this process use at once; None if none has a limit."""
     found: list[float] = []
     for folder in _folders("cpu"):
         quota, period = (_words(folder, "cpu.max") or ["max", ""])[:2]
@@ -41,7 +41,7 @@ def group_cores() -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel has killed for want of memory; None if not known."""
+    """Return how many processes of this control group the kernel has killed for lack of memory; None if unknown."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
             if (count := _table(folder, name).get("oom_kill")) is not None:
@@ -50,9 +50,9 @@ def oom_kills() -> int | None:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's group and of those around it, the innermost first.
+    """Yield the folders of this process's group and of its parents, innermost first.
 
-    A container may see another root than its path begins at. Then the first folders do not exist.
+    In a container, the path may start above the visible root, so the first folders may not exist.
     """
     try:
         lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
@@ -68,7 +68,7 @@ def _folders(controller: str) -> Iterator[Path]:
 
 
 def _words(folder: Path, name: str) -> list[str]:
-    """Return the words of a file; none if it cannot be read."""
+    """Return the words of a file, or an empty list if it cannot be read."""
     try:
         return (folder / name).read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def _words(folder: Path, name: str) -> list[str]:
 
 
 def _number(folder: Path, name: str) -> int | None:
-    """Return the number in a file; None for ``max``."""
+    """Return the number in a file; None for ``max`` or an unreadable file."""
     words = _words(folder, name)
     return int(words[0]) if words and words[0].isdecimal() else None
 

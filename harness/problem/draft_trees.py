@@ -1,6 +1,6 @@
-"""Trees of draft tokens: who may see whom, and how a model runner writes a tree down.
+"""Trees of draft tokens: their visibility mask, and vLLM's notation for them.
 
-A tree is given by the parent of each new row; row 0 is the root, the last verified token.
+A tree is given by the parent of each new row. Row 0 is the root, the last verified token.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
-    """Bool ``[Q, Q]``: whether row ``m`` is row ``i`` itself or one of its ancestors. Parents stand before children.
+    """Return bool ``[Q, Q]``: whether row ``m`` is row ``i`` itself or one of its ancestors. Parents precede children.
 
     >>> ancestors((-1, 0, 0, 1)).int()
     tensor([[1, 0, 0, 0],
@@ -26,7 +26,7 @@ def ancestors(parents: Sequence[int]) -> Tensor:
 
 
 def token_tree(parents: Sequence[int]) -> str:
-    """The rows behind the root as vLLM's ``speculative_token_tree``: each the list of choices that leads to it.
+    """Return the rows after the root as vLLM's ``speculative_token_tree``: the path of child indices to each row.
 
     >>> token_tree((-1, 0, 0, 1))
     '[(0,), (1,), (0, 0)]'

@@ -1,27 +1,26 @@
-"""Float8 formats as tables: the numbers they hold, rounding to them, and which numbers one code stands for.
+"""Float8 formats as tables: their numbers, rounding to them, and the interval of numbers that round to a code.
 
-A formulation of its own beside :mod:`attncheck.reference.attention.quant`: float64 throughout, rounding by comparison
-with midpoints and not by a conversion. Codes are bytes (uint8): a sign bit and, below it, a magnitude that orders the
-finite numbers.
+Independent of :mod:`attncheck.reference.attention.quant`: float64 throughout, and rounding by comparison with midpoints
+instead of a dtype conversion. Codes are bytes (uint8): a sign bit, then a magnitude that orders the finite numbers.
 """
 
 import torch
 from torch import Tensor
 
 NAN_CODE = 0x7F
-"""A NaN in every format with a NaN at the top of its codes (``float8_e4m3fn``, ``float8_e5m2``)."""
+"""A NaN in every format whose highest magnitude is a NaN (``float8_e4m3fn``, ``float8_e5m2``)."""
 
 _SIGN = 0x80
 
 
 def magnitudes(dtype: torch.dtype) -> Tensor:
-    """The finite numbers >= 0 that ``dtype`` holds, float64, ascending: the number at ``i`` has code ``i``."""
+    """Return the finite numbers >= 0 of ``dtype``, float64, ascending: the number at ``i`` has code ``i``."""
     numbers = torch.arange(_SIGN, dtype=torch.uint8).view(dtype).double()
     return numbers[torch.isfinite(numbers)]
 
 
 def nearest_code(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The code of the number nearest to ``x`` (float64), ties to even, saturating; NaN for NaN."""
+    """Return the code of the number nearest to ``x`` (float64): ties to even, saturating; NaN for NaN."""
     numbers = magnitudes(dtype).to(x.device)
     middle = (numbers[1:] + numbers[:-1]) / 2
     size = x.abs().nan_to_num(nan=0.0)
@@ -32,22 +31,22 @@ def nearest_code(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def truncated_code(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The code of the largest number not above ``x`` (float64) in size, saturating: what careless conversions give."""
+    """Return the code of ``x`` (float64) rounded towards 0, saturating, as by a careless conversion."""
     numbers = magnitudes(dtype).to(x.device)
     code = torch.searchsorted(numbers, x.abs().nan_to_num(nan=0.0).contiguous(), right=True) - 1
     return torch.where(torch.isnan(x), NAN_CODE, code + _SIGN * (x < 0).long()).to(torch.uint8)
 
 
 def numbers_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes (uint8) mean, float64."""
+    """Return the values of codes (uint8), float64."""
     return codes.view(dtype).double()
 
 
 def rounding_interval(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The least and the largest number that a code (uint8) may stand for, float64; NaN for codes of NaN.
+    """Return the smallest and largest number that may round to a code (uint8), float64; NaN for codes of NaN.
 
-    Ends included, since a tie may be broken either way by whoever scales before rounding. Beyond the largest number
-    lies everything, by saturation, and the two zeros stand for the same numbers.
+    Both ends are included, because a kernel that scales before rounding may break a tie either way. The interval of the
+    largest number is unbounded, because of saturation. Both zeros have the same interval.
     """
     numbers = magnitudes(dtype).to(codes.device)
     middle = (numbers[1:] + numbers[:-1]) / 2
@@ -64,6 +63,6 @@ def rounding_interval(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def alike(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes (uint8) with one code for every NaN and one for both zeros, which kernels may choose freely."""
+    """Return the codes (uint8) with one code for every NaN and one for both zeros, which kernels may choose freely."""
     is_nan = torch.isnan(numbers_of(codes, dtype))
     return codes.masked_fill(is_nan, NAN_CODE).masked_fill(codes == _SIGN, 0)

@@ -1,6 +1,6 @@
-"""What a step finds in the pool besides its keys: slots that nobody may look at, and the plausible rows in them.
+"""Slots of the pool that must not affect any row of a step, and the plausible stale rows in them.
 
-The driver fills a pool with these rows; an explanation of a wrong output reads them at wrong slots.
+The driver fills a pool with these rows. The explanation of a wrong output reads them at wrong slots.
 """
 
 from functools import lru_cache
@@ -16,11 +16,11 @@ from attncheck.harness.problem.visible_span import visible_span
 from attncheck.reference import layer_params
 
 STALE_ROWS = 64
-"""Distinct stale rows: slot ``i`` of a region holds row ``i % STALE_ROWS``."""
+"""Number of distinct stale rows: slot ``i`` of a region holds row ``i % STALE_ROWS``."""
 
 
 def stale_rows(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return keys ``[STALE_ROWS, Hkv, D]`` and values in the layer's dtype, as a step before may have left them."""
+    """Return keys ``[STALE_ROWS, Hkv, D]`` and values in the layer's dtype, as an earlier step could have left them."""
     key, value = (_stale_rows(problem.layer.num_kv_heads, size, problem.dtype) for size in stored_sizes(problem.layer))
     return key, value
 
@@ -33,12 +33,12 @@ def _stale_rows(heads: int, size: int, dtype: torch.dtype) -> Tensor:
 def rows_in_pool(problem: Problem, slots: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return keys and values ``[n, Hkv, D]`` that attention finds at ``slots`` (int64 ``[n]``).
 
-    None where a slot is outside of the pool. What nobody filled in a large pool is 0.
+    Return None if a slot is outside the pool. Slots of a large pool that are not filled hold 0.
     """
     if bool(((slots < 0) | (slots >= problem.num_blocks * problem.cache.block_size)).any()):
         return None
     regions = list(foreign_slots(problem).values())
-    # Keys stand first: they are written last.
+    # Keys come first: they are written last, and searchsorted finds the first of equal slots.
     filled, order = torch.cat([problem.key_slots, *regions]).sort(stable=True)
     stale = [torch.arange(len(region)) % STALE_ROWS for region in regions]
     source = torch.cat([torch.arange(len(problem.keys)) + STALE_ROWS, *stale])[order]
@@ -53,7 +53,7 @@ def rows_in_pool(problem: Problem, slots: Tensor) -> tuple[Tensor, Tensor] | Non
 
 
 def foreign_slots(problem: Problem) -> dict[str, Tensor]:
-    """Region name -> slots no query row may be influenced by; regions are disjoint, empty ones are left out."""
+    """Return, by region name, the slots that must not affect any query row; regions are disjoint and not empty."""
     if not problem.has_pool:
         return {}
     size = problem.cache.block_size
@@ -74,16 +74,16 @@ def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
         return torch.arange(problem.num_blocks)
     size = problem.cache.block_size
     wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
-    wrapped.append(owned_pages * size % (1 << 32) // size)  # a slot kept in 32 bits
+    wrapped.append(owned_pages * size % (1 << 32) // size)  # a slot number that overflows 32 bits
     per_page = size * problem.layer.num_kv_heads * problem.layer.head_size
-    # Where an element offset kept in 32 bits would land, with keys and values apart or packed together.
+    # Pages that an element offset overflowing 32 bits would reach, with keys and values separate or packed together.
     wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
     near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
     return near[(near >= 0) & (near < problem.num_blocks)]
 
 
 def _freed_slots(problem: Problem) -> Tensor:
-    """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
+    """Return the slots in whole pages before every row's window or chunk: a cache manager may have reused them."""
     params, size = layer_params(naive_layer(problem.layer)), problem.cache.block_size
     positions = torch.tensor([request.first_position for request in problem.requests])
     lens = torch.tensor([request.num_keys for request in problem.requests])
@@ -102,7 +102,7 @@ def _slots(pages: Tensor, size: int) -> Tensor:
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """The elements of ``a`` that are not in ``b``; ``b`` is sorted."""
+    """Return the elements of ``a`` that are not in ``b``; ``b`` must be sorted."""
     if not len(b):
         return a
     return a[b[torch.searchsorted(b, a).clamp(max=len(b) - 1)] != a]

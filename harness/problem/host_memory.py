@@ -1,4 +1,4 @@
-"""How much memory the host, the container and this process have left. Loads no torch."""
+"""Free memory of the host, the container and this process. Imports no torch."""
 
 import os
 import resource
@@ -10,28 +10,25 @@ from attncheck.harness.problem.control_group import free_group_bytes
 
 
 def free_host_bytes() -> int | None:
-    """Return the memory that the kernel could hand out without swapping; None if it is not known.
-
-    The limits of control groups count, such as those of a container.
-    """
+    """Return the memory available without swapping, within the limits of control groups; None if unknown."""
     free = [each for each in (_free_machine_bytes(), free_group_bytes()) if each is not None]
     return min(free, default=None)
 
 
 _REFUSALS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-"""What libraries say where an allocation failed and they raise no MemoryError."""
+"""Messages of libraries whose failed allocation raises no MemoryError."""
 
 
 @dataclass(frozen=True)
 class OwnMemory:
-    """Bytes of this process: ``resident``, and ``data``, which is what RLIMIT_DATA limits."""
+    """Bytes of this process: ``resident``, and ``data``, which RLIMIT_DATA limits."""
 
     resident: int
     data: int
 
 
 def own_memory() -> OwnMemory:
-    """Return the memory of this process, which Linux tells."""
+    """Return the memory of this process; Linux only."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     resident, data = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmData"))
@@ -39,7 +36,7 @@ def own_memory() -> OwnMemory:
 
 
 def free_own_bytes() -> int | None:
-    """Return the memory that this process may still allocate by its RLIMIT_DATA; None if it has no such limit."""
+    """Return the memory that this process may still allocate under its RLIMIT_DATA; None without such a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit == resource.RLIM_INFINITY or sys.platform != "linux":
         return None
@@ -47,7 +44,7 @@ def free_own_bytes() -> int | None:
 
 
 def is_refused_memory(error_type: str, message: str) -> bool:
-    """Return whether an error of this type and message says that an allocation failed, on the host or a GPU."""
+    """Return whether an error of this type and message means a failed allocation, on the host or a GPU."""
     return error_type.endswith("MemoryError") or any(words in message for words in _REFUSALS)
 
 

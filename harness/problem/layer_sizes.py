@@ -1,10 +1,10 @@
-"""Sizes of a layer with a latent cache: of the ordinary layer it equals, and of its cache rows. Loads no torch."""
+"""Sizes of a layer with a latent cache: of the equivalent ordinary layer, and of its cache rows. Imports no torch."""
 
 from attncheck.reference.spec import LayerSpec
 
 
 def naive_layer(layer: LayerSpec) -> LayerSpec:
-    """The ordinary layer that a layer with ``mla`` equals; any other is its own."""
+    """Return the ordinary layer equivalent to a layer with ``mla``; any other layer is returned unchanged."""
     if layer.mla is None:
         return layer
     return LayerSpec(
@@ -19,7 +19,7 @@ def naive_layer(layer: LayerSpec) -> LayerSpec:
 
 
 def stored_sizes(layer: LayerSpec) -> tuple[int, int]:
-    """Widths of what a token brings to the cache: key and value, or latent row and rotated part."""
+    """Return the widths of what a token stores in the cache: key and value, or latent row and rotated part."""
     if layer.mla is None:
         return layer.head_size, layer.value_head_size
     return layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""How much memory a case needs, estimated before anything is allocated. Importing this module loads no torch."""
+"""An estimate of the memory that a case needs, before any allocation. Imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -24,22 +24,22 @@ _WEIGHT_COPIES = 3
 """Float64 tensors of the size of the up-projections alive at once."""
 
 _POOL_COPIES = 8
-"""The pool, its clean image, and the images before and after of the three steps that containment holds at once."""
+"""The pool, its clean image, and the images before and after each of the three steps of containment, alive at once."""
 
 SMALL_POOL = 1 << 18
-"""Slots up to which the whole pool is filled, poisoned and copied; of a larger one the surroundings of owned pages."""
+"""Most slots of a pool that is filled, poisoned and copied whole. Of a larger pool, only pages near owned ones are."""
 
 _NEAR = 8
-"""Pages looked at for each that is owned: its neighbours, and where numbers of fewer bits would lead."""
+"""Pages of interest per owned page: its neighbours, and the targets of page numbers that overflow fewer bits."""
 
 _MOST_RESERVED = 2**37
-"""Bytes of a large pool that a host reserves without taking memory; a larger one counts like any other."""
+"""Most bytes of a pool that a host can reserve without using memory; a larger pool counts in full."""
 
 
 def needed_bytes(case: Case, *, reserves: bool = False) -> int:
-    """An upper estimate of what examining ``case`` holds at once, in bytes, on the host or the device.
+    """Return an upper estimate of the bytes held at once while examining ``case``, on the host or the device.
 
-    ``reserves``: as on a host, whose memory a large pool takes only where it is touched.
+    ``reserves``: whether a large pool uses memory only where it is touched, as on a host.
     """
     layer, cache, batch = case.layer, case.cache, case.batch
     if isinstance(batch.path.options, CausalConv1dOptions):
@@ -52,10 +52,10 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
     itemsize = 4 if layer.dtype == "float32" else 2
     stored, asked = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
     exact = asked.num_kv_heads * (asked.head_size + asked.value_head_size)
-    # Keys and values made of latent rows stand beside rounded ones, and rows have a twin in the latent space.
+    # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
     if cache.kv_cache_dtype.startswith("fp8"):
-        copies += 4  # of every number its size, its code as an index, and the ends of what the code stands for
+        copies += 4  # per number: its magnitude, its code as an index, and both ends of its rounding interval
     pools, parts = _pools_and_parts(batch)
     pages = keys // cache.block_size + 2 * batch.num_requests
     blocks = cache.num_blocks or (cache.first_block or 0) + 2 * pages
@@ -70,7 +70,7 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
 
 
 def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
-    """How many pools stand in a row, and of how many parts the answers are held until they are merged."""
+    """Return the number of consecutive pools, and the number of parts whose outputs are held until they are merged."""
     match batch.path.options:
         case DCPOptions(size=size):
             return size + 1, size + 1
@@ -87,7 +87,7 @@ def _num_weights(layer: LayerSpec) -> int:
 
 
 def shortage(case: Case, device: "torch.device") -> str | None:
-    """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
+    """Return why ``case`` does not fit ``device`` or the host right now, with the GiB it needs, or None if it fits."""
     needed = needed_bytes(case, reserves=device.type == "cpu")
     room = {
         "the host": free_host_bytes(),
@@ -108,5 +108,5 @@ def _free_device_bytes(device: "torch.device") -> int | None:
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
-    # What torch keeps for itself between allocations counts as taken to the driver, and is there to be used again.
+    # The driver counts memory that torch's allocator reserves as used, but torch can allocate from it again.
     return min(free + reserved, allowed) - allocated

@@ -1,7 +1,7 @@
-"""An output quantised on its way out: how far, at the least, what stands behind its codes is from the right answer.
+"""The error of a quantised output: the smallest distance between the right answer and the numbers behind its codes.
 
-A code stands for every number that rounds to it, so the error of a code is the distance of the right answer from that
-interval: none if it lies inside. The ordinary budget then holds for it, and a code is never doubted for being a code.
+A code stands for every number that rounds to it. Its error is the distance of the right answer from that interval, and
+0 inside. So the ordinary error budget applies, and rounding to a code alone is never an error.
 """
 
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ from attncheck.harness.problem.float8 import nearest_code, numbers_of, rounding_
 from attncheck.reference.spec import LayerSpec
 
 _SLACK = 2.0**-22
-"""Relative width added to an interval's ends: a kernel may divide by the scale, or multiply by its reciprocal."""
+"""Relative width added to an interval's ends: a kernel may divide by the scale or multiply by its reciprocal."""
 
 
 @dataclass(frozen=True)
 class OutputCodes:
-    """A quantised output: codes of ``dtype`` that mean ``code * scale``."""
+    """The quantisation of an output: codes of ``dtype`` with the value ``code * scale``."""
 
     dtype: torch.dtype
     scale: float
 
     def of(self, out: Tensor) -> Tensor:
-        """The codes of an exact answer (float64)."""
+        """Return the codes of an exact answer (float64)."""
         return nearest_code(out / self.scale, self.dtype).view(self.dtype)
 
     def error(self, output: Tensor, out: Tensor) -> Tensor:
-        """Float64: the least that ``output`` is off the answer ``out`` (float64), whatever stands behind its codes."""
+        """Return, in float64, the smallest signed error of ``output`` against ``out`` over its rounding interval."""
         low, high = (end * self.scale for end in rounding_interval(output.view(torch.uint8), self.dtype))
         return out.clamp(low - _SLACK * low.abs(), high + _SLACK * high.abs()) - out
 
 
 def output_codes(layer: LayerSpec) -> OutputCodes | None:
-    """How the layer's output is quantised, the scale as a backend is told it (float32); None: it is not."""
+    """Return the quantisation of the layer's output, with the float32 scale that a backend gets, or None."""
     quant = layer.output_quant
     if quant is None:
         return None
@@ -43,10 +43,10 @@ def output_codes(layer: LayerSpec) -> OutputCodes | None:
 
 
 def output_values(output: Tensor, codes: OutputCodes | None) -> Tensor:
-    """Float64: what an output says."""
+    """Return the values of an output, in float64."""
     return output.double() if codes is None else numbers_of(output.view(torch.uint8), codes.dtype) * codes.scale
 
 
 def output_error(output: Tensor, out: Tensor, codes: OutputCodes | None) -> Tensor:
-    """Float64: ``output`` minus the answer ``out`` (float64, same shape); of codes the least it can be."""
+    """Return ``output`` minus ``out`` (float64, same shape); for codes the smallest possible error."""
     return output.double() - out if codes is None else codes.error(output, out)

@@ -1,8 +1,7 @@
-"""Where every key of a batch lies: pages drawn from a pool, block tables, and the parts a question is split into.
+"""The page layout of a batch: pages drawn from a pool, block tables, and the parts into which a path cuts the keys.
 
-Pages are random, page 0 is never owned, shared prefixes are the same pages; table entries past the end name pages of
-others. A path that cuts the keys (a prefix of all requests, ranges, ranks) gives each part a table of its own over the
-one pool.
+Pages are random, page 0 is never owned, and shared prefixes share pages. Table entries beyond a request's end are pages
+of others. A path that cuts the keys (common prefix, ranges, ranks) gives each part its own table over the one pool.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,53 +22,53 @@ from attncheck.reference import layer_params
 from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
 
 _SLACK = 2
-"""Table entries behind the longest request's pages."""
+"""Table entries after the longest request's pages."""
 
 
 @dataclass(frozen=True)
 class KeyPart:
-    """Some keys of every request, attended in a call of their own. ``is_aligned``: its keys end with the rows' own."""
+    """Some keys of every request, attended in a separate call. ``is_aligned``: its last keys are those of the rows."""
 
     table: Tensor
-    """int32 ``[R, M]``, entries past a request's end name pages that hold none of this part's keys."""
+    """int32 ``[R, M]``; entries beyond a request's end are pages that hold none of this part's keys."""
     lengths: tuple[int, ...]
     is_aligned: bool
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """A batch laid out. ``N`` keys of all requests behind one another."""
+    """The page layout of a batch. The ``N`` keys of all requests are concatenated."""
 
     pages: tuple[tuple[int, ...], ...]
     """Every page a request owns."""
     block_table: Tensor
     """int32 ``[R, M]``"""
     key_slots: Tensor
-    """int64 ``[N]``: where each key lies in the pool, -1 where there is no pool."""
+    """int64 ``[N]``: the slot of each key in the pool, -1 without a pool."""
     num_blocks: int
     parts: tuple[KeyPart, ...] = ()
-    """The parts to merge; none where one call sees all keys."""
+    """The parts to merge; empty if one call sees all keys."""
     part_of_key: Tensor | None = None
     """int64 ``[N]``: index into ``parts``."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The pages of each request, and the size of the pool they are from."""
+    """The pages of each request, and the size of the pool they are drawn from."""
 
     pages: tuple[tuple[int, ...], ...]
     num_blocks: int
 
 
 class KeyPlaces(NamedTuple):
-    """Of each key, int64 ``[N]``: its request, and its position there."""
+    """The request of each key and its position there, int64 ``[N]`` each."""
 
     request: Tensor
     position: Tensor
 
 
 def key_places(lengths: Sequence[int]) -> KeyPlaces:
-    """Return the places of the keys of requests with ``lengths`` keys, behind one another; likewise those of rows."""
+    """Return the places of the concatenated keys of requests with ``lengths`` keys; also usable for rows."""
     counts = np.asarray(lengths, dtype=np.int64)
     request = np.repeat(np.arange(len(counts)), counts)
     position = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)
@@ -77,15 +76,15 @@ def key_places(lengths: Sequence[int]) -> KeyPlaces:
 
 
 def no_pool(num_requests: int, num_keys: int) -> PageLayout:
-    """The layout of a layer without a cache."""
+    """Return the layout of a layer without a cache."""
     table, slots = torch.zeros(num_requests, 1).int(), torch.full((num_keys,), -1)
     return PageLayout(((),) * num_requests, table, slots, 0)
 
 
 def lay_out(case: Case, lengths: Sequence[int], places: KeyPlaces, stream: RandomStream) -> Callable[[], PageLayout]:
-    """Draws the pages of requests with ``lengths`` keys; call the result for the layout, when foreign ids may be drawn.
+    """Draw the pages of requests with ``lengths`` keys; call the result to draw foreign page ids and get the layout.
 
-    ``places``: those of the keys. Raises SpecError where the pool cannot hold the batch.
+    ``places``: those of the keys. Raise SpecError if the pool cannot hold the batch.
     """
     options = case.batch.path.options
     if isinstance(options, DCPOptions):
@@ -107,7 +106,7 @@ def lay_out(case: Case, lengths: Sequence[int], places: KeyPlaces, stream: Rando
 
 
 def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream: RandomStream) -> _Drawn:
-    """``counts`` pages for each request, of which the first ``shared`` are the same for all who share."""
+    """Draw ``counts`` pages for each request, the first ``shared`` of which are common to all requests that share."""
     prefix = max(shared)
     needed = prefix + sum(c - s for c, s in zip(counts, shared, strict=True))
     first = case.cache.first_block or 1
@@ -119,7 +118,7 @@ def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream
             value=num_blocks,
             allowed=f"at least {first + needed}",
         )
-    # Of a very large pool only a window is drawn from: shuffling millions of ids would say no more.
+    # Pages of a very large pool come from a window of it: shuffling millions of ids would test nothing more.
     choice = min(num_blocks - first, 2 * needed + 64)
     ids = (stream.permutation(choice)[:needed] + first).tolist()
     common, free = ids[:prefix], iter(ids[prefix:])
@@ -132,7 +131,7 @@ def _block_table(drawn: _Drawn, stream: RandomStream, extra_columns: int = 0) ->
     table = stream.integers(len(drawn.pages) * width, drawn.num_blocks).reshape(len(drawn.pages), width)
     request, column = key_places([len(pages) for pages in drawn.pages])
     own = torch.tensor(list(chain.from_iterable(drawn.pages)), dtype=torch.int64)
-    # An id of its own in the slack would make a read past the end invisible.
+    # A request's own page in the slack would hide a read beyond the end.
     first_id = torch.arange(len(table)) * drawn.num_blocks  # makes ids of different requests differ
     is_own = torch.isin(table + first_id[:, None], own + first_id[request])
     table.masked_fill_(is_own, 0)[request, column] = own
@@ -140,7 +139,7 @@ def _block_table(drawn: _Drawn, stream: RandomStream, extra_columns: int = 0) ->
 
 
 def layout_of_layer(layout: PageLayout, case: Case) -> PageLayout:
-    """Return the layout as a case has it that differs in its layer: with other null pages, if it has any."""
+    """Return the layout for a case with another layer; it differs only if the block table has null pages."""
     if not case.batch.block_table.null_pages:
         return layout
     table = layout.block_table.clone()
@@ -150,9 +149,9 @@ def layout_of_layer(layout: PageLayout, case: Case) -> PageLayout:
 
 
 def _without_freed_pages(case: Case, table: Tensor) -> Tensor:
-    """Return the table with page 0 in place of pages that the window or chunk of every row and layer has left behind.
+    """Return the table with page 0 in place of pages that lie before the window or chunk of every row and layer.
 
-    A cache manager takes such pages back, and may give them to others.
+    A cache manager frees such pages and may give them to other requests.
     """
     lengths = torch.tensor([spec.total_len for spec in case.batch])
     first_rows = torch.tensor([spec.context_len for spec in case.batch])
@@ -164,7 +163,6 @@ def _without_freed_pages(case: Case, table: Tensor) -> Tensor:
 
 
 def _slots(pages: Sequence[int], positions: Tensor, size: int) -> Tensor:
-    """Slots of ``positions`` within ``pages``."""
     own = torch.tensor(pages or (0,), dtype=torch.int64)
     return own[positions // size] * size + positions % size
 
@@ -172,7 +170,7 @@ def _slots(pages: Sequence[int], positions: Tensor, size: int) -> Tensor:
 def _page_parts(
     case: Case, specs: Sequence[RequestSpec], lengths: Sequence[int], table: Tensor
 ) -> tuple[tuple[KeyPart, ...], Tensor | None]:
-    """Parts that are runs of whole pages, all but the last within the context of their request."""
+    """Return the parts on whole-page boundaries; all but the last lie within the context of their request."""
     size, path = case.cache.block_size, case.batch.path
     if path.name == "cascade":
         common = min(spec.shared_prefix for spec in specs) // size
@@ -196,12 +194,12 @@ def _page_parts(
 
 
 def _by_request(lengths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """(part, number of keys), request after request; ``lengths``: for each part, of each request."""
+    """Return (part, number of keys), request after request; ``lengths``: per part, then per request."""
     return [(part, own[request]) for request in range(len(lengths[0])) for part, own in enumerate(lengths)]
 
 
 def _columns(table: Tensor, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """Columns ``start .. end - 1`` of each row, then ids that are not among them."""
+    """Return columns ``start .. end - 1`` of each row, followed by page ids that are not among them."""
     width = max(end - start for start, end in zip(starts, ends, strict=True)) + _SLACK
     part = torch.zeros(len(table), width, dtype=table.dtype)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -214,10 +212,11 @@ def _columns(table: Tensor, starts: Sequence[int], ends: Sequence[int]) -> Tenso
 def _lay_out_ranks(
     case: Case, options: DCPOptions, lengths: Sequence[int], stream: RandomStream
 ) -> Callable[[], PageLayout]:
-    """Context parallelism: rank ``(p // interleave) % size`` holds position ``p``; the ranks' pools stand in a row.
+    """Lay out context parallelism: rank ``(p // interleave) % size`` holds position ``p``, in the ``rank``-th pool.
 
-    A decode's own key lies with the rest. Where a request has more rows, only its context is spread; the new keys lie
-    in a pool of their own, which stands for the rows every rank attends to itself.
+    The ranks' pools are consecutive. A decode's own key is distributed like the others. If a request has more rows,
+    only its context is distributed. Its new keys are in an additional pool, for the rows that every rank attends to
+    itself.
     """
     size, ranks, run = case.cache.block_size, options.size, options.interleave
     specs = list(case.batch)
@@ -252,15 +251,15 @@ def _lay_out_ranks(
 
 
 def _local(positions: Tensor, ranks: int, run: int) -> tuple[Tensor, Tensor]:
-    """(rank, index on that rank) of each position."""
+    """Return (rank, index on that rank) of each position."""
     return positions // run % ranks, positions // (run * ranks) * run + positions % run
 
 
 def _longest_shard(length: int, ranks: int, run: int) -> int:
-    """Keys on the first rank, which holds the most."""
+    """Return the number of keys on the first rank, which holds the most."""
     return length // (run * ranks) * run + min(length % (run * ranks), run)
 
 
 def _held(part_of_key: Tensor, lengths: Sequence[int], part: int) -> tuple[int, ...]:
-    """How many keys of each request a part holds."""
+    """Return the number of keys of each request in a part."""
     return tuple(int((keys == part).sum()) for keys in part_of_key.split(list(lengths)))

@@ -1,7 +1,7 @@
-"""A case made into tensors, laid out as a serving engine would: the same bits on every machine.
+"""A case as tensors, laid out as by a serving engine, and bitwise equal on every machine.
 
-A :class:`Problem` is the question alone: rows, keys and where they lie in a pool of pages. All tensors are on the CPU;
-the driver moves copies.
+A :class:`Problem` is the input alone: rows, keys and their slots in a pool of pages. All tensors are on the CPU; the
+driver copies them to the device.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,8 @@ from attncheck.reference.spec import (
 class Request:
     """One request of the batch: ``rows`` query rows at the end of ``num_keys`` keys, the first ``cached`` of them old.
 
-    ``query_len``: its tokens in this step; more than ``rows`` where only the last ones are asked (fast prefill).
+    ``query_len``: its new tokens in this step; more than ``rows`` if only the last ones are computed (fast prefill).
+    ``first_row`` and ``base``: indices of its first row and key in the batch.
     """
 
     rows: int
@@ -54,29 +55,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case as tensors. ``T`` real rows, ``N`` keys of all requests behind one another, dtype of the layer."""
+    """A case as tensors: ``T`` rows without padding, ``N`` concatenated keys of all requests, in the layer's dtype."""
 
     case: Case
     seed: int
     requests: tuple[Request, ...]
     query: Tensor
-    """``[T, H, D]``; of a latent cache ``[T, H, P + E]``"""
+    """``[T, H, D]``; of a latent cache ``[T, H, P + E]``."""
     keys: Tensor
-    """``[N, Hkv, D]``: request r's keys stand at ``base .. base + num_keys - 1``; of a latent cache ``[N, 1, L]``."""
+    """``[N, Hkv, D]``: request r's keys are ``base .. base + num_keys - 1``; of a latent cache ``[N, 1, L]``."""
     values: Tensor
-    """``[N, Hkv, Dv]``; of a latent cache ``[N, 1, E]``, the rotated parts"""
+    """``[N, Hkv, Dv]``; of a latent cache ``[N, 1, E]``, the rotated parts."""
     layout: PageLayout
     up_projections: UpProjections | None = None
-    """What makes keys and values of latent rows; None for every other layer."""
+    """The weights that turn latent rows into keys and values; None for every other layer."""
 
     @property
     def block_table(self) -> Tensor:
-        """int32 ``[R, M]``, without padding requests; entries past a request's end name pages it does not own."""
+        """int32 ``[R, M]``, without padding requests; entries beyond a request's end are pages it does not own."""
         return self.layout.block_table
 
     @property
     def key_slots(self) -> Tensor:
-        """int64 ``[N]``: where each key lies in the pool, -1 where there is no pool."""
+        """int64 ``[N]``: the slot of each key in the pool, -1 without a pool."""
         return self.layout.key_slots
 
     @property
@@ -86,12 +87,12 @@ class Problem:
 
     @property
     def parts(self) -> tuple[KeyPart, ...]:
-        """The parts whose results are merged; none where one call sees all keys."""
+        """The parts whose results are merged; empty if one call sees all keys."""
         return self.layout.parts
 
     @cached_property
     def tree(self) -> Tensor | None:
-        """Bool ``[Q, Q]``: which new key each row may see where drafts form a tree; None: no tree."""
+        """Bool ``[Q, Q]``: which new key each row may see if drafts form a tree; None without a tree."""
         options = self.case.batch.path.options
         return ancestors(options.parents) if isinstance(options, TreeOptions) else None
 
@@ -127,12 +128,12 @@ class Problem:
 
     @property
     def writes_nothing(self) -> bool:
-        """Whether the layer reads a cache that another layer fills."""
+        """Whether another layer fills the cache that this layer reads."""
         return shares_cache(self.case)
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The bites planted in this problem."""
+        """Names of the input patterns planted in this problem."""
         return planted_inputs(self.case)
 
     @cached_property
@@ -156,23 +157,23 @@ class Problem:
 
     @cached_property
     def old_keys(self) -> Tensor:
-        """int64: indices into ``keys`` of what stands in the cache before the step."""
+        """int64: indices into ``keys`` of what is in the cache before the step."""
         return torch.from_numpy(np.concatenate([np.arange(r.base, r.base + r.cached) for r in self.requests]))
 
     @cached_property
     def owned_slots(self) -> Tensor:
-        """Sorted int64: every slot some request's key lies in."""
+        """Sorted int64: every slot that holds a request's key."""
         return self.key_slots.unique() if self.has_pool else self.key_slots.new_empty(0)
 
     def row_name(self, row: int) -> str:
-        """How a person would name a query row."""
+        """Return a readable name of a query row: its request and position, or "padding"."""
         for index, r in enumerate(self.requests):
             if r.first_row <= row < r.first_row + r.rows:
                 return f"request {index}, position {r.first_position + row - r.first_row}"
         return "padding"
 
     def slot_name(self, slot: int) -> str:
-        """How a person would name a slot: its page and offset, and who owns it."""
+        """Return a readable name of a slot: its page, offset and owner."""
         block, offset = divmod(slot, self.cache.block_size)
         owner = "owned by no request"
         (hits,) = torch.nonzero(self.key_slots == slot, as_tuple=True)
@@ -183,12 +184,12 @@ class Problem:
 
 
 def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Problem:
-    """The tensors of ``case`` under ``seed``. Raises SpecError where the pool cannot hold the batch.
+    """Return the problem of ``case`` for ``seed``. Raise SpecError if the pool cannot hold the batch.
 
-    ``rows_of``: a problem of the same layer and cache, among whose queries, keys and values those of the new one are
-    drawn. This takes a fraction of the time, but no query points at a key: it is for steps that are not judged.
+    ``rows_of``: a problem of the same layer and cache, from which queries, keys and values are drawn. This takes a
+    fraction of the time, but no query is aligned to a key: it is for steps whose results are not judged.
     """
-    # To hash a case takes as long as all else where no rows are drawn.
+    # Without drawing rows, hashing the case would take as long as everything else.
     stream = RandomStream(seed, *((case.hash,) if rows_of is None else (rows_of.case.hash, case.id)))
     layer = case.layer
     requests = tuple(place_requests(case))
@@ -217,12 +218,12 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
 
 
 def shares_cache(case: Case) -> bool:
-    """Whether the layer reads a cache that another layer fills; the layers of fast prefill do."""
+    """Return whether another layer fills the cache that the layer reads; always so in fast prefill."""
     return case.layer.kv_sharing or isinstance(case.batch.path.options, FastPrefillOptions)
 
 
 def place_requests(case: Case) -> Iterator[Request]:
-    """The requests of the batch, still without pages: their rows and keys lie behind one another."""
+    """Yield the requests of the batch without pages; their rows and keys are concatenated."""
     row, base = 0, 0
     options, layer = case.batch.path.options, case.layer
     for spec in case.batch:

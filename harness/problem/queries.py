@@ -1,12 +1,12 @@
-"""Queries under which small faults change the output: which key each row and head points at, and how strongly.
+"""Queries for which small faults change the output: the key each row and head is aligned to, and the score it gets.
 
-Plain random inputs are nearly blind: with n keys of near-uniform weight a lost key moves the output by 1/n. So each
-query is parallel to one key (a *needle*) at a place of typical off-by-one errors, with a gain that gives this key
-about half of the softmax weight. Heads of one row point at different places. An invisible needle has no effect on the
-right answer and dominates a wrong one. Some rows get very large scores, or all equal ones.
+Random inputs hardly detect faults: with n keys of near-uniform weight a lost key changes the output by 1/n. So each
+query is parallel to one key (a *needle*) at the position of a typical off-by-one error, with a gain that gives this key
+about half of the softmax weight. The heads of a row have different needles. A needle that the row must not see has no
+effect on the right answer and dominates a wrong one. Some rows get very large scores, or all equal ones.
 
-Everything is derived in float64 from integers and rounded to few significant bits, so that it is the same on every
-machine.
+Everything is computed in float64 from integers and rounded to few significant bits, so that it is bitwise equal on
+every machine.
 """
 
 from dataclasses import dataclass, replace
@@ -22,20 +22,20 @@ from attncheck.reference.spec import LayerSpec
 
 _LARGE_SCORE = 4096.0
 _KEY_VARIANCE = 4 / 3
-"""Of a number uniform over [-2, 2)."""
+"""Variance of a number uniform over [-2, 2)."""
 
 _TILES = (16, 64, 128)
 
 _OFFSETS = (0, 1, 0, -1, 0, -1, -1, 0, 0) + (0, -1) * len(_TILES) + (0,)
-"""Added to what :func:`_targets` points near. Ends come first: rows with few heads point at what matters most."""
+"""Offsets of the places in :func:`_targets`. Ends come first, so that rows with few heads test the likeliest errors."""
 
 _ROWS_AT_ONCE = 1024
-"""Most requests have few rows, and are taken together; of long ones not so many that what is made of them is large."""
+"""Most rows processed at once. Short requests are processed together; the limit bounds the memory for long ones."""
 
 
 @dataclass(frozen=True)
 class RequestGeometry:
-    """Where a request's rows and keys stand: rows at positions ``first .. first + rows - 1``, keys ``base + j``."""
+    """Rows and keys of a request: rows at positions ``first .. first + rows - 1``, key ``j`` at index ``base + j``."""
 
     rows: int
     first: int
@@ -52,9 +52,9 @@ def needle_queries(
     inputs: frozenset[str],
     tree: Tensor | None = None,
 ) -> Tensor:
-    """Float64 queries ``[T, H, D]`` for ``keys`` (``[N, Hkv, D]``, all requests' keys behind one another).
+    """Return float64 queries ``[T, H, D]`` for ``keys`` (``[N, Hkv, D]``, the concatenated keys of all requests).
 
-    ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None: no tree.
+    ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None without a tree.
     """
     if not requests:
         return keys.new_zeros(0, layer.num_heads, layer.head_size, dtype=torch.float64)
@@ -65,7 +65,8 @@ def needle_queries(
 class _Rows(NamedTuple):
     """Some rows of the batch, int64 ``[q]`` each.
 
-    number: in the batch. node: which row of its request it is. num_keys: of its request. base: where these begin.
+    number: index in the batch. node: index in its request.
+    num_keys, base: number and first index of its request's keys.
     """
 
     number: Tensor
@@ -81,7 +82,7 @@ class _Rows(NamedTuple):
 
 
 def _rows_of(requests: list[RequestGeometry]) -> list[_Rows]:
-    """All requests' rows behind one another, cut to pieces."""
+    """Return the concatenated rows of all requests, in pieces of ``_ROWS_AT_ONCE``."""
     fields = [(request.first_row, request.first, 0, request.num_keys, request.base) for request in requests]
     of_request = np.repeat(fields, [request.rows for request in requests], axis=0)
     of_request[:, :3] += np.concatenate([np.arange(request.rows) for request in requests])[:, None]
@@ -101,10 +102,10 @@ def _row_queries(
     params = layer_params(layer)
     lo, hi = visible_span(params, rows.position, rows.num_keys)
     if params.attn_chunk_size is not None:
-        # Version 1 of the generator ignores the end of a chunk, which only shows where no causal mask hides more.
+        # Version 1 of the generator ignores the end of a chunk. That changes nothing if a causal mask hides more.
         _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
     target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
-    # The key index wraps at the end of the batch: the last request's neighbour is the first.
+    # The key index wraps at the end of the batch: the neighbour of the last request is the first one.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(rows.base[:, None] + target) % len(keys), kv_head].double()
     norm = needle.norm(dim=-1).clamp(min=1e-3)
@@ -131,10 +132,11 @@ def _row_queries(
 def _targets(
     rows: _Rows, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor, tree: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Which key each row and head points at, and a second, visible one: int64 ``[q, H]`` each.
+    """Return the needle of each row and head, and a second key that the row sees: int64 ``[q, H]`` each.
 
-    The visible places: both ends of what the row sees, page and tile edges; in a tree the parent. The invisible: one
-    beyond either end, the neighbouring request's first key; in a tree the nearest earlier row of another branch.
+    Visible places are both ends of what the row sees, page edges and tile edges, and in a tree the parent. Invisible
+    places are one beyond either end, the neighbouring request's first key, and in a tree the nearest earlier row of
+    another branch.
     """
     edges = torch.tensor((block_size, *_TILES))
     page, *tiles = (hi[:, None] // edges * edges).unbind(dim=1)
@@ -163,7 +165,9 @@ def _within(places: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the nearest earlier row of another branch, and of the parent, and whether there is one: ``[q, 2]``.
+    """Return the positions of the nearest earlier row of another branch and of the parent, and whether they exist.
+
+    Both are ``[q, 2]``.
 
     The tree's root is the request's first row.
     """
@@ -175,14 +179,14 @@ def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _nth_valid(places: Tensor, valid: Tensor, n: Tensor) -> Tensor:
-    """Per row the ``n``-th (modulo their number) of the valid places; ``places, valid [q, P]``, ``n [q, H]``."""
+    """Return per row the ``n``-th (modulo their number) of the valid places; ``places, valid [q, P]``, ``n [q, H]``."""
     count = valid.cumsum(dim=-1)
     wanted = n % count[:, -1:]
     return places.gather(-1, (count[:, None, :] <= wanted[..., None]).sum(dim=-1))
 
 
 def _background(layer: LayerSpec, positions: Tensor, lo: Tensor, hi: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the summed weights of all visible keys at score 0, and the ALiBi bias of the target.
+    """Return the log of the summed weights of all visible keys at score 0, and the ALiBi bias of the target.
 
     ``[q, H]`` each, or a shape that broadcasts to it.
     """
@@ -197,10 +201,10 @@ def _background(layer: LayerSpec, positions: Tensor, lo: Tensor, hi: Tensor, tar
 
 
 def _needle_score(norm: Tensor, lead: Tensor) -> Tensor:
-    """The score that gives the needle about the weight of all other keys together.
+    """Return the score that gives the needle about the weight of all other keys together.
 
-    A query along a key of length n with score s scatters the other scores with variance v (s/n)^2, which adds half of
-    that to the log of their sum: solve s = lead + v (s/n)^2 / 2; where there is no solution take the best s.
+    A query along a key of norm n with score s spreads the other scores with variance v (s/n)^2, which adds half of that
+    to the log of their sum. So s solves s = lead + v (s/n)^2 / 2; without a solution, the best s is returned.
     """
     a = _KEY_VARIANCE / 2 / norm.square()
     discriminant = (1 - 4 * a * lead).clamp(min=0)
@@ -208,7 +212,10 @@ def _needle_score(norm: Tensor, lead: Tensor) -> Tensor:
 
 
 def _twin_queries(layer: LayerSpec, first: Tensor, second: Tensor) -> Tensor:
-    """Queries under which two keys score 1.1 and 1.1 - 1.5/cap caps: without the cap the first wins, with it hardly."""
+    """Return queries with which the first key scores 1.1 cap and the second min(1.5, cap / 2) less.
+
+    Without the cap the first key clearly outweighs the second; with the cap it hardly does.
+    """
     cap, scale = layer.soft_cap or 1.0, layer.softmax_scale or 1.0
     s1, s2 = 1.1 * cap / scale, (1.1 * cap - min(1.5, 0.5 * cap)) / scale
     g11, g12, g22 = (first * first).sum(-1), (first * second).sum(-1), (second * second).sum(-1)
@@ -219,6 +226,6 @@ def _twin_queries(layer: LayerSpec, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _few_bits(x: Tensor) -> Tensor:
-    """``x`` rounded to 8 significant bits: swallows the last-bit differences of other machines' logarithms."""
+    """Return ``x`` rounded to 8 significant bits, which removes last-bit differences between machines' logarithms."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 256).round() / 256, exponent)

@@ -1,7 +1,7 @@
-"""Random integers that are the same on every machine, in every version of numpy and torch.
+"""Random integers that are equal on every machine and in every version of numpy and torch.
 
-Philox's raw 64-bit stream is fixed by its definition (Salmon et al. 2011), unlike the distributions drawn from it, so
-everything here is derived from raw words by integer arithmetic.
+Philox's raw 64-bit stream is fixed by its definition (Salmon et al. 2011), unlike the distributions drawn from it. So
+everything here derives from raw words by integer arithmetic.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ class RandomStream:
         self._philox = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
 
     def int8(self, *shape: int) -> Tensor:
-        """int8 tensor of the given shape, uniform over -127..127 (-128 becomes 0, so that the mean is 0)."""
+        """Return an int8 tensor of the given shape, uniform over -127..127 (-128 becomes 0, so that the mean is 0)."""
         count = math.prod(shape)
         words = self._philox.random_raw((count + 7) // 8)
         values = np.asarray(words, dtype="<u8").view(np.int8)[:count].reshape(shape)
         return torch.from_numpy(np.where(values == -128, np.int8(0), values))
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Tensor of the given shape, uniform over [-2, 2) in steps of 2**-30: it fills any mantissa we test.
+        """Return a tensor of the given shape, uniform over [-2, 2) in steps of 2**-30, to fill every tested mantissa.
 
-        Float32 in place of float64 is half the memory; a half-precision dtype rounds both to the same numbers.
+        Float32 instead of float64 halves the memory; a half-precision dtype rounds both to the same numbers.
         """
         count = math.prod(shape)
         words = self._philox.random_raw((count + 1) // 2)
@@ -37,11 +37,12 @@ class RandomStream:
         return torch.from_numpy(values).to(dtype).mul_(2.0**-30)
 
     def integers(self, count: int, below: int) -> Tensor:
-        """int64 ``[count]``, each in ``range(below)``; the remainder's bias (below 2**-32) does not matter here."""
+        """Return int64 ``[count]``, each in ``range(below)``."""
         words = np.asarray(self._philox.random_raw(count), dtype=np.uint64)
+        # The bias of the remainder (below 2**-32) does not matter here.
         return torch.from_numpy((words >> np.uint64(1)).astype(np.int64) % below)
 
     def permutation(self, n: int) -> Tensor:
-        """int64 ``[n]``: a random order of ``range(n)``."""
+        """Return int64 ``[n]``: a random permutation of ``range(n)``."""
         words = np.asarray(self._philox.random_raw(n), dtype=np.uint64)
         return torch.from_numpy(np.argsort(words, kind="stable"))

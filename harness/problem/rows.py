@@ -19,11 +19,11 @@ from attncheck.harness.problem.storage import Storage, key_storage, value_storag
 from attncheck.reference.spec import TreeOptions
 
 DEFAULT_INPUTS = frozenset({"needles", "large_scores", "equal_scores", "coordinates", "views"})
-"""Bites planted where a case names none."""
+"""Input patterns planted if a case names none."""
 
 
 class Rows(NamedTuple):
-    """The rows of a batch in the layer's dtype, of the shapes that ``Problem`` has."""
+    """The rows of a batch in the layer's dtype, with the shapes of ``Problem``."""
 
     query: Tensor
     keys: Tensor
@@ -32,12 +32,12 @@ class Rows(NamedTuple):
 
 
 def planted_inputs(case: Case) -> frozenset[str]:
-    """Return the bites planted in the problems of ``case``."""
+    """Return the names of the input patterns planted in the problems of ``case``."""
     return DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
 
 
 def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, stream: RandomStream) -> Rows:
-    """Return new keys and values, and queries that point at the keys. ``places``: those of the keys."""
+    """Return new keys and values, and queries aligned to the keys. ``places``: request and position of each key."""
     layer, inputs = case.layer, planted_inputs(case)
     shape = len(places.request), layer.num_kv_heads
     keys, values = (
@@ -47,7 +47,7 @@ def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, st
     _share_prefixes(case, geometry, keys, values)
     up_projections, asked = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
     needles = keys if up_projections is None else up_projections.keys(keys, values)
-    if not len(keys):  # a batch in which no row sees anything still needs something to point at
+    if not len(keys):  # queries need a key even if no row sees one
         needles = needles.new_ones(1, asked.num_kv_heads, asked.head_size)
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
@@ -56,7 +56,7 @@ def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, st
 
 
 def mix_rows(given: Rows, case: Case, geometry: Sequence[RequestGeometry], stream: RandomStream) -> Rows:
-    """Return as many rows as ``case`` needs, each drawn from ``given``, rows of a batch of the same layer and cache."""
+    """Return as many rows as ``case`` needs, drawn from ``given``, the rows of a batch of the same layer and cache."""
     num_rows, num_keys = (sum(sizes) for sizes in zip(*((r.rows, r.num_keys) for r in geometry), strict=True))
     query, keys, values = (
         rows.index_select(0, stream.integers(count, len(rows)))
@@ -74,7 +74,7 @@ def _draw(
     inputs: frozenset[str],
     storage: Storage,
 ) -> Tensor:
-    """Rows in the layer's dtype that the cache can hold as they are."""
+    """Return rows in the layer's dtype that the cache can store exactly."""
     rows = stream.uniform(*shape, dtype=torch.float64 if storage.is_fp8 else torch.float32)
     if "coordinates" in inputs and shape[-1] >= CHANNELS:
         sign(rows, kind, *places, storage.smallest)

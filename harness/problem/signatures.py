@@ -1,8 +1,8 @@
-"""Signatures: which request, position and head a K or V row belongs to, written into the signs of its first channels.
+"""Signatures: the request, position and head of a K or V row, encoded in the signs of its first channels.
 
-A wrong read or write can then be named, not only noticed. Magnitudes stay what they are: a row must keep using the
-whole mantissa of its dtype, or a cache that secretly rounds would go unseen. The bits are scrambled by an invertible
-hash, so that they look random (a V with constant channels would hide errors) and still decode.
+So a wrong read or write can be identified, not only detected. Magnitudes are kept: a row must use the whole mantissa of
+its dtype, or a cache that rounds would go undetected. An invertible hash scrambles the bits, so that they look random
+(constant channels in V would hide errors) and can still be decoded.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 CHANNELS = 32
-"""Channels a signature occupies; head sizes below it carry none."""
+"""Channels of a signature; smaller head sizes have none."""
 
 SMALLEST = 2.0**-10
-"""Magnitude below which a signed channel is raised: a sign must survive the narrowest dtype."""
+"""Magnitude to which smaller signed channels are raised, so that the sign survives the narrowest dtype."""
 
 _MASK = 0xFFFFFFFF
 _FACTOR = 0x9E3779B1
@@ -37,23 +37,23 @@ class Coordinate:
 
 
 def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor, smallest: float | Tensor = SMALLEST) -> None:
-    """Give ``rows`` (``[n, Hkv, D]``, in place) their signs; ``requests`` and ``positions`` are int64 ``[n]``.
+    """Set the signs of ``rows`` (``[n, Hkv, D]``) in place; ``requests`` and ``positions`` are int64 ``[n]``.
 
-    ``smallest``: the magnitude to which signed channels are raised, a number or one a head (``[Hkv, 1]``).
+    ``smallest``: the magnitude to which signed channels are raised, a number or one per head (``[Hkv, 1]``).
     """
     heads = torch.arange(rows.shape[1])
     word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
     code = _scramble(word ^ _SALT[kind])
     is_set = np.unpackbits(code.numpy().astype("<u4")[..., None].view(np.uint8), axis=-1, bitorder="little")
     size = torch.maximum(rows[..., :CHANNELS].abs(), torch.as_tensor(smallest, dtype=rows.dtype))
-    # Many times as fast as torch.where, whose branches no processor predicts.
+    # Many times as fast as torch.where, whose branches are unpredictable.
     rows[..., :CHANNELS] = torch.copysign(size, torch.from_numpy(is_set).to(rows.dtype) - 0.5)
 
 
 def decode(row: Tensor) -> tuple[Coordinate, ...]:
-    """What the signs of one row (``[D]``) can mean, read as a key's and as a value's; empty for shorter rows.
+    """Return the origins that the signs of one row (``[D]``) encode, as a key and as a value; empty for shorter rows.
 
-    Any pattern decodes to something: believe only an origin whose row is the one that was read.
+    Any pattern decodes to some origin: trust it only if the row of that origin equals the row that was read.
     """
     if len(row) < CHANNELS:
         return ()
@@ -65,7 +65,7 @@ def decode(row: Tensor) -> tuple[Coordinate, ...]:
 
 
 def _scramble(word: Tensor) -> Tensor:
-    """An invertible mixing of 32-bit words held in int64."""
+    """Return 32-bit words, held in int64, mixed invertibly."""
     for _ in range(2):
         word = word * _FACTOR & _MASK
         word = word ^ (word >> 16)

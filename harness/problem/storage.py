@@ -1,7 +1,7 @@
-"""What a cache can hold of keys and values: rows made exactly storable, and what stands for them in exact numbers.
+"""Storage of keys and values in a cache: rows that it can store exactly, and their exact values.
 
-A cache of another dtype than the layer's, or of codes, rounds what it is given. A problem's keys and values are rounded
-beforehand, so that every right writer stores the same bytes, and the truth is taken from what stands in the cache.
+A cache in another dtype than the layer's, or of codes, rounds its input. A problem's keys and values are rounded
+beforehand, so that every correct writer stores the same bytes, and the truth is computed from the stored values.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from attncheck.reference.attention.quant import quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 _NEAR_CODES = 3
-"""How far from a code another one is looked for that careless rounding leaves alone."""
+"""Search range, in codes, for a nearby code that truncation keeps."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How one of K and V is held. ``rows`` below are ``[n, Hkv, D]`` in the layer's dtype.
+    """The storage of K or V. ``rows`` below are ``[n, Hkv, D]`` in the layer's dtype.
 
-    dtype: the layer's. held: the cache's, float8 for codes, which mean ``code * scale``. scale: float32 ``[1, 1]`` or
-    ``[Hkv, 1]``, what the backend is told.
+    dtype: the layer's. held: the cache's, float8 for codes with the value ``code * scale``.
+    scale: float32 ``[1, 1]`` or ``[Hkv, 1]``, as the backend gets it.
     """
 
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Storage:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether codes are held; without codes the scale means nothing."""
+        """Whether the cache holds codes; if not, the scale is unused."""
         return self.held.itemsize == 1
 
     @property
@@ -44,7 +44,7 @@ class Storage:
         return least.clamp(min=SMALLEST)
 
     def storable(self, numbers: Tensor) -> Tensor:
-        """Float64 ``numbers`` as rows that come out of the cache as they went in; those no row can hold become 0."""
+        """Return float64 ``numbers`` as rows that the cache returns unchanged; 0 for numbers that no row can hold."""
         if not self.is_fp8:
             return numbers.to(self.held).to(self.dtype)
         heads = torch.arange(numbers.shape[1], device=numbers.device)[:, None] % len(self.scale)
@@ -53,9 +53,9 @@ class Storage:
 
     @cached_property
     def _sturdy_codes(self) -> Tensor:
-        """uint8 ``[1 or Hkv, 256]``: the nearest code that a writer keeps which cuts the mantissa off; else the code.
+        """uint8 ``[1 or Hkv, 256]``: the nearest code that a writer that truncates the mantissa keeps, else the code.
 
-        The layer's dtype rounds ``code * scale``, and such a writer stores the code below where it rounds towards 0.
+        The layer's dtype rounds ``code * scale``. If it rounds towards 0, such a writer stores the code below.
         """
         codes = torch.arange(256, dtype=torch.uint8).expand(len(self.scale), -1)
         rows = self.rows_of(codes).float()
@@ -72,38 +72,38 @@ class Storage:
         return torch.where(kept, codes, nearest)
 
     def codes(self, rows: Tensor) -> Tensor:
-        """The codes (uint8) of rows, on their device."""
+        """Return the codes (uint8) of rows, on their device."""
         return quantize_fp8(rows, self.scale.to(rows.device), self.held).view(torch.uint8)
 
     def rows_of(self, codes: Tensor) -> Tensor:
-        """Rows whose codes (uint8) these are, as far as the layer's dtype can say: see :meth:`holds`."""
+        """Return rows with these codes (uint8), as far as the layer's dtype can represent them: see :meth:`holds`."""
         return (numbers_of(codes, self.held) * self.scale.to(codes.device).double()).to(self.dtype)
 
     def holds(self, codes: Tensor) -> Tensor:
-        """Whether :meth:`rows_of` leads back to the codes: not where the layer's dtype rounds more, or ends earlier."""
+        """Return whether :meth:`rows_of` leads back to the codes; not if the layer's dtype is coarser or overflows."""
         rows, numbers = self.rows_of(codes).double(), numbers_of(codes, self.held)
         again = numbers_of(nearest_code(rows / self.scale.to(codes.device).double(), self.held), self.held)
         return torch.isnan(numbers) | ((again == numbers) & torch.isfinite(rows))
 
     def usable_rows(self, codes: Tensor) -> Tensor:
-        """Rows whose codes (uint8) these are; 0 in place of infinities, NaN, and what the layer's dtype cannot say."""
+        """Return rows with these codes (uint8); 0 for infinities, NaN, and what the layer's dtype cannot represent."""
         usable = torch.isfinite(numbers_of(codes, self.held)) & self.holds(codes)
-        return self.rows_of(codes.masked_fill(~usable, 0)) + 0.0  # not -0, of which kernels make what they like
+        return self.rows_of(codes.masked_fill(~usable, 0)) + 0.0  # -0 becomes 0, because kernels treat -0 differently
 
     def exact(self, rows: Tensor) -> Tensor:
-        """What rows mean in the cache: ``code * scale`` in float64; rows as they are without codes."""
+        """Return the values of rows in the cache: ``code * scale`` in float64; without codes the rows themselves."""
         if not self.is_fp8:
             return rows
         return numbers_of(self.codes(rows), self.held) * self.scale.to(rows.device).double()
 
 
 def key_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
-    """How keys are held."""
+    """Return the storage of keys."""
     return _storage(layer, cache, cache.k_scale)
 
 
 def value_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
-    """How values are held; in a latent cache the rotated parts, which share the latent rows' scale."""
+    """Return the storage of values; in a latent cache of the rotated parts, which share the latent rows' scale."""
     return _storage(layer, cache, cache.v_scale if layer.mla is None else cache.k_scale)
 
 

@@ -1,8 +1,8 @@
-"""Which keys each row sees: a span, from the arithmetic of causal mask, window and chunks.
+"""The keys each row sees, as a span, from the causal mask, the window and the chunks.
 
-The only such arithmetic in the harness, but for the picture that ``attncheck show`` draws. Candidates have their own,
-and the reference has a predicate, :func:`attncheck.reference.visible`. To add a modifier that hides keys, add it to all
-three; tests compare them.
+No other harness module does this arithmetic, except the picture of ``attncheck show``. Candidates have their own, and
+the reference has a predicate, :func:`attncheck.reference.visible`. Add a modifier that hides keys to all three; tests
+compare them.
 """
 
 import torch
@@ -12,10 +12,10 @@ from attncheck.reference import AttentionParams
 
 
 def visible_span(params: AttentionParams, positions: Tensor, num_keys: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key that rows at ``positions`` see; last < first where a row sees none.
+    """Return the first and the last key that rows at ``positions`` see; last < first if a row sees none.
 
-    positions: int64 ``[q]``; negative where a row comes before the first key. num_keys: of the rows' requests, one
-    number or ``[q]``. Neither end falls as a row moves right.
+    positions: int64 ``[q]``; negative for a row before the first key. num_keys: of the rows' requests, one number or
+    ``[q]``. Both results are non-decreasing in the position.
 
     >>> visible_span(AttentionParams(1, 1, 8, window=(2, 0)), torch.tensor([1, 5]), 9)
     (tensor([0, 3]), tensor([1, 5]))

@@ -1,6 +1,6 @@
-"""Every attention path in pure torch: paged, varlen, latent, split keys, and the writes to the cache.
+"""Every attention path in pure torch: paged, varlen, latent (MLA), split KV, and cache writes.
 
-All paths share one computation, ``online_softmax``; ``short_sequences`` has its operations for many short sequences at
-once. Begin with ``params``, which defines a layer's numbers and ``visible``, and with the formulas at the head of
-``online_softmax``. ``paged`` shows how a path uses them.
+All paths share one computation, ``online_softmax``. ``short_sequences`` batches its operations over many short
+sequences. Begin with ``params``, which defines the parameters of a layer and ``visible``, and with the formulas in the
+docstring of ``online_softmax``. ``paged`` shows how a path uses them.
 """

@@ -1,8 +1,8 @@
-"""The paged KV cache: where a token's K/V goes, writing it, copying pages, and the packings K and V come in.
+"""The paged KV cache: slot mapping, writes, block copies, and views of packed K/V.
 
-A cache is a logical ``[NB, BS, Hkv, D]`` tensor of any strides: whether memory holds ``[NB, BS, Hkv, D]`` (NHD) or
-``[NB, Hkv, BS, D]`` (HND), or K beside V, is a matter of views. A slot is ``block * BS + offset``, 64 bits wide: pools
-beyond 2**31 elements exist.
+A cache is a logical ``[NB, BS, Hkv, D]`` tensor of any strides. NHD memory ``[NB, BS, Hkv, D]``, HND memory
+``[NB, Hkv, BS, D]``, and K and V in one tensor are only different views. A slot is ``block * BS + offset``, in 64 bits
+because pools beyond 2**31 elements exist.
 """
 
 from collections.abc import Sequence
@@ -36,15 +36,15 @@ def compute_slot_mapping(
     dcp_rank: int = 0,
     cp_kv_cache_interleave_size: int = 1,
 ) -> Tensor:
-    """The slot of every token: int64 ``[T]`` on the device of ``positions``; -1 for tokens another rank holds.
+    """Return the slot of every token: int64 ``[T]`` on the device of ``positions``, -1 for tokens another rank holds.
 
     positions, req_indices: ``[T]`` int32 or int64: the token's position in its request, and its request.
-    block_table: ``[R, M]`` int32 or int64, this rank's. Only the entries of this rank's tokens are looked at.
-    dcp_size, dcp_rank, cp_kv_cache_interleave_size: decode context parallelism: ranks take turns at so many
-        consecutive positions, and each numbers its own positions densely; the default is one rank.
+    block_table: ``[R, M]`` int32 or int64, of this rank. Only the entries of this rank's tokens are read.
+    dcp_size, dcp_rank, cp_kv_cache_interleave_size: decode context parallelism. Ranks take turns at this many
+        consecutive positions, and each rank numbers its own positions densely. The default is one rank.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for a negative position, a request or a page outside the
-    table, a negative block, an interleave that does not divide ``block_size``.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for a negative position, a request or a page outside the
+    table, a negative block, or an interleave that does not divide ``block_size``.
 
     >>> positions, requests = torch.tensor([2, 3, 4, 9]), torch.tensor([0, 0, 0, 1])
     >>> table = torch.tensor([[7, 5, 0], [6, 3, 8]])
@@ -92,16 +92,17 @@ def reshape_and_cache(
     k_scale: float | Tensor = 1.0,
     v_scale: float | Tensor = 1.0,
 ) -> None:
-    """Writes new K/V into the caches, in place: row ``t`` to slot ``slot_mapping[t]``; negative slots nowhere.
+    """Write new K/V into the caches in place: row ``t`` to slot ``slot_mapping[t]``, negative slots skipped.
 
     key, value: ``[T', Hkv, D]``, ``[T', Hkv, Dv]``, any float dtype but float8. Rows beyond the mapping are padding.
-    key_cache, value_cache: ``[NB, BS, Hkv, D]``, ``[NB, BS, Hkv, Dv]``, views of any strides. Nothing but the named
-        slots changes. Float8 caches are written with codes (:func:`~attncheck.reference.attention.quant.quantize_fp8`);
-        others are converted, the scales ignored.
+    key_cache, value_cache: ``[NB, BS, Hkv, D]``, ``[NB, BS, Hkv, Dv]``, views of any strides. Only the named slots
+        change. Float8 caches receive codes (:func:`~attncheck.reference.attention.quant.quantize_fp8`). Other caches
+        receive converted values, and the scales are ignored.
     slot_mapping: ``[T]`` int32 or int64, ``T <= T'``; no slot twice.
     k_scale, v_scale: a number, one element, ``[Hkv]`` or ``[NB, BS, Hkv]``.
 
-    Everything is checked before anything is written; raises :class:`~attncheck.errors.ReferenceArgumentError`.
+    All arguments are checked before the first write. Raise :class:`~attncheck.errors.ReferenceArgumentError` if one is
+    invalid.
 
     >>> key, cache = torch.arange(1.0, 4.0).view(3, 1, 1), torch.zeros(2, 4, 1, 1)
     >>> reshape_and_cache(key, key, cache, cache.clone(), torch.tensor([6, -1]))
@@ -142,10 +143,12 @@ def reshape_and_cache(
 
 @torch.no_grad()
 def copy_blocks(caches: Sequence[Tensor], mapping: Tensor) -> None:
-    """In every cache, block ``d`` becomes block ``s`` for each row ``(s, d)`` of ``mapping``, in place.
+    """Copy block ``s`` to block ``d`` in every cache, in place, for each row ``(s, d)`` of ``mapping``.
 
-    caches: block axis first, any further shape, strides and dtype. mapping: ``[n, 2]`` int32 or int64. All sources
-    are read before anything is written, so a chain copies old contents. A destination named twice is refused.
+    caches: block axis first, of any further shape, strides and dtype.
+    mapping: ``[n, 2]`` int32 or int64. All sources are read before the first write, so a chain copies the old contents.
+
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` if a destination occurs twice.
 
     >>> cache = torch.tensor([[1.0], [2.0], [3.0]])
     >>> copy_blocks([cache], torch.tensor([[0, 1], [1, 2]]))
@@ -162,9 +165,10 @@ def copy_blocks(caches: Sequence[Tensor], mapping: Tensor) -> None:
 
 @torch.no_grad()
 def swap_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
-    """``dst[d]`` becomes ``src[s]`` for each row ``(s, d)`` of ``mapping``; in place on ``dst``, also across devices.
+    """Copy ``src[s]`` to ``dst[d]``, in place on ``dst``, for each row ``(s, d)`` of ``mapping``; devices may differ.
 
-    Blocks of both have one shape and dtype. A destination named twice is refused.
+    Blocks of both tensors have the same shape and dtype. Raise :class:`~attncheck.errors.ReferenceArgumentError` if a
+    destination occurs twice.
     """
     pairs = _block_pairs(mapping)
     require_shape("dst", dst, None, *src.shape[1:], legend="blocks as in src")
@@ -176,10 +180,10 @@ def swap_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
 
 
 def kv_cache_views(cache: Tensor, packing: str, head_size: int) -> tuple[Tensor, Tensor]:
-    """Logical ``(key [NB, BS, Hkv, D], value [NB, BS, Hkv, Dv])`` views that share memory with ``cache``.
+    """Return logical views ``(key [NB, BS, Hkv, D], value [NB, BS, Hkv, Dv])`` that share memory with ``cache``.
 
     ======================  ==========================  ========================================
-    packing                 shape of ``cache``          where K and V stand
+    packing                 shape of ``cache``          position of K and V
     ======================  ==========================  ========================================
     ``"split_first"``       ``[2, NB, BS, Hkv, D]``     two halves of the pool
     ``"split_second"``      ``[NB, 2, BS, Hkv, D]``     two halves of each block
@@ -187,7 +191,7 @@ def kv_cache_views(cache: Tensor, packing: str, head_size: int) -> tuple[Tensor,
     ``"plane"``             ``[NB, Hkv, 2 * BS, D]``    per block and head, a K plane then a V plane
     ======================  ==========================  ========================================
 
-    ``head_size``: ``D``. Raises :class:`~attncheck.errors.ReferenceArgumentError` where the shape does not fit.
+    ``head_size``: ``D``. Raise :class:`~attncheck.errors.ReferenceArgumentError` if the shape does not fit.
 
     >>> key, value = kv_cache_views(torch.arange(12.0).view(1, 2, 2, 3), "content", head_size=2)
     >>> key.shape, value.shape, value[0, 1].flatten().tolist()
@@ -225,7 +229,7 @@ def _slots(position: Tensor, request: Tensor, table: Tensor, block_size: int) ->
 
 
 def _scale_of_rows(scale: float | Tensor, blocks: Tensor, offsets: Tensor) -> float | Tensor:
-    """A scale that broadcasts to the rows ``[n, Hkv, size]`` which go to the given slots."""
+    """Return the scale in a shape that broadcasts to the rows ``[n, Hkv, size]`` written to the given slots."""
     if not isinstance(scale, Tensor):
         return scale
     if scale.numel() == 1:
@@ -266,7 +270,7 @@ def _copy(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
 
 def _require_range(name: str, values: Tensor, low: int, end: int | None) -> None:
-    """Refuses values outside ``low <= value < end``."""
+    """Raise unless ``low <= value < end`` for all values."""
     if not values.numel():
         return
     least, greatest = (int(value) for value in values.aminmax())

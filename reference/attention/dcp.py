@@ -1,6 +1,6 @@
-"""Attention of one rank under decode context parallelism: every query row against the keys this rank holds.
+"""Attention of one rank under decode context parallelism: every query row against the keys of this rank.
 
-Ranks take turns at ``I`` consecutive positions, and each numbers its own densely. For 2 ranks and ``I = 2``::
+Ranks take turns at ``I`` consecutive positions, and each rank numbers its own densely. For 2 ranks and ``I = 2``::
 
     position     0  1  2  3  4  5  6  7  8
     rank         0  0  1  1  0  0  1  1  0
@@ -42,19 +42,19 @@ def dcp_rank_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return one rank's part of the attention over a paged cache: ``(out [T, H, Dv], lse [T, H])``.
 
-    The arguments are those of :func:`~attncheck.reference.attention.paged.paged_attention`.
-    Position ``p`` is held by rank ``(p // I) % dcp_size`` as its local token ``p // (I * dcp_size) * I + p % I``, at
-    block ``block_table[r, local // BS]``, offset ``local % BS``, where ``I`` is ``cp_kv_cache_interleave_size``. Who
-    sees whom, and ALiBi, go by global positions. Rank 0 alone carries the sinks, so that
-    :func:`~attncheck.reference.attention.merge.merge_many` over all ranks is the attention of the whole cache. A row
-    for which this rank holds no key it sees: ``out = 0``, ``lse = -inf`` (on rank 0 with a sink: the sink).
+    Arguments are as in :func:`~attncheck.reference.attention.paged.paged_attention`, except as stated below.
+    ``I`` is ``cp_kv_cache_interleave_size``. Rank ``(p // I) % dcp_size`` holds position ``p``, as its local token
+    ``p // (I * dcp_size) * I + p % I``. That token is in block ``block_table[r, local // BS]``, offset ``local % BS``.
+    Visibility and ALiBi use global positions. Only rank 0 includes the sinks, so that
+    :func:`~attncheck.reference.attention.merge.merge_many` over all ranks gives the attention over the whole cache. A
+    row that sees no key of this rank gets ``out = 0``, ``lse = -inf`` (on rank 0 with a sink: the sink).
 
-    key_cache, value_cache, block_table: this rank's. A row of the table is as wide as what the rank holds of the
-        request. Latent attention: one KV head, ``kv_cache[:, :, None]`` and the first ``L`` of it.
-    query, seq_lens, query_start_loc: the same on every rank; ``seq_lens`` counts all ranks' tokens.
-    cp_kv_cache_interleave_size: divides the block size. All else as in ``paged_attention``.
+    key_cache, value_cache, block_table: of this rank. A row of the table is as wide as this rank's part of the request.
+        For latent attention, pass one KV head: ``kv_cache[:, :, None]`` and its first ``L`` channels.
+    query, seq_lens, query_start_loc: the same on every rank. ``seq_lens`` counts the tokens of all ranks.
+    cp_kv_cache_interleave_size: a divisor of the block size.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for whatever has no meaning. No argument is modified.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for undefined arguments. No argument is modified.
 
     >>> from attncheck.reference import merge_many, paged_attention
     >>> layer, query, rows = AttentionParams(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([0, 1])
@@ -81,26 +81,26 @@ def dcp_rank_attention(
 
 @dataclass(frozen=True)
 class _Share:
-    """The positions that one of ``size`` ranks holds, ``interleave`` in a row each turn."""
+    """The positions that one of ``size`` ranks holds: ``interleave`` consecutive positions per turn."""
 
     size: int
     rank: int
     interleave: int
 
     def count(self, positions: int) -> int:
-        """How many of the first ``positions`` the rank holds; below 1 for positions below 1."""
+        """Return how many of the first ``positions`` positions the rank holds; at most 0 for ``positions <= 0``."""
         rounds, rest = divmod(positions, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def positions(self, local: Tensor) -> Tensor:
-        """The global positions of local tokens."""
+        """Return the global positions of local tokens."""
         turn = local.div(self.interleave, rounding_mode="floor") * self.size + self.rank
         return turn * self.interleave + local % self.interleave
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ShareSight(Visibility):
-    """Visibility whose keys are counted as the rank numbers them; ``span`` and predicates stay global."""
+    """Visibility over the rank's local key numbers; ``span`` and the predicates still use global positions."""
 
     share: _Share
 

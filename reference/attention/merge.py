@@ -1,4 +1,4 @@
-"""Merging attention over disjoint sets of keys: split KV, cascade, chunked context, context parallelism."""
+"""Merging of attention results over disjoint key sets: split KV, cascade, chunked context, context parallelism."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def merge_attn_states(
     *,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
 ) -> tuple[Tensor, Tensor]:
-    """:func:`merge_many` of two states."""
+    """Return the merge of two states; see :func:`merge_many`."""
     return merge_many([out_a, out_b], [lse_a, lse_b], precision=precision)
 
 
@@ -29,17 +29,17 @@ def merge_many(
     *,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets, from the state ``(out_i, lse_i)`` of each: ``(out, lse)``.
+    """Return attention ``(out, lse)`` over the union of disjoint key sets, from the state ``(out_i, lse_i)`` of each.
 
     Per row and head, over the states that are not empty::
 
         m = max lse_i    w_i = exp(lse_i - m)    lse = m + ln(sum w_i)    out = sum w_i out_i / sum w_i
 
     outs, lses: one or more ``[T, H, Dv]`` and as many ``[T, H]``, natural logarithms, any float dtype but float8.
-    A state is empty where its lse is ``-inf``, or ``+inf`` (one kernel family marks so); it then counts for nothing,
-    whatever its out holds, NaN included. Where all are empty: ``out = 0``, ``lse = -inf``. A NaN lse is no mark: it
-    makes the result NaN.
-    precision: results are new, in ``precision.compute``, the output rounded to ``precision.out``.
+    A state is empty if its lse is ``-inf``, or ``+inf`` (one kernel family marks it so). An empty state is ignored even
+    if its out holds NaN. If all states are empty, ``out = 0`` and ``lse = -inf``. A state with a NaN lse is not empty;
+    it makes the result NaN.
+    precision: the results are new tensors in ``precision.compute``, the output rounded to ``precision.out``.
 
     >>> out, lse = merge_many([torch.ones(1, 1, 1), torch.zeros(1, 1, 1)], [torch.zeros(1, 1), torch.zeros(1, 1)])
     >>> out.item(), round(lse.item(), 6)

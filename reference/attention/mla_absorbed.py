@@ -1,14 +1,14 @@
-"""Multi-head latent attention by way of the latent space: the absorbed form, and its kernel alone.
+"""Multi-head latent attention in the absorbed form: the whole layer, or its decode kernel alone.
 
-The up-projection of a key is moved into the query, that of a value behind the sum, so that cache rows are used as they
-are (:mod:`attncheck.reference.attention.mla_naive` has the legend and computes the same function)::
+The key up-projection is applied to the query and the value up-projection to the output, so that cache rows are used
+unchanged. :mod:`attncheck.reference.attention.mla_naive` has the legend and computes the same function::
 
     k[j] = [ c[j] , k_pe[j] ]        q[h] = [ w_uk[:, h] . q_nope[h] , q_pe[h] ]
     v[j] =   c[j]                    softmax attention, one KV head, with the softmax scale of the naive form
     out[h] = out_latent[h] . w_uv[:, h]
 
-Queries are projected a tile at a time. ``precision.out``, where it is set, rounds the latent query and the latent
-output too: an engine keeps them between two kernels.
+Queries are projected one tile at a time. If ``precision.out`` is set, it also rounds the latent query and the latent
+output, because an engine stores them between two kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,9 +42,9 @@ def mla_attention_absorbed(
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Latent attention of every query row over the cached tokens of its request: ``(out [T, H, V], lse [T, H])``.
+    """Return latent attention ``(out [T, H, V], lse [T, H])`` of every query row over the cached tokens of its request.
 
-    Arguments, errors and, but for rounding, results are those of
+    Arguments, errors and (up to rounding) results are those of
     :func:`~attncheck.reference.attention.mla_naive.mla_attention_naive`.
     """
     require_mla_params(params)
@@ -81,11 +81,11 @@ def mla_latent_attention(
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """The decode kernel alone, on queries already projected: ``(out_latent [T, H, L], lse [T, H])``.
+    """Return the result of the decode kernel on projected queries: ``(out_latent [T, H, L], lse [T, H])``.
 
-    ``q_latent`` is ``[T, H, L]``; everything else as in :func:`mla_attention_absorbed`. The same as
-    :func:`~attncheck.reference.attention.paged.paged_attention` with one KV head, whose values are the first ``L`` of
-    its keys.
+    ``q_latent`` is ``[T, H, L]``. The other arguments are those of :func:`mla_attention_absorbed`. The function equals
+    :func:`~attncheck.reference.attention.paged.paged_attention` with one KV head, whose values are the first ``L``
+    channels of its keys.
     """
     require_mla_params(params)
     queries = {"q_latent": (q_latent, params.kv_lora_rank), "q_pe": (q_pe, params.qk_rope_head_dim)}
@@ -100,7 +100,7 @@ def mla_latent_attention(
 
 
 class _LatentKernel:
-    """Attention over cache rows as they are."""
+    """Attention with cache rows as keys and their first ``L`` channels as values."""
 
     def __init__(
         self, kv_cache: Tensor, params: MLAParams, k_scale: float | Tensor, precision: Precision, kv_tile: int
@@ -109,7 +109,7 @@ class _LatentKernel:
         self.rule = ScoreRule(params.latent, precision, kv_cache.device, sinks=False)
 
     def no_keys(self, rows: int, size: int) -> tuple[Tensor, Tensor]:
-        """The state of ``rows`` rows that see nothing, output heads of ``size``."""
+        """Return ``(out, lse)`` of ``rows`` rows that see no key, with output heads of ``size``."""
         compute, heads = self.rule.precision.compute, self.rule.params.num_heads
         out = torch.zeros(rows, heads, size, dtype=compute, device=self.kv_cache.device)
         return out, out.new_full((rows, heads), -torch.inf)
@@ -117,7 +117,7 @@ class _LatentKernel:
     def attend(
         self, request: PagedRequest, rows: slice, kv_range: Sequence[int] | None, q_qHL: Tensor, q_pe_qHE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """``(out_latent [q, H, L], lse [q, H])`` of some ``rows`` of the request."""
+        """Return ``(out_latent [q, H, L], lse [q, H])`` of some ``rows`` of the request."""
         params, compute = self.rule.params, self.rule.precision.compute
 
         def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class _LatentKernel:
 
 
 def _row_tiles(requests: Sequence[PagedRequest], q_tile: int) -> Iterator[tuple[PagedRequest, slice]]:
-    """The rows of every request, at most ``q_tile`` at a time."""
+    """Yield the rows of every request, at most ``q_tile`` at a time."""
     for request in requests:
         for begin in range(request.rows.start, request.rows.stop, q_tile):
             yield request, slice(begin, min(begin + q_tile, request.rows.stop))

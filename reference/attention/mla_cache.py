@@ -1,7 +1,7 @@
-"""The latent cache of multi-head latent attention: its rows, writing them, and what a call over it must look like.
+"""The latent KV cache of multi-head latent attention: its rows, its writes, and argument checks.
 
-One row a token, shared by all heads: the latent part ``c`` (``L`` wide, already normalised), then the rotated part
-``k_pe`` of the keys (``E`` wide). There is no value cache: values are made from ``c``.
+A token has one row, shared by all heads: the latent part ``c`` (``L`` wide, already normalised), then the rotated part
+``k_pe`` of the keys (``E`` wide). There is no value cache; values are computed from ``c``.
 """
 
 import torch
@@ -30,15 +30,16 @@ def mla_write_cache(
     *,
     k_scale: float | Tensor = 1.0,
 ) -> None:
-    """Writes new rows into a latent cache, in place: row ``t`` to slot ``slot_mapping[t]``; negative slots nowhere.
+    """Write new rows into a latent cache in place: row ``t`` to slot ``slot_mapping[t]``, negative slots skipped.
 
     kv_c_normed, k_pe: ``[T', L]``, ``[T', E]``, any float dtype but float8. Rows beyond the mapping are padding.
-    kv_cache: ``[NB, BS, L + E]``, of any strides. Nothing but the named slots changes. A float8 cache is written with
-        codes, latent and rotated part with the same ``k_scale``; others are converted, the scale ignored.
+    kv_cache: ``[NB, BS, L + E]``, of any strides. Only the named slots change. A float8 cache receives codes, with the
+        same ``k_scale`` for the latent and the rotated part. Other caches receive converted values, without the scale.
     slot_mapping: ``[T]`` int32 or int64, ``T <= T'``; no slot twice.
     k_scale: a number, or one element.
 
-    Everything is checked before anything is written; raises :class:`~attncheck.errors.ReferenceArgumentError`.
+    All arguments are checked before the first write. Raise :class:`~attncheck.errors.ReferenceArgumentError` if one is
+    invalid.
 
     >>> cache = torch.zeros(2, 2, 3)
     >>> mla_write_cache(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]), cache, torch.tensor([2]))
@@ -76,7 +77,7 @@ def check_latent(
     k_scale: float | Tensor,
     tile_sizes: tuple[int, int],
 ) -> None:
-    """Refuses tensors, a scale and tiles that do not fit each other or the layer; ``queries``: tensors and widths."""
+    """Raise if tensors, scale or tiles do not fit each other or the layer; ``queries``: name to (tensor, width)."""
     rows = None
     for name, (query, size) in queries.items():
         require_float(name, query)
@@ -95,7 +96,7 @@ def check_latent(
 
 
 def check_weights(w_uk: Tensor, w_uv: Tensor, kv_cache: Tensor, params: MLAParams) -> None:
-    """Refuses up-projections that do not fit the layer, or lie elsewhere than the cache."""
+    """Raise if the up-projections do not fit the layer, or are not on the device of the cache."""
     for name, weight, size in (("w_uk", w_uk, params.qk_nope_head_dim), ("w_uv", w_uv, params.v_head_dim)):
         require_float(name, weight)
         require_shape(name, weight, params.kv_lora_rank, params.num_heads, size, legend="kv_lora_rank, num_heads, size")

@@ -1,4 +1,4 @@
-"""What one layer of multi-head latent attention computes, as numbers."""
+"""The parameters of one layer of multi-head latent attention."""
 
 import math
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
 
 @dataclass(frozen=True)
 class MLAParams:
-    """One layer of multi-head latent attention (DeepSeek-V2, 2024). Hashable.
+    """The parameters of one layer of multi-head latent attention (DeepSeek-V2, 2024). Hashable.
 
-    num_heads: query heads, ``H``; all of them read the one latent row of a token.
+    num_heads: ``H``, query heads; all of them read the same latent row of a token.
     kv_lora_rank: ``L``, width of the latent part ``c`` of a cache row.
     qk_nope_head_dim: ``P``, width of a query or key head without rotary embedding; may be 0 if ``E`` is not.
     qk_rope_head_dim: ``E``, width with rotary embedding, shared by the heads of a key; may be 0 if ``P`` is not.
     v_head_dim: ``V``, width of a value or output head.
-    scale: any finite number; ``None``: ``(P + E) ** -0.5``, whichever form is computed.
-    causal: a row sees itself and what came before it.
+    scale: any finite number; ``None`` means ``(P + E) ** -0.5``, in the naive and in the absorbed form.
+    causal: whether a row sees only its own key and earlier keys.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` (a ``ValueError``) naming the field that means nothing.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` (a ``ValueError``) with the name of the invalid field.
 
     >>> MLAParams(128, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=128).softmax_scale
     0.0625
@@ -58,26 +58,27 @@ class MLAParams:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the scores, its default resolved (from ``P + E``, never from ``L + E``)."""
+        """The factor on the scores; its default comes from ``P + E``, never from ``L + E``."""
         return float(self.qk_head_dim) ** -0.5 if self.scale is None else float(self.scale)
 
     @property
     def naive(self) -> AttentionParams:
-        """The attention of the naive form: keys of ``P + E``, values of ``V``, a KV head a query head."""
+        """Attention parameters of the naive form: keys of ``P + E``, values of ``V``, one KV head per query head."""
         heads, scale = self.num_heads, self.softmax_scale
         return AttentionParams(heads, heads, self.qk_head_dim, self.v_head_dim, scale=scale, causal=self.causal)
 
     @property
     def latent(self) -> AttentionParams:
-        """The attention of the absorbed form: one KV head of ``L + E``, values of ``L``."""
+        """Attention parameters of the absorbed form: one KV head of ``L + E``, values of ``L``."""
         heads, scale = self.num_heads, self.softmax_scale
         return AttentionParams(heads, 1, self.latent_size, self.kv_lora_rank, scale=scale, causal=self.causal)
 
 
 def mla_params(layer: LayerSpec, *, causal: bool | None = None) -> MLAParams:
-    """The parameters of a layer spec with ``mla``. ``causal`` overrides the layer's own flag for one call.
+    """Return the parameters of a layer spec with ``mla``. ``causal`` overrides the layer's own flag for one call.
 
-    What is not defined for latent attention (windows, soft cap, ALiBi, sinks, chunks, encoders) is refused.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for settings that latent attention does not define:
+    windows, soft cap, ALiBi, sinks, chunks, ``head_size_v``, attention types other than decoder.
 
     >>> from attncheck.reference.spec import MLASpec
     >>> sizes = MLASpec(kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8)
@@ -105,6 +106,6 @@ def mla_params(layer: LayerSpec, *, causal: bool | None = None) -> MLAParams:
 
 
 def require_mla_params(params: object) -> None:
-    """Refuses parameters of another kind of layer."""
+    """Raise if ``params`` is not an :class:`MLAParams`."""
     if not isinstance(params, MLAParams):
         raise ReferenceArgumentError("params", params, "MLAParams")

@@ -1,13 +1,13 @@
-"""Multi-head latent attention with keys and values up-projected: the naive form, at once or with context in pieces.
+"""Multi-head latent attention with up-projected keys and values (the naive form), in one pass or with chunked context.
 
 With the cache row ``[c, k_pe]`` of a token (:mod:`attncheck.reference.attention.mla_cache`), query heads of ``P + E``
 and the up-projections ``w_uk`` (``[L, H, P]``) and ``w_uv`` (``[L, H, V]``)::
 
     k[j, h] = [ c[j] . w_uk[:, h] , k_pe[j] ]        q[h] = [ q_nope[h] , q_pe[h] ]
-    v[j, h] =   c[j] . w_uv[:, h]                    softmax attention, a KV head a query head
+    v[j, h] =   c[j] . w_uv[:, h]                    softmax attention, one KV head per query head
 
-Keys and values are made a key tile at a time, so that nothing grows with the length of a request. ``precision.out``,
-where it is set, rounds them too: an engine keeps them between two kernels.
+Keys and values are computed one key tile at a time, so that memory does not grow with the length of a request. If
+``precision.out`` is set, it also rounds keys and values, because an engine stores them between two kernels.
 """
 
 import torch
@@ -41,19 +41,19 @@ def mla_attention_naive(
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Latent attention of every query row over the cached tokens of its request: ``(out [T, H, V], lse [T, H])``.
+    """Return latent attention ``(out [T, H, V], lse [T, H])`` of every query row over the cached tokens of its request.
 
-    Rows, positions, pages, rows that see nothing, rows of no request, ``kv_range``, ``precision``, tiles: as in
+    Rows, positions, pages, rows that see no key, rows of no request, ``kv_range``, ``precision`` and tiles are as in
     :func:`~attncheck.reference.attention.paged.paged_attention`.
 
     q_nope, q_pe: ``[T, H, P]``, ``[T, H, E]``, ``T >= query_start_loc[-1]``; any float dtype but float8.
     kv_cache: ``[NB, BS, L + E]``, of any strides and any float dtype; slots that no request owns are never read.
     w_uk, w_uv: ``[L, H, P]``, ``[L, H, V]``, any float dtype but float8.
     block_table, seq_lens, query_start_loc: ``[R, M]``, ``[R]``, ``[R + 1]``, int32 or int64.
-    k_scale: of a float8 cache, for whole rows and so for values too: a number (used exactly) or one element. Ignored
-        for other caches.
+    k_scale: scale of a float8 cache: a number (used exactly) or one element. It applies to whole rows, hence to values
+        too. Ignored for other caches.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for whatever has no meaning. No argument is modified.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for undefined arguments. No argument is modified.
 
     Two tokens of equal score and values 3 + 50, 4 + 60:
 
@@ -93,13 +93,13 @@ def mla_attention_chunked(
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`mla_attention_naive` in parts: the new rows, then the context in pieces of ``workspace`` tokens, merged.
+    """Return :func:`mla_attention_naive` computed in parts: the new rows, then chunks of context, merged.
 
-    Each request is cut for itself: ``[context_len, seq_len)``, then ``[0, workspace)``, ``[workspace, 2 * workspace)``
-    and so on up to ``context_len``. One part after the other joins the result, which is rounded to ``precision.out``
-    each time, as by an engine that merges in place.
+    The context is cut per request. Its parts are ``[context_len, seq_len)``, then ``[0, workspace)``,
+    ``[workspace, 2 * workspace)`` and so on up to ``context_len``. Each part is merged into the result, which is then
+    rounded to ``precision.out``, as in an engine that merges in place.
 
-    workspace: tokens of a request's context that are up-projected at once, at least 1. Everything else as in
+    workspace: context tokens of a request that are up-projected at once, at least 1. The other arguments are those of
     :func:`mla_attention_naive`.
     """
     form = _NaiveForm(q_nope, q_pe, kv_cache, w_uk, w_uv, params, k_scale, precision, (q_tile, kv_tile))
@@ -117,7 +117,7 @@ def mla_attention_chunked(
 
 
 class _NaiveForm:
-    """A batch's queries, cache and weights, found sound; which keys of a request are attended is asked for."""
+    """The checked queries, cache and weights of a batch; the caller chooses the keys to attend to."""
 
     def __init__(
         self,
@@ -142,13 +142,13 @@ class _NaiveForm:
         self.w_uk_LX, self.w_uv_LX = (w.to(compute).reshape(params.kv_lora_rank, -1) for w in (w_uk, w_uv))
 
     def no_keys(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The state of ``rows`` rows that see nothing."""
+        """Return ``(out, lse)`` of ``rows`` rows that see no key."""
         compute, heads = self.rule.precision.compute, self.params.num_heads
         out_THV = torch.zeros(rows, heads, self.params.v_head_dim, dtype=compute, device=self.kv_cache.device)
         return out_THV, out_THV.new_full((rows, heads), -torch.inf)
 
     def attend(self, request: PagedRequest, span: Span) -> tuple[Tensor, Tensor]:
-        """``(out [q, H, V], lse [q, H])`` of the request's rows over its keys within ``span``."""
+        """Return ``(out [q, H, V], lse [q, H])`` of the request's rows over its keys within ``span``."""
         query_qHD = torch.cat([self.q_nope[request.rows], self.q_pe[request.rows]], dim=-1)
         out_qHV, lse_qH = self.no_keys(len(query_qHD))
         sight = Visibility(self.rule.params, span, request.context_len, request.index)

@@ -1,13 +1,13 @@
-"""The one computation behind every attention path: softmax over key tiles, one request at a time.
+"""The computation shared by all attention paths: softmax over key tiles, one request at a time.
 
-Letters, in the order of a tensor's axes; names carry them, so that a transpose shows::
+Shape letters, in the order of a tensor's axes. Names end in them, so that a transpose is visible::
 
     R  requests                       T  query rows of the whole batch
-    H  query heads                    N  KV heads             G  query heads a KV head (H = N * G)
+    H  query heads                    N  KV heads             G  query heads per KV head (H = N * G)
     D  head size of query and key     V  head size of value and output
     q  rows of a query tile           k  keys of a key tile   m  rows of a query tile times heads of a group (G * q)
 
-Query head ``h`` reads KV head ``h // G``: heads are laid out ``[N, G]`` and the group is folded into the rows of a
+Query head ``h`` reads KV head ``h // G``. Heads are laid out ``[N, G]``, and the group is folded into the rows of a
 matrix product, so that K and V are never repeated. For a row at position ``q`` and a key at position ``j``, in this
 order::
 
@@ -17,14 +17,14 @@ order::
     s = -inf where the row does not see the key                    masking comes last
     m = max s    Z = sum exp(s - m)    out = sum exp(s - m) V / Z    lse = m + ln Z
 
-The sums run over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022): when a tile raises the maximum from ``m`` to
-``m'``, what was summed before is multiplied by ``exp(m - m')``. A sink joins ``Z`` once, at the end, with no value. A
-row that saw nothing has ``m = -inf`` and ``Z = 0``; it is given ``out = 0`` and ``lse = -inf`` (with a sink: the sink).
+The sums run over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022). If a tile raises the maximum from ``m`` to
+``m'``, the sums so far are multiplied by ``exp(m - m')``. A sink is added to ``Z`` once, at the end, and has no value.
+A row that saw no key has ``m = -inf`` and ``Z = 0``; it gets ``out = 0`` and ``lse = -inf`` (with a sink: the sink).
 
-Rows are taken in bands of some query tiles; within a band keys are the outer loop: each key tile is fetched and
-converted once, and every query tile that sees any of it takes its part. So memory holds one key tile, one tile of
-scores and the state of one band, never rows times keys. Query tiles skip key tiles beyond their reach, and build masks
-only where some rows see a key and others do not.
+Rows are processed in bands of ``_BAND_TILES`` query tiles. Within a band, keys are the outer loop: each key tile is
+fetched and converted once for all query tiles that see any of it. Memory holds one key tile, one tile of scores and the
+state of one band, never rows times keys. Query tiles skip key tiles that none of their rows sees, and build masks only
+for keys that some rows see and others do not.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,14 @@ from attncheck.reference.attention.params import AttentionParams, Precision
 from attncheck.reference.attention.visibility import Visibility
 
 FetchKeys = Callable[[int, int], tuple[Tensor, Tensor]]
-"""``(lo, hi) -> (K [N, k, D], V [N, k, V])`` for the keys ``lo <= j < hi`` of a request, new, in the compute dtype."""
+"""``(lo, hi) -> (K [N, k, D], V [N, k, V])`` for the keys ``lo <= j < hi`` of a request: new, in the compute dtype."""
 
 _BAND_TILES = 32
-"""Query tiles that share one pass over the keys: more of them fetch keys less often, fewer hold less state."""
+"""Query tiles that share one pass over the keys. More tiles fetch keys less often; fewer tiles hold less state."""
 
 
 class ScoreRule:
-    """The modifiers of a layer as tensors of one device and dtype, made once a call."""
+    """The modifiers of a layer as tensors of one device and dtype, created once per call."""
 
     def __init__(self, params: AttentionParams, precision: Precision, device: torch.device, sinks: bool) -> None:
         self.params, self.precision, self.device = params, precision, device
@@ -58,12 +58,13 @@ class ScoreRule:
         return tensor.view(self.params.num_kv_heads, self.params.group_size, 1, 1)
 
     def bias_qk(self, q_pos_q1: Tensor, k_pos_1k: Tensor) -> Tensor:
-        """What a slope multiplies: ``j - q``, or ``-sqrt(max(q - j, 0))``. Positions are subtracted as integers."""
+        """Return the factor of the ALiBi slope: ``j - q``, or ``-sqrt(max(q - j, 0))`` with ``alibi_sqrt``."""
+        # Subtracted as integers: large positions lose bits in a narrow compute dtype.
         distance_qk = (k_pos_1k - q_pos_q1).to(self.precision.compute)
         return distance_qk.clamp_(max=0).neg_().sqrt_().neg_() if self.params.alibi_sqrt else distance_qk
 
     def modify(self, s_NGqk: Tensor, q_pos_q1: Tensor, lo: int, sight: Visibility) -> None:
-        """Cap scaled scores and add the ALiBi bias, in place; ``lo``: the first key."""
+        """Apply the soft cap and the ALiBi bias to scaled scores, in place; ``lo`` is the position of the first key."""
         if self.cap is not None:
             s_NGqk.div_(self.cap).tanh_().mul_(self.cap)
         if self.slopes_NG11 is not None:
@@ -71,20 +72,20 @@ class ScoreRule:
             s_NGqk.add_(self.slopes_NG11 * self.bias_qk(q_pos_q1, k_pos_1k))
 
     def finish(self, max_r1: Tensor, sum_r1: Tensor, acc_rV: Tensor, sinks_r1: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(out [..., V], lse [..., 1])`` from the maxima and sums of rows; ``sinks_r1``: those of the rows' heads."""
+        """Return ``(out [..., V], lse [..., 1])`` from maxima and sums of rows; ``sinks_r1``: the sink of each row."""
         if sinks_r1 is not None:
             top_r1 = torch.maximum(max_r1, sinks_r1)
             pivot_r1 = pivot(top_r1)
             rescale_r1 = torch.exp(max_r1 - pivot_r1)
             sum_r1 = sum_r1 * rescale_r1 + torch.exp(sinks_r1 - pivot_r1)
             max_r1, acc_rV = top_r1, acc_rV * rescale_r1
-        # Without keys the sum is 0 and the accumulator too: dividing by 1 keeps the output 0; ln 0 is the -inf wanted.
+        # Without keys the sum and the accumulator are 0. Dividing by 1 keeps the output 0, and ln 0 gives lse = -inf.
         out_rV = acc_rV / sum_r1.masked_fill(sum_r1 == 0, 1.0)
         return self.precision.round_out(out_rV), max_r1 + sum_r1.log()
 
 
 class RowTile:
-    """Some consecutive rows of a request, all heads, and what they have summed so far."""
+    """Some consecutive rows of a request, for all heads, with their running maxima and sums."""
 
     def __init__(self, query_qHD: Tensor, first: int, rule: ScoreRule) -> None:
         self.rule = rule
@@ -100,11 +101,11 @@ class RowTile:
         self.acc_NmV = self.q_NmD.new_zeros((heads, groups * rows, params.value_head_size))
 
     def absorb(self, k_NkD: Tensor, v_NkV: Tensor, lo: int, sight: Visibility, room: Tensor) -> None:
-        """Adds the keys ``lo ..`` to the sums. ``room`` is where the scores are worked on; K and V are left alone."""
+        """Add the keys from position ``lo`` on to the sums; ``room`` is scratch memory. K and V are not modified."""
         hi = lo + k_NkD.shape[1]
         masks = self._masks(lo, hi, sight)
         for begin, sees_qk in masks:
-            # A key that none of these rows sees may hold NaN, and 0 * NaN is NaN: it is taken out, not multiplied.
+            # A key that no row here sees may hold NaN, and 0 * NaN is NaN. So its K and V are set to zero.
             seen_k = sees_qk.any(0)
             if not seen_k.all():
                 if len(seen_k) == hi - lo and not seen_k.any():
@@ -118,14 +119,14 @@ class RowTile:
         self._add(s_Nmk, v_NkV)
 
     def _masks(self, lo: int, hi: int, sight: Visibility) -> list[tuple[int, Tensor]]:
-        """The parts of ``lo .. hi`` that need a mask, as (first key, bool [q, k]); most tiles have none."""
+        """Return the parts of ``lo .. hi`` that need a mask, as (first key, bool [q, k]). Most tiles have none."""
         return [
             (begin, sight.mask(self.q_pos_q1, sight.key_positions(begin, end, self.rule.device)))
             for begin, end in sight.mixed(self.first, self.last, (lo, hi))
         ]
 
     def _scores(self, k_NkD: Tensor, lo: int, sight: Visibility, room: Tensor) -> Tensor:
-        """Scores before masking, ``[N, m, k]``, in ``room``."""
+        """Return the scores before masking, ``[N, m, k]``, computed in ``room``."""
         rule, keys = self.rule, k_NkD.shape[1]
         heads, rows, _ = self.q_NmD.shape
         s_Nmk = room[: heads * rows * keys].view(heads, rows, keys)
@@ -134,7 +135,7 @@ class RowTile:
         return s_Nmk
 
     def _add(self, s_Nmk: Tensor, v_NkV: Tensor) -> None:
-        """One step of the online softmax; ``s_Nmk`` is consumed."""
+        """Do one step of the online softmax. ``s_Nmk`` is overwritten."""
         max_Nm1 = torch.maximum(self.max_Nm1, s_Nmk.amax(-1, keepdim=True))
         pivot_Nm1 = pivot(max_Nm1)
         rescale_Nm1 = torch.exp(self.max_Nm1 - pivot_Nm1)
@@ -144,7 +145,7 @@ class RowTile:
         self.acc_NmV.mul_(rescale_Nm1).baddbmm_(self.rule.precision.round_prob(p_Nmk), v_NkV)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """``(out [q, H, V], lse [q, H])`` of everything absorbed, sinks included."""
+        """Return ``(out [q, H, V], lse [q, H])`` over all absorbed keys, sinks included."""
         heads, groups, rows = self.shape_NGq
         out_NGqV, lse_NGq1 = self.rule.finish(
             self.max_Nm1.view(heads, groups, rows, 1),
@@ -165,9 +166,9 @@ def attend(
     out_qHV: Tensor,
     lse_qH: Tensor,
 ) -> None:
-    """Attention of all rows of one request, written into ``out_qHV`` and ``lse_qH``.
+    """Compute attention of all rows of one request and write it into ``out_qHV`` and ``lse_qH``.
 
-    Row ``i`` stands at position ``sight.context_len + i``. ``fetch`` is asked only for keys within ``sight.span``.
+    Row ``i`` is at position ``sight.context_len + i``. ``fetch`` is called only for keys within ``sight.span``.
     ``tile_sizes``: rows and keys of a tile.
     """
     q_tile, kv_tile = tile_sizes
@@ -180,7 +181,7 @@ def attend(
 
 
 def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, kv_tile: int) -> None:
-    """One pass over the keys that any of the tiles can see."""
+    """Process the keys that any of the tiles can see, in one pass."""
     reaches = [sight.reach(tile.first, tile.last) for tile in tiles]
     begin = min((lo for lo, hi in reaches if lo < hi), default=0)
     end = max((hi for lo, hi in reaches if lo < hi), default=0)
@@ -197,21 +198,23 @@ def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, 
 
 
 def pivot(max_r1: Tensor) -> Tensor:
-    """What scores are lowered by before ``exp``: their maximum, or 0 where a row has seen nothing.
+    """Return what is subtracted from scores before ``exp``: their maximum, or 0 for a row that has seen no key.
 
-    There the maximum would give ``-inf - -inf``; any finite pivot makes all weights ``exp(-inf) = 0``.
+    For such a row the maximum would give ``-inf - -inf = NaN``. With any finite pivot all weights are
+    ``exp(-inf) = 0``.
     """
     return max_r1.masked_fill(max_r1 == -torch.inf, 0.0)
 
 
 def heads_first(x_kNC: Tensor, compute: torch.dtype) -> Tensor:
-    """Keys or values ``[k, N, C]`` as ``[N, k, C]`` in the compute dtype: new, converted and transposed in one pass."""
+    """Return keys or values ``[k, N, C]`` as a new ``[N, k, C]`` tensor in the compute dtype."""
     keys, heads, size = x_kNC.shape
+    # One pass over memory converts and transposes.
     return torch.empty((heads, keys, size), dtype=compute, device=x_kNC.device).copy_(x_kNC.transpose(0, 1))
 
 
 def _cleared(k_NkD: Tensor, v_NkV: Tensor, at: int, seen_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies with zeros for those keys from ``at`` on that ``seen_k`` leaves out."""
+    """Return copies of K and V with zeros for the keys, counted from ``at``, where ``seen_k`` is False."""
     keep_1k1 = torch.ones(k_NkD.shape[1], dtype=torch.bool, device=seen_k.device)
     keep_1k1[at : at + len(seen_k)] = seen_k
     gone_1k1 = ~keep_1k1[None, :, None]

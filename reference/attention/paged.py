@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache: the truth of the decoder paths, of cross attention, and of their parts.
+"""Attention over a paged KV cache: the reference for decoder layers, cross attention and their parts.
 
-Turns a batch (block table, lengths, row offsets) into one call of the shared computation a request, reading only the
-slots a request owns.
+Splits a batch (block table, lengths, row offsets) into one call of ``online_softmax.attend`` per request, and reads
+only the slots a request owns.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from attncheck.reference.attention.quant import fp8_values
 from attncheck.reference.attention.visibility import MaskFunction, Visibility
 
 Scale = float | Tensor
-"""What a float8 code is multiplied by."""
+"""The factor that dequantises float8 codes: ``value = code * scale``."""
 
 
 @torch.no_grad()
@@ -49,44 +49,45 @@ def paged_attention(
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of every query row over the cached keys of its request: ``(out [T, H, Dv], lse [T, H])``.
+    """Return softmax attention ``(out [T, H, Dv], lse [T, H])`` of every query row over the cached keys of its request.
 
-    Request ``r`` has the rows ``query_start_loc[r] .. query_start_loc[r + 1] - 1`` and the keys at positions ``0 ..
-    seq_lens[r] - 1``, this step's included (they have been written before). Its row ``i`` stands at position
-    ``seq_lens[r] - query_len + i``: rows are aligned to the END of the keys. For 2 rows and 5 keys, causal::
+    Request ``r`` has the rows ``query_start_loc[r]`` to ``query_start_loc[r + 1] - 1``, and the keys at positions 0 to
+    ``seq_lens[r] - 1``. The keys of this step are included; they must already be in the cache. Row ``i`` of the request
+    is at position ``seq_lens[r] - query_len + i``: rows are aligned to the END of the keys. For 2 rows and 5 keys,
+    causal::
 
         k k k k k
         x x x x .     row 0, position 3
         x x x x x     row 1, position 4
 
-    The key at position ``p`` stands in block ``block_table[r, p // BS]`` at offset ``p % BS``. Scores, modifiers and
-    their order: :class:`~attncheck.reference.attention.params.AttentionParams`; who sees whom:
+    The key at position ``p`` is in block ``block_table[r, p // BS]`` at offset ``p % BS``. For scores, modifiers and
+    their order see :class:`~attncheck.reference.attention.params.AttentionParams`; for masking see
     :func:`~attncheck.reference.attention.params.visible`. ``lse`` is the natural logarithm of the softmax denominator,
-    sinks included. A row that sees no key gets ``out = 0``, ``lse = -inf`` (with a sink: the sink); a row of no request
-    ``0`` and ``-inf``. Both results are new, in ``precision.compute``.
+    sinks included. A row that sees no key gets ``out = 0``, ``lse = -inf`` (with a sink: the sink). A row of no request
+    gets ``0`` and ``-inf``. Both results are new tensors in ``precision.compute``.
 
     query: ``[T, H, D]``, ``T >= query_start_loc[-1]``; any float dtype, float8 with ``q_scale``.
     key_cache, value_cache: ``[NB, BS, Hkv, D]`` and ``[NB, BS, Hkv, Dv]``, logical views of any strides and of any
         float dtype; float8 with ``k_scale``, ``v_scale``. Slots that no request owns are never read.
-    block_table: ``[R, M]`` int32 or int64. Entries from ``ceil(seq_len / BS)`` on are never looked at.
-    seq_lens, query_start_loc: ``[R]``, ``[R + 1]``, int32 or int64. A request without rows is never looked at.
+    block_table: ``[R, M]`` int32 or int64. Entries from ``ceil(seq_len / BS)`` on are never read.
+    seq_lens, query_start_loc: ``[R]``, ``[R + 1]``, int32 or int64. Requests without rows are skipped.
     k_scale, v_scale: the value of a float8 code is ``code * scale``: a number (used exactly), one element, ``[Hkv]``
         or ``[NB, BS, Hkv]``. Ignored for other caches, as in vLLM.
     q_scale: likewise for a float8 query: a number, one element, or ``[H]``.
-    kv_range: only keys at ``lo <= j < hi`` count; positions and lengths stay. ``None``: all.
+    kv_range: ``(lo, hi)``: only keys at ``lo <= j < hi`` count; positions and lengths stay. ``None``: all keys.
     include_sinks: False for all parts but one of a split whose states are merged.
-    tree_mask: bool ``[Q, Q]``, ANDed among the new rows: row ``i`` may see new key ``m`` where ``tree_mask[i, m]``, one
-        tree for all requests, ``query_len <= Q``; context keys are not affected. ``None``: no tree.
-    mask_fn: ``(request, q_pos [a, 1], k_pos [1, b]) -> bool [a, b]`` instead of ``visible``; called with tiles of
-        absolute positions. ``None``: ``visible``.
-    precision: which roundings are made; the default is the float64 truth.
-    q_tile, kv_tile: rows and keys of a tile; results depend on them by rounding only.
+    tree_mask: bool ``[Q, Q]``, ANDed among the new rows: row ``i`` may see new key ``m`` if ``tree_mask[i, m]``. All
+        requests share one tree, and ``query_len <= Q``. Context keys are not affected. ``None``: no tree.
+    mask_fn: ``(request, q_pos [a, 1], k_pos [1, b]) -> bool [a, b]``, used instead of ``visible``. It is called with
+        tiles of absolute positions. ``None``: ``visible``.
+    precision: the roundings to apply; the default computes in float64.
+    q_tile, kv_tile: rows and keys of a tile; they change results by rounding only.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for whatever has no meaning: shapes that do not fit each
-    other or ``params``, dtypes that are no numbers of the kind, falling offsets, negative lengths, a table narrower
-    than a length, an owned block outside the cache. No argument is modified.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for undefined arguments: shapes that do not fit each other
+    or ``params``, dtypes of the wrong kind, decreasing offsets, negative lengths, a table narrower than a length, or an
+    owned block outside the cache. No argument is modified.
 
-    What it computes, by a loop (one head, scale 1):
+    The same computation as a loop (one head, scale 1):
 
     >>> import math
     >>> cache, table = torch.arange(12.0).view(3, 4, 1, 1) / 8, torch.tensor([[2, 0]])
@@ -126,9 +127,9 @@ def attend_paged(
     scales: tuple[Scale, Scale, Scale],
     tile_sizes: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """:func:`paged_attention` of arguments found sound; ``scales`` of query, key and value.
+    """Compute :func:`paged_attention` for checked arguments; ``scales`` of query, key and value.
 
-    ``sight`` says who sees whom in a request, and gives the stored tokens of its pages their positions.
+    ``sight`` gives the visibility within a request, and the positions of the tokens stored in its pages.
     """
     params, compute = rule.params, rule.precision.compute
     out_THV = torch.zeros(len(query), params.num_heads, params.value_head_size, dtype=compute, device=query.device)
@@ -151,7 +152,7 @@ def check_paged(
     scales: tuple[Scale, Scale, Scale],
     tile_sizes: tuple[int, int],
 ) -> None:
-    """Refuses tensors, scales and tiles that do not fit each other or the layer; ``scales`` of query, key, value."""
+    """Raise if tensors, scales or tiles do not fit each other or the layer; ``scales`` of query, key, value."""
     require_params(params)
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         require_float(name, tensor, float8=True)
@@ -183,8 +184,6 @@ def _page_reader(
     v_scale: Scale,
     compute: torch.dtype,
 ) -> FetchKeys:
-    """Reads keys of one request through its pages."""
-
     def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
         return (
             heads_first(read_tokens(key_cache, pages, lo, hi, k_scale, compute), compute),

@@ -1,6 +1,6 @@
-"""A batch over a paged cache: whose rows see whose pages, and the reading of the slots a request owns.
+"""A batch over a paged cache: the rows and pages of each request, and reading the slots it owns.
 
-The index tensors are read on the host once and found consistent before anything is computed.
+The index tensors are read on the host once and checked before any computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from attncheck.reference.attention.visibility import Span
 
 @dataclass(frozen=True)
 class PagedRequest:
-    """A request that has rows. ``pages``: int64, the blocks it owns, in order, on the device of the rows."""
+    """A request with at least one row. ``pages``: int64, its blocks in order, on the device of the rows."""
 
     index: int
     rows: slice
@@ -27,16 +27,16 @@ class PagedRequest:
 
     @property
     def query_len(self) -> int:
-        """Rows of the request."""
+        """Number of query rows."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def context_len(self) -> int:
-        """Position of the first row; negative where rows stand before the first key."""
+        """Position of the first row; negative if the request has more rows than keys."""
         return self.seq_len - self.query_len
 
     def span(self, kv_range: Sequence[int] | None) -> Span:
-        """The keys there are within ``kv_range``; ``None``: all."""
+        """Return the request's key positions within ``kv_range``; all of them if it is None."""
         lo, hi = (0, self.seq_len) if kv_range is None else kv_range
         return min(lo, self.seq_len), min(hi, self.seq_len)
 
@@ -49,13 +49,13 @@ def paged_requests(
     query_start_loc: Tensor,
     stored: Callable[[int], int] | None = None,
 ) -> list[PagedRequest]:
-    """The requests that have rows, in order; others are never looked at.
+    """Return the requests that have rows, in order; requests without rows are skipped.
 
-    query: the name and the tensor whose rows ``query_start_loc`` cuts. cache: ``[NB, BS, ...]``. stored: how many of so
-    many first positions stand in this cache (a rank holds a part of them); ``None``: all.
+    query: name and tensor whose rows ``query_start_loc`` delimits. cache: ``[NB, BS, ...]``.
+    stored: maps a number of first positions to how many of them this cache holds (a rank holds a part). ``None``: all.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for falling offsets, negative lengths, a table narrower
-    than a length, an owned block outside the cache.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for decreasing offsets, negative lengths, a table narrower
+    than a length, or an owned block outside the cache.
     """
     name, rows = query
     starts = host_offsets("query_start_loc", query_start_loc, name, rows.shape[0])
@@ -87,9 +87,9 @@ def paged_requests(
 
 
 def read_tokens(cache: Tensor, pages: Tensor, lo: int, hi: int, scale: float | Tensor, compute: torch.dtype) -> Tensor:
-    """The stored tokens ``lo .. hi - 1`` of a request, ``[k, ...]``: exactly those slots, none beside them.
+    """Return the stored tokens ``lo .. hi - 1`` of a request, ``[k, ...]``. No other slot is read.
 
-    Codes of a float8 cache are given their value in ``compute``; other caches keep their dtype.
+    Codes of a float8 cache are dequantised to ``compute``. Other caches keep their dtype.
     """
     tokens = torch.arange(lo, hi, device=pages.device)
     blocks, offsets = pages[tokens // cache.shape[1]], tokens % cache.shape[1]
@@ -102,14 +102,14 @@ def read_tokens(cache: Tensor, pages: Tensor, lo: int, hi: int, scale: float | T
 
 
 def per_head(scale: float | Tensor) -> float | Tensor:
-    """A scale of one element or one a head, made to broadcast to ``[rows, heads, size]``."""
+    """Return a scale of one element, or of one per head, in a shape that broadcasts to ``[rows, heads, size]``."""
     if not isinstance(scale, Tensor):
         return scale
     return scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1)
 
 
 def require_kv_range(kv_range: object) -> None:
-    """Refuses what is no pair of positions ``0 <= lo <= hi``."""
+    """Raise if ``kv_range`` is neither None nor a pair of positions ``0 <= lo <= hi``."""
     if kv_range is None:
         return
     if not (

@@ -1,7 +1,7 @@
-"""What one attention layer computes, as numbers: the parameters of the reference, its precision, and who sees whom.
+"""The parameters of one attention layer, the precision of the reference, and the visibility rule.
 
-The formulas and their order are drawn in :mod:`attncheck.reference.attention.online_softmax`; this module fixes what
-each parameter means and refuses values that mean nothing.
+The formulas and their order are in :mod:`attncheck.reference.attention.online_softmax`. This module defines each
+parameter and rejects undefined values.
 """
 
 import math
@@ -15,38 +15,38 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.spec import LayerSpec
 
 _ENDLESS = 2**62
-"""Positions and distances are compared in 64 bits; no sum of two below this overflows them."""
+"""Limit of positions and distances, which are compared in 64 bits: the sum of two values below it does not overflow."""
 
 _FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """One attention layer. Hashable; two layers with equal parameters compute the same function.
+    """The parameters of one attention layer. Hashable; two layers with equal parameters compute the same function.
 
     With query row at position ``q``, query head ``h``, key position ``j`` and KV head ``h // (num_heads //
-    num_kv_heads)``, a score is built in this order (confirmed against vLLM: the cap is inside, ALiBi outside)::
+    num_kv_heads)``, a score is computed in this order (checked against vLLM: the cap comes before ALiBi)::
 
         s = scale * <Q[q, h], K[j, h // G]>
         s = cap * tanh(s / cap)              logits_soft_cap
         s = s + slope[h] * (j - q)           alibi_slopes; with alibi_sqrt: - slope[h] * sqrt(max(q - j, 0))
         s = s if visible(q, j) else -inf     causal, window, attn_chunk_size: see visible()
 
-    and ``sinks`` add ``exp(sink[h])`` to the softmax denominator only, unscaled, uncapped, unbiased, unmasked.
+    ``sinks`` add ``exp(sink[h])`` to the softmax denominator only: unscaled, uncapped, unbiased, unmasked.
 
     num_heads, num_kv_heads: query heads and KV heads; the second divides the first (GQA, Ainslie et al. 2023).
     head_size, head_size_v: size of a query/key head, and of a value/output head; ``None``: ``head_size``.
     scale: any finite number; ``None``: ``head_size ** -0.5``.
-    causal: a row sees itself and what came before it.
-    window: inclusive distances ``(left, right)``, a negative one is unlimited; ``left = 0`` is a window of one key.
-    logits_soft_cap: ``None`` or 0: off (Gemma 2).
-    alibi_slopes: one a query head, or ``None`` (Press et al. 2022). The bias is signed where keys lie ahead.
+    causal: whether a row sees only its own key and earlier keys.
+    window: inclusive distances ``(left, right)``. A negative distance is unlimited; ``(0, 0)`` is a window of one key.
+    logits_soft_cap: ``None`` or 0 for no cap (Gemma 2).
+    alibi_slopes: one per query head, or ``None`` (Press et al. 2022). The bias changes sign for keys after the query.
     alibi_sqrt: the square-root form of the bias, 0 for keys ahead; no effect without slopes.
-    sinks: one logit a query head, or ``None``; ``-inf``: none for that head.
+    sinks: one logit per query head, or ``None``; ``-inf`` means no sink for that head.
     attn_chunk_size: local attention in chunks aligned to position 0, or ``None``.
-    attn_chunk_lookback: how many earlier chunks a row sees besides its own; no effect without a chunk size.
+    attn_chunk_lookback: number of earlier chunks a row sees besides its own; no effect without a chunk size.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` (a ``ValueError``) naming the field that means nothing.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` (a ``ValueError``) with the name of the invalid field.
 
     >>> AttentionParams(num_heads=8, num_kv_heads=2, head_size=64).softmax_scale
     0.125
@@ -93,7 +93,7 @@ class AttentionParams:
             )
 
     def _freeze_per_head(self, name: str, required: str, allowed: Callable[[float], bool]) -> None:
-        """Holds a field of one number a query head as a tuple, whatever sequence it was given as."""
+        """Store a per-head sequence as a tuple of floats, so that the dataclass stays hashable."""
         given: Sequence[float] | None = getattr(self, name)
         if given is None:
             return
@@ -106,7 +106,7 @@ class AttentionParams:
 
     @property
     def group_size(self) -> int:
-        """``G``: how many consecutive query heads read the same KV head."""
+        """``G``: number of consecutive query heads that read the same KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -116,28 +116,28 @@ class AttentionParams:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the scores, its default resolved (from ``head_size``, never from ``head_size_v``)."""
+        """The factor on the scores; its default comes from ``head_size``, never from ``head_size_v``."""
         return float(self.head_size) ** -0.5 if self.scale is None else float(self.scale)
 
     @property
     def soft_cap(self) -> float | None:
-        """The cap, or None where there is none; 0 is none."""
+        """The soft cap, or None if it is None or 0."""
         return self.logits_soft_cap or None
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Which roundings the reference makes; the code path is the same for all of them.
+    """The roundings of the reference; the code path is the same for all of them.
 
     compute: dtype of scores, softmax, accumulation, lse and of the returned tensors.
-    prob: the softmax numerators ``P`` are rounded to this before ``P @ V`` (the row sum uses them unrounded, and the
-        values are carried in ``compute``); ``None``: not rounded.
-    out: the output is rounded to this (values carried in ``compute``); ``None``: not rounded. The lse never is.
+    prob: the softmax numerators ``P`` are rounded to this dtype before ``P @ V``, and kept in ``compute``. The row sum
+        uses them unrounded. ``None``: not rounded.
+    out: the output is rounded to this dtype, and kept in ``compute``. ``None``: not rounded. The lse is never rounded.
 
-    Float32 products on a GPU follow torch's own TF32 setting, which whoever runs the reference states.
+    Float32 products on a GPU follow torch's TF32 setting, which the caller must set.
 
-    The default is the truth. ``Precision.kernel(torch.bfloat16)`` makes the roundings of a good kernel, whose distance
-    from the truth sizes the error an honest kernel may have.
+    The default computes the truth in float64. ``Precision.kernel(torch.bfloat16)`` makes the roundings of a good
+    kernel. The error budget of backends derives from its distance to the truth.
 
     >>> Precision.kernel(torch.bfloat16)
     Precision(compute=torch.float32, prob=torch.bfloat16, out=torch.bfloat16)
@@ -156,23 +156,23 @@ class Precision:
 
     @classmethod
     def kernel(cls, dtype: torch.dtype) -> "Precision":
-        """What a good kernel for tensors of ``dtype`` rounds: float32 inside, ``P`` and output in ``dtype``."""
+        """Return the roundings of a good kernel for ``dtype``: float32 inside, ``P`` and output in ``dtype``."""
         return cls(torch.float32, dtype, dtype)
 
     def round_prob(self, p: Tensor) -> Tensor:
-        """Softmax numerators as they enter the product with V."""
+        """Return softmax numerators rounded to ``prob``."""
         return _rounded(p, self.prob)
 
     def round_out(self, out: Tensor) -> Tensor:
-        """The output as it is returned."""
+        """Return the output rounded to ``out``."""
         return _rounded(out, self.out)
 
 
 def window_pair(sliding_window: int | None, *, bidirectional: bool = False) -> tuple[int, int]:
-    """Inclusive distances for vLLM's ``sliding_window``: a query sees at most so many keys, itself included.
+    """Return the inclusive distances for vLLM's ``sliding_window``, the most keys a query sees, its own included.
 
-    A causal layer looks back only; an encoder layer, or a causal layer called without the causal mask, looks both
-    ways (vLLM mirrors the pair). ``None``: no window.
+    A causal layer looks back only. An encoder layer, or a causal layer called without the causal mask, looks both ways
+    (vLLM mirrors the pair). ``None``: no window.
 
     >>> window_pair(4), window_pair(4, bidirectional=True), window_pair(1), window_pair(None)
     ((3, 0), (3, 3), (0, 0), (-1, -1))
@@ -186,23 +186,23 @@ def window_pair(sliding_window: int | None, *, bidirectional: bool = False) -> t
 
 
 def visible(params: AttentionParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """Whether the row at position ``q_pos`` sees the key at position ``k_pos``: bool, of their broadcast shape.
+    """Return whether the row at ``q_pos`` sees the key at ``k_pos``: bool, of their broadcast shape.
 
-    Positions are absolute and counted from the first token of the request; ``q_pos`` may be negative (a row before
-    the first key). Knows nothing of lengths: who asks must ask about keys that exist. Defined by::
+    Positions are absolute and counted from the first token of the request. ``q_pos`` may be negative (a row before the
+    first key). Lengths are not checked: the caller passes positions of existing keys only. Defined by::
 
         (not causal or j <= q)
         and (left  < 0 or q - j <= left)
         and (right < 0 or j - q <= right)
         and (no chunk size C, or 0 <= floor(q / C) - floor(j / C) <= lookback)
 
-    Drawn for two new rows at the end of five keys (positions 3 and 4; a row sees its own key), x for visible::
+    For two new rows at the end of five keys (positions 3 and 4; a row sees its own key), x for visible::
 
         causal          window (1, -1)     window (2, 0)      chunks of 2
         x x x x .       . . x x x          . x x x .          . . x x .
         x x x x x       . . . x x          . . x x x          . . . . x
 
-    (``window`` drawn without the causal mask, ``chunks`` with it.)
+    (``window`` is drawn without the causal mask, ``chunks`` with it.)
 
     >>> layer = AttentionParams(1, 1, 8, causal=True, attn_chunk_size=2)
     >>> visible(layer, torch.tensor([[3], [4]]), torch.arange(5)).int()
@@ -227,10 +227,11 @@ def visible(params: AttentionParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
 
 
 def layer_params(layer: LayerSpec, *, causal: bool | None = None) -> AttentionParams:
-    """The parameters of a layer spec. ``causal`` overrides the layer's own flag for one call; a window follows it.
+    """Return the parameters of a layer spec. ``causal`` overrides the layer's own flag for one call.
 
-    vLLM hands ``causal`` to each call in the metadata and mirrors a causal layer's window when it is off; so does this.
-    Latent attention (``layer.mla``) has parameters of its own and is refused.
+    The window follows ``causal``: vLLM passes ``causal`` in the metadata of each call, and mirrors the window of a
+    causal layer when it is False. Raise :class:`~attncheck.errors.ReferenceArgumentError` for latent attention
+    (``layer.mla``), whose parameters are :class:`~attncheck.reference.attention.mla_layer.MLAParams`.
 
     >>> layer = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, sliding_window=16)
     >>> layer_params(layer).window, layer_params(layer, causal=False).window
@@ -255,13 +256,13 @@ def layer_params(layer: LayerSpec, *, causal: bool | None = None) -> AttentionPa
 
 
 def require_params(params: object) -> None:
-    """Refuses parameters of another kind of layer."""
+    """Raise if ``params`` is not an :class:`AttentionParams`."""
     if not isinstance(params, AttentionParams):
         raise ReferenceArgumentError("params", params, "AttentionParams")
 
 
 def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` with the values it has in ``dtype``, still carried in its own dtype."""
+    """Return ``x`` with its values rounded to ``dtype``, in its own dtype."""
     return x if dtype is None else x.to(dtype).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Float8 codes and the scales that give them a meaning: ``value = code * scale``."""
+"""Float8 quantisation and dequantisation: ``value = code * scale``."""
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from attncheck.reference.arguments import (
 
 @torch.no_grad()
 def quantize_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """The codes of ``x``: ``round_fp8(clamp(float32(x) / float32(scale), -max, max))``, new, of the shape of ``x``.
+    """Return the codes ``round_fp8(clamp(float32(x) / float32(scale), -max, max))``: new, of the shape of ``x``.
 
-    Rounds to nearest, ties to even; saturates (infinities too); NaN stays NaN. ``scale`` is the factor of the way
-    back, a number or a tensor that broadcasts to ``x``; it divides, as in vLLM, where multiplying by a reciprocal
-    could differ by a code. ``max`` is the largest finite number of ``dtype``: 448 for ``float8_e4m3fn``, 57344 for
-    ``float8_e5m2``, 240 for ``float8_e4m3fnuz``.
+    Rounding is to nearest, ties to even. Values saturate, infinities too; NaN stays NaN. ``scale`` is the
+    dequantisation factor, a number or a tensor that broadcasts to ``x``. ``x`` is divided by it, as in vLLM:
+    multiplying by the reciprocal could differ by one code. ``max`` is the largest finite number of ``dtype``: 448 for
+    ``float8_e4m3fn``, 57344 for ``float8_e5m2``, 240 for ``float8_e4m3fnuz``.
 
     >>> quantize_fp8(torch.tensor([1.0, 3.3, 1e9, -1e9]), 2.0).float()
     tensor([   0.5000,    1.6250,  448.0000, -448.0000])
@@ -36,7 +36,7 @@ def quantize_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.fl
 
 @torch.no_grad()
 def dequantize_fp8(codes: Tensor, scale: float | Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """``code * scale`` in ``dtype``, new, of the shape of ``codes``.
+    """Return ``code * scale`` in ``dtype``: new, of the shape of ``codes``.
 
     ``scale`` is a number (used exactly, not through float32) or a tensor that broadcasts to ``codes``.
 
@@ -52,11 +52,11 @@ def dequantize_fp8(codes: Tensor, scale: float | Tensor, *, dtype: torch.dtype =
 
 @torch.no_grad()
 def quantize_fp8_group(x: Tensor, group: int, *, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """Codes with a scale for every ``group`` consecutive numbers of a row: ``(codes [T, N], scales [T, N // group])``.
+    """Return ``(codes [T, N], scales [T, N // group])``, with one scale per ``group`` consecutive numbers of a row.
 
-    Per group, in float32: ``scale = amax / max`` (1 where that is 0: a group of zeros, or of numbers too small for it),
-    ``codes = quantize_fp8(x, scale)``. So the largest number of a group gets the largest code, and groups know nothing
-    of each other. A NaN or an infinity becomes the scale of its own group.
+    Per group, in float32: ``scale = amax / max`` and ``codes = quantize_fp8(x, scale)``. The scale is 1 if
+    ``amax / max`` is 0, because the group is all zeros or underflows. The largest number of a group gets the largest
+    code. Groups are independent. If a group holds a NaN or an infinity, that becomes its scale.
 
     x: ``[T, N]``, any float dtype but float8; ``group`` divides ``N``. dtype: a float8 dtype.
 
@@ -79,14 +79,14 @@ def quantize_fp8_group(x: Tensor, group: int, *, dtype: torch.dtype = torch.floa
 
 
 def fp8_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """:func:`quantize_fp8` for arguments already found sound."""
+    """Return :func:`quantize_fp8` of checked arguments."""
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     limit = torch.finfo(dtype).max
     return x.float().div(divisor).clamp_(-limit, limit).to(dtype)
 
 
 def fp8_values(codes: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """:func:`dequantize_fp8` for arguments already found sound."""
+    """Return :func:`dequantize_fp8` of checked arguments."""
     return codes.to(dtype).mul_(scale.to(codes.device, dtype) if isinstance(scale, Tensor) else scale)
 
 

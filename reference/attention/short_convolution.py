@@ -1,4 +1,4 @@
-"""The causal depthwise convolution in front of a state-space layer, over packed sequences with a rolling state."""
+"""The causal depthwise convolution before a state-space layer, over packed sequences with a rolling state."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def causal_conv1d(
     pad_id: int = -1,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
 ) -> Tensor:
-    """Each channel of each sequence, convolved with its own ``K`` taps over its past: ``y [T, C]``.
+    """Return ``y [T, C]``: each channel of each sequence, convolved with its own ``K`` taps over its past.
 
     For a sequence with state line ``i = cache_indices[r]``, per channel, time on the rows::
 
@@ -39,23 +39,25 @@ def causal_conv1d(
         y[t]  = act(bias + sum over k of weight[:, k] * tape[t + k])
         conv_states[i, :, :K-1] = the last K-1 entries of tape
 
-    so that the last tap meets the row's own input, and a sequence shorter than ``K - 1`` shifts its state.
+    The last tap multiplies the row's own input. A sequence shorter than ``K - 1`` shifts its state.
 
     x: ``[T, C]``, ``T >= query_start_loc[-1]``; any float dtype but float8.
     weight, bias: ``[C, K]``, ``[C]`` or None.
-    conv_states: ``[lines, C, >= K-1]``, of any strides, written in place: the first ``K - 1`` columns of the lines
-        of sequences that have rows, with inputs converted to its dtype. They are read back as they are stored.
+    conv_states: ``[lines, C, >= K-1]``, of any strides, updated in place. Only the first ``K - 1`` columns of lines of
+        sequences with rows are written, with inputs converted to its dtype. States are read in that dtype too.
     query_start_loc, cache_indices: ``[R + 1]``, ``[R]``, int32 or int64. No line twice among sequences that have rows.
     has_initial_state: bool ``[R]``.
     activation: ``None``, or ``"silu"`` (``z * sigmoid(z)``), also named ``"swish"``.
-    pad_id: a sequence with this index is padding: its rows of ``y`` are 0, no line is read or written. A sequence
-        without rows leaves its line alone, and its index is never looked at.
-    precision: sums are made in ``precision.compute``, in which ``y`` is returned, rounded to ``precision.out``. Rows of
-        no sequence are 0.
+    pad_id: index of a padding sequence. Its rows of ``y`` are 0, and no line is read or written for it. A sequence
+        without rows leaves its line unchanged, and its index is never read.
+    precision: sums and ``y`` are in ``precision.compute``, ``y`` rounded to ``precision.out``.
 
-    Everything is checked before anything is written; raises :class:`~attncheck.errors.ReferenceArgumentError`.
+    Rows of no sequence are 0.
 
-    One channel, a sequence of three that remembers 5:
+    All arguments are checked before the first write. Raise :class:`~attncheck.errors.ReferenceArgumentError` if one is
+    invalid.
+
+    One channel, and a sequence of three rows whose state holds 5:
 
     >>> states = torch.tensor([[[0.0, 5.0]]])
     >>> y = causal_conv1d(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[100.0, 10.0, 1.0]]), None, states,
@@ -88,7 +90,7 @@ def causal_conv1d(
         y = y_TC[rows]
         for k, tap_C in enumerate(taps_KC):
             y.addcmul_(tape[k : k + len(y)], tap_C)
-        # From x and the stored state themselves: what is kept must not depend on the dtype of the sums.
+        # From x and the stored state, not from tape: the new state must not depend on the dtype of the sums.
         recent = x[max(rows.start, rows.stop - past) : rows.stop].to(conv_states.dtype)
         state_PC.copy_(torch.cat([before_PC, recent])[len(recent) :])
         if bias is not None:
@@ -117,7 +119,7 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: 
 
 
 def _check_lines(lines: list[int], num_lines: int, pad_id: int) -> None:
-    """Refuses lines that do not exist, or that two sequences would write."""
+    """Raise for lines that do not exist, or that two sequences would write."""
     seen: set[int] = set()
     for line in lines:
         if not 0 <= line < num_lines:

@@ -1,8 +1,8 @@
-"""Runs of short packed sequences: bit for bit what ``attend`` gives for each, with fewer operations of torch.
+"""Attention over runs of short packed sequences: bitwise equal to ``attend`` on each, with fewer torch operations.
 
-A decode of a few keys costs ``attend`` some 40 operations, and each takes longer to start than to compute. A short
-sequence is one tile, so nothing is rescaled, and elementwise operations take the whole run at once. Products and sums
-over keys are those of each sequence alone, since the order of a sum decides its last bit. Axes are named as in
+``attend`` runs some 40 operations for a decode of a few keys, and each takes longer to launch than to compute. A short
+sequence is one tile, so nothing is rescaled, and elementwise operations process the whole run at once. Products and
+sums over keys stay per sequence, because the order of a sum decides its last bit. Axes are named as in
 :mod:`~attncheck.reference.attention.online_softmax`. ``r`` is rows times heads of the run: sequence by sequence, then
 head by head, then row by row.
 """
@@ -18,12 +18,12 @@ from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.attention.visibility import Span, Visibility
 
 _MOST_ELEMENTS = 2**20
-"""Scores of a run, and elements of its keys and values."""
+"""Most elements of a run: its scores, plus its keys and values."""
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Where one sequence of a packed batch has its rows of the query, and its keys."""
+    """The query rows and key rows of one sequence in a packed batch."""
 
     first_row: int
     end_row: int
@@ -32,33 +32,33 @@ class PackedSequence:
 
     @property
     def num_rows(self) -> int:
-        """How many query rows it has."""
+        """Number of query rows."""
         return self.end_row - self.first_row
 
     @property
     def rows(self) -> slice:
-        """Its query rows."""
+        """Query rows."""
         return slice(self.first_row, self.end_row)
 
     @property
     def num_keys(self) -> int:
-        """How many keys it has."""
+        """Number of keys."""
         return self.end_key - self.first_key
 
     @property
     def keys(self) -> slice:
-        """Its keys."""
+        """Key rows."""
         return slice(self.first_key, self.end_key)
 
     def sight(self, params: AttentionParams) -> Visibility:
-        """Who sees whom in it."""
+        """Return the visibility within the sequence."""
         return Visibility(params, (0, self.num_keys), self.num_keys - self.num_rows)
 
 
 def runs_of(
     sequences: Sequence[PackedSequence], params: AttentionParams, tile_sizes: tuple[int, int]
 ) -> Iterator[list[PackedSequence]]:
-    """Cut the sequences that have rows into runs, in order: neighbours of one tile each, or one sequence alone."""
+    """Yield the sequences that have rows as runs, in order: adjacent sequences of one tile each, or one alone."""
     q_tile, kv_tile = tile_sizes
     size = params.num_kv_heads * (params.head_size + params.value_head_size)
     run: list[PackedSequence] = []
@@ -90,12 +90,12 @@ def attend_run(
     out_THV: Tensor,
     lse_TH: Tensor,
 ) -> None:
-    """Attention of the rows of all sequences of a run, written into ``out_THV`` and ``lse_TH``."""
+    """Compute attention of all rows of a run and write it into ``out_THV`` and ``lse_TH``."""
     params, compute = rule.params, rule.precision.compute
     heads = params.num_kv_heads
     rows, keys = slice(run[0].first_row, run[-1].end_row), slice(run[0].first_key, run[-1].end_key)
     query_tHD = query_THD[rows].to(compute)
-    # Decodes alone stand in the order of r already.
+    # With one row per sequence, rows and heads are already in the order of r.
     place_tH = None if len(run) == len(query_tHD) else _places(run, params.num_heads, rule.device)
     query_rD = _placed(query_tHD, place_tH)
     k_NKD, v_NKV = heads_first(key_KND[keys], compute), heads_first(value_KNV[keys], compute)
@@ -110,18 +110,18 @@ def attend_run(
     room = query_rD.new_empty(sum(sizes))
 
     def by_sequence(x_rC: Tensor) -> Sequence[Tensor]:
-        """``[N, m, C]`` of each sequence."""
+        """Return a view ``[N, m, C]`` per sequence."""
         if len(set(counts)) == 1:
             return x_rC.view(len(run), heads, counts[0] // heads, -1).unbind()
         return [part.view(heads, count // heads, -1) for part, count in zip(x_rC.split(counts), counts, strict=True)]
 
     def by_scores(x: Tensor) -> Sequence[Tensor]:
-        """``[N, m, k]`` of each sequence."""
+        """Return a view ``[N, m, k]`` per sequence."""
         parts = zip(x.split(sizes), counts, widths, strict=True)
         return [part.view(heads, count // heads, width) for part, count, width in parts]
 
     def seen(x_NKC: Tensor) -> Sequence[Tensor]:
-        """``[N, k, C]``: what each sequence reaches of its keys or values."""
+        """Return ``[N, k, C]`` per sequence: the keys or values within its reach."""
         parts = zip(x_NKC.split([each.num_keys for each in run], 1), reaches, widths, strict=True)
         return [part if part.shape[1] == width else part[:, lo:hi] for part, (lo, hi), width in parts]
 
@@ -166,7 +166,7 @@ def _modify(s_Nmk: Tensor, sight: Visibility, reach: Span, rule: ScoreRule) -> N
 
 
 def _places(run: Sequence[PackedSequence], heads: int, device: torch.device) -> Tensor:
-    """Int64 ``[t, H]``: the place among ``r`` of each row and head of the run."""
+    """Return int64 ``[t, H]``: the index along ``r`` of each row and head of the run."""
     first = run[0].first_row
     fields = [(each.first_row - first, each.num_rows) for each in run]
     counts = torch.tensor([each.num_rows for each in run], device=device)
@@ -177,6 +177,6 @@ def _places(run: Sequence[PackedSequence], heads: int, device: torch.device) -> 
 
 
 def _placed(x_tHC: Tensor, place_tH: Tensor | None) -> Tensor:
-    """``[r, C]``: rows and heads brought to their places."""
+    """Return ``[r, C]``: rows and heads moved to their index along ``r``."""
     x_rC = x_tHC.reshape(-1, x_tHC.shape[-1])
     return x_rC if place_tH is None else torch.empty_like(x_rC).index_copy_(0, place_tH.view(-1), x_rC)

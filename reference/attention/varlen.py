@@ -1,4 +1,4 @@
-"""Attention over packed sequences without a cache: the truth of encoder layers, and of anything unpaged."""
+"""Attention over packed sequences without a cache: the reference for encoder layers and other unpaged calls."""
 
 from itertools import pairwise
 
@@ -32,19 +32,21 @@ def varlen_attention(
     q_tile: int = 128,
     kv_tile: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention within each of several packed sequences: ``(out [Tq, H, Dv], lse [Tq, H])``.
+    """Return softmax attention ``(out [Tq, H, Dv], lse [Tq, H])`` within each packed sequence.
 
     Sequence ``r`` has the query rows ``cu_seqlens_q[r] .. cu_seqlens_q[r + 1] - 1`` and the key rows
-    ``cu_seqlens_k[r] .. cu_seqlens_k[r + 1] - 1``; of ``Lq`` and ``Lk`` of them, query row ``i`` stands at position
-    ``Lk - Lq + i`` and key row ``j`` at ``j``. Encoder layers: ``causal=False``, one ``cu_seqlens`` for both.
+    ``cu_seqlens_k[r] .. cu_seqlens_k[r + 1] - 1``. With ``Lq`` query rows and ``Lk`` key rows, query row ``i`` is at
+    position ``Lk - Lq + i`` and key row ``j`` at ``j``. For encoder layers pass ``causal=False`` and one ``cu_seqlens``
+    for both.
 
-    Formula, modifiers, rows that see nothing, rows of no sequence, ``precision``, tiles: as in
+    Formula, modifiers, rows that see no key, rows of no sequence, ``precision`` and tiles are as in
     :func:`~attncheck.reference.attention.paged.paged_attention`.
 
     query, key, value: ``[Tq, H, D]``, ``[Tk, Hkv, D]``, ``[Tk, Hkv, Dv]``; any strides, any float dtype but float8.
-    cu_seqlens_q, cu_seqlens_k: ``[R + 1]`` int32 or int64, from 0, never falling; rows beyond the last are no one's.
+    cu_seqlens_q, cu_seqlens_k: ``[R + 1]`` int32 or int64, from 0, non-decreasing. Rows beyond the last offset belong
+        to no sequence.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for whatever has no meaning. No argument is modified.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for undefined arguments. No argument is modified.
 
     >>> x, ends = torch.randn(5, 2, 4), torch.tensor([0, 2, 5])
     >>> encoder = AttentionParams(num_heads=2, num_kv_heads=2, head_size=4, causal=False)
@@ -86,8 +88,6 @@ def varlen_attention(
 
 
 def _row_reader(key_kND: Tensor, value_kNV: Tensor, compute: torch.dtype) -> FetchKeys:
-    """Reads the keys of one packed sequence."""
-
     def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
         return heads_first(key_kND[lo:hi], compute), heads_first(value_kNV[lo:hi], compute)
 

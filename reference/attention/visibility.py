@@ -1,15 +1,16 @@
-"""Which keys a run of rows can see, as spans of positions: what lets the tiled computation skip and trim its tiles.
+"""The keys that a run of rows can see, as spans of positions, so that the tiled computation can skip and trim tiles.
 
-A row's visible keys under the base predicate (:func:`attncheck.reference.attention.params.visible`) are one span, and
-both ends of that span never fall as the row moves right. So for rows ``first .. last``::
+A row's visible keys under the base predicate (:func:`attncheck.reference.attention.params.visible`) are one span. Both
+ends of that span are non-decreasing in the row's position. So for rows ``first .. last``::
 
     q = first   . # # # # . . . .
-                . . # # # # . . .        reach: from the start of first's span to the end of last's; no key outside
-    q = last    . . . # # # # . .               of it matters to any of the rows
+                . . # # # # . . .        reach: from the start of first's span to the end of last's; no row
+    q = last    . . . # # # # . .               sees a key outside of it
                     ^ ^                  common: from the start of last's span to the end of first's; every row sees
                     common                      every key inside, so no mask is needed there
 
-Trees and mask functions see what they like: they reach everywhere and need their mask everywhere they may differ.
+Mask functions are arbitrary, so their reach is the whole span and a mask is needed everywhere. A tree mask needs a mask
+for all keys of the new rows.
 """
 
 from collections.abc import Callable
@@ -25,11 +26,11 @@ MaskFunction = Callable[[int, Tensor, Tensor], Tensor]
 """``(request, q_pos [a, 1], k_pos [1, b]) -> bool [a, b]``."""
 
 Span = tuple[int, int]
-"""Positions ``lo <= j < hi``; empty where ``lo >= hi``."""
+"""Positions ``lo <= j < hi``; empty if ``lo >= hi``."""
 
 
 def row_span(params: AttentionParams, q: int, span: Span) -> Span:
-    """The keys within ``span`` that the row at position ``q`` sees; exactly those where ``visible`` is true.
+    """Return the keys within ``span`` that the row at position ``q`` sees: exactly those with ``visible`` true.
 
     >>> row_span(AttentionParams(1, 1, 8, window=(2, 0)), 5, (0, 9))
     (3, 6)
@@ -51,10 +52,10 @@ def row_span(params: AttentionParams, q: int, span: Span) -> Span:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Who sees whom in one request.
+    """Visibility between the rows and keys of one request.
 
-    ``span``: the keys there are. ``context_len``: position of the first row (of the tree's root, where there is one).
-    ``tree_mask``: bool ``[Q, Q]`` on the device of the positions, ANDed for keys from ``context_len`` on.
+    ``span``: positions of the existing keys. ``context_len``: position of the first row (the tree's root, if there is
+    one). ``tree_mask``: bool ``[Q, Q]`` on the device of the positions, ANDed for keys from ``context_len`` on.
     ``mask_fn``: replaces the base predicate.
     """
 
@@ -66,20 +67,20 @@ class Visibility:
     mask_fn: MaskFunction | None = None
 
     def reach(self, first: int, last: int) -> Span:
-        """Keys outside of this span are seen by no row of ``first .. last``."""
+        """Return a span that contains every key seen by any row of ``first .. last``."""
         if self.mask_fn is not None:
             return self.span
         return row_span(self.params, first, self.span)[0], row_span(self.params, last, self.span)[1]
 
     def common(self, first: int, last: int) -> Span:
-        """Keys inside of this span are seen by every row of ``first .. last``."""
+        """Return a span whose keys are seen by every row of ``first .. last``."""
         if self.mask_fn is not None:
             return self.span[0], self.span[0]
         lo, hi = row_span(self.params, last, self.span)[0], row_span(self.params, first, self.span)[1]
         return lo, hi if self.tree_mask is None else min(hi, self.context_len)
 
     def mixed(self, first: int, last: int, keys: Span) -> list[Span]:
-        """The parts of ``keys`` that some rows of ``first .. last`` may see and others not; most tiles have none."""
+        """Return the parts of ``keys`` that only some rows of ``first .. last`` may see; most tiles have none."""
         lo, hi = keys
         common_lo, common_hi = self.common(first, last)
         left_end = min(max(common_lo, lo), hi)
@@ -88,11 +89,11 @@ class Visibility:
         return [(begin, end) for begin, end in parts if begin < end]
 
     def key_positions(self, lo: int, hi: int, device: torch.device) -> Tensor:
-        """The positions ``[1, b]`` of the keys ``lo .. hi - 1``, counted as ``reach`` and ``common`` count them."""
+        """Return the positions ``[1, b]`` of the keys ``lo .. hi - 1``, numbered as in ``reach`` and ``common``."""
         return torch.arange(lo, hi, device=device).unsqueeze(0)
 
     def mask(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Bool ``[a, b]`` for row positions ``[a, 1]`` and key positions ``[1, b]``."""
+        """Return the mask, bool ``[a, b]``, for row positions ``[a, 1]`` and key positions ``[1, b]``."""
         if self.mask_fn is None:
             sees = visible(self.params, q_pos, k_pos)
         else:

@@ -1,4 +1,4 @@
-"""Decodes first: moving short requests to the front of a batch, and finding where the long ones begin.
+"""Batches with decodes first: reordering short requests to the front, and finding the boundary.
 
 The behaviour is vLLM's.
 """
@@ -20,18 +20,18 @@ from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> tuple[int, int, int, int]:
-    """``(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)`` of a batch ordered decodes first.
+    """Return ``(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens)`` of a batch ordered decodes first.
 
-    A decode has at most ``decode_threshold`` new tokens. The first request that is none, and all behind it, count as
-    prefills: an unordered batch is not noticed. With ``require_uniform`` (and a threshold above 1) the decodes are
-    those in front with as many tokens as the first, or none: padding does not end them. Padding tokens count as
-    prefill tokens where there is a prefill, else as decode tokens.
+    A decode has at most ``decode_threshold`` new tokens. The first longer request and all requests after it count as
+    prefills, so an unordered batch goes unnoticed. With ``require_uniform``, and a threshold above 1 or a longer
+    ``max_query_len``, decodes are the leading requests with as many tokens as the first, or none. Padding tokens count
+    as prefill tokens if there is a prefill, else as decode tokens.
 
-    common_attn_metadata: read are ``max_query_len``, ``num_reqs``, ``num_actual_tokens`` and ``query_start_loc_cpu``.
-        A ``max_query_len`` within the threshold is believed: then all are decodes.
+    common_attn_metadata: ``max_query_len``, ``num_reqs``, ``num_actual_tokens`` and ``query_start_loc_cpu`` are read.
+        If ``max_query_len`` is within the threshold and the uniform rule does not apply, all requests count as decodes.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for an empty batch, start locations that fall or are not
-    one more than the requests, and a negative threshold.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for an empty batch, decreasing start locations, a wrong
+    number of them (not ``num_reqs + 1``), or a negative threshold.
     """
     return split_finished_prompts(common_attn_metadata, decode_threshold, require_uniform)
 
@@ -42,11 +42,11 @@ def split_finished_prompts(
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
 ) -> tuple[int, int, int, int]:
-    """The same with the further parameter that newer versions of vLLM have.
+    """Return :func:`split_decodes_and_prefills` with the additional parameter of newer vLLM versions.
 
-    treat_short_extends_as_decodes: off, a request whose prompt is not yet computed to its end is a prefill, however
-        short, and ``max_query_len`` is not believed. Such requests are flagged by ``is_prefilling`` (bool ``[R]``) of
-        :class:`~attncheck.reference.utilities.metadata.PrefillingMetadata`, which must be there.
+    treat_short_extends_as_decodes: if False, a request whose prompt is not fully computed is a prefill, however short,
+        and ``max_query_len`` is not used. ``is_prefilling`` (bool ``[R]``) of
+        :class:`~attncheck.reference.utilities.metadata.PrefillingMetadata` marks such requests, and is then required.
     """
     starts, query_lens = query_bounds(common_attn_metadata)
     threshold = require_int("decode_threshold", decode_threshold, 0)
@@ -72,7 +72,7 @@ def split_finished_prompts(
 
 
 def _prefilling(metadata: CommonAttentionMetadata, num_reqs: int) -> npt.NDArray[np.bool_]:
-    """Return the flags of requests whose prompt is not yet computed to its end."""
+    """Return the flags of requests whose prompt is not fully computed."""
     flags: Tensor | None = getattr(metadata, "is_prefilling", None)
     if flags is None or flags.dtype != torch.bool or tuple(flags.shape) != (num_reqs,):
         raise ReferenceArgumentError("is_prefilling", flags, f"bool, [{num_reqs}]: short extends count as prefills")
@@ -82,16 +82,16 @@ def _prefilling(metadata: CommonAttentionMetadata, num_reqs: int) -> npt.NDArray
 def split_decodes_prefills_and_extends(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
-    """``(decodes, extends, prefills)`` of a batch in that order, as numbers of requests, then of tokens.
+    """Return ``(decodes, extends, prefills)`` of a batch in that order: numbers of requests, then numbers of tokens.
 
-    A decode has at most ``decode_threshold`` new tokens. The first request that is none ends the decodes. Behind it,
-    the first request longer than the threshold whose new tokens are all its tokens begins the prefills. Padding tokens
-    belong to the last part that there is.
+    A decode has at most ``decode_threshold`` new tokens. The first longer request ends the decodes. From it on, the
+    first request above the threshold without context (``query_len == seq_len``) starts the prefills. Padding tokens
+    count as tokens of the last non-empty part.
 
-    common_attn_metadata: read are ``max_query_len``, ``num_reqs``, ``num_actual_tokens``, ``query_start_loc_cpu`` and
-        ``seq_lens_cpu``. A ``max_query_len`` within the threshold is believed: then all are decodes.
+    common_attn_metadata: ``max_query_len``, ``num_reqs``, ``num_actual_tokens``, ``query_start_loc_cpu`` and
+        ``seq_lens_cpu`` are read. If ``max_query_len`` is within the threshold, all requests count as decodes.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` as :func:`split_decodes_and_prefills` does.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` as :func:`split_decodes_and_prefills` does.
     """
     starts, query_lens = query_bounds(common_attn_metadata)
     seq_lens = host_array("seq_lens_cpu", common_attn_metadata.seq_lens_cpu, len(query_lens))
@@ -105,11 +105,11 @@ def split_decodes_prefills_and_extends(
 
 
 def split_prefill_chunks(seq_lens_cpu: Tensor, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
-    """Consecutive requests in chunks of at most ``workspace_size`` tokens, each as long as can be, first to last.
+    """Return ``(first, end)`` of greedy chunks of consecutive requests, each of at most ``workspace_size`` tokens.
 
-    seq_lens_cpu: ``[N]``, host: the lengths of the prefills. The result holds ``(first, behind the last)`` of each
-    chunk, with ``request_offset`` added. Raises :class:`~attncheck.errors.ReferenceArgumentError` for a length that no
-    workspace holds.
+    seq_lens_cpu: ``[N]``, host: the lengths of the prefills. request_offset: added to both indices of each chunk.
+
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for a length that is negative or above ``workspace_size``.
 
     >>> split_prefill_chunks(torch.tensor([3, 4, 5, 1, 9]), 9, request_offset=2)
     [(2, 4), (4, 6), (6, 7)]
@@ -127,17 +127,17 @@ def split_prefill_chunks(seq_lens_cpu: Tensor, workspace_size: int, request_offs
 def reorder_batch_to_split_decodes_and_prefills(
     input_batch: Any, scheduler_output: Any, decode_threshold: int = 1
 ) -> bool:
-    """Moves requests of at most ``decode_threshold`` scheduled tokens to the front, in place; whether any moved.
+    """Move requests of at most ``decode_threshold`` scheduled tokens to the front, in place; return whether any moved.
 
-    input_batch: ``req_ids``, ids in order; ``swap_states(i, j)`` exchanges two positions.
-    scheduler_output: ``num_scheduled_tokens``, tokens by id, possibly of other ids too; read only.
+    input_batch: has ``req_ids``, ids in order, and ``swap_states(i, j)``, which exchanges two positions.
+    scheduler_output: has ``num_scheduled_tokens``, tokens by id, possibly with further ids; it is only read.
 
-    With ``D`` short requests the first ``D`` positions are the front. The long requests in it, first to last, change
-    places with the short ones behind it, last to first: the fewest swaps there can be, and whoever stands on the right
-    side stays. Raises :class:`~attncheck.errors.ReferenceArgumentError` for an id without a count, before any swap.
+    With ``D`` short requests, the first ``D`` positions are the front. The long requests in it, first to last, are
+    swapped with the short ones after it, last to first. This is the smallest number of swaps; all other requests stay.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for an id without a count, before any swap.
     """
     req_ids, scheduled = input_batch.req_ids, scheduler_output.num_scheduled_tokens
-    # Not by subscript, which writes into a mapping with defaults.
+    # .get, because a subscript would insert missing ids into a defaultdict.
     counts = list(map(scheduled.get, req_ids))
     if None in counts:
         without = req_ids[counts.index(None)]
@@ -148,7 +148,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     front = np.count_nonzero(short)
     (long_in_front,) = (~short[:front]).nonzero()
     (short_behind,) = short[front:].nonzero()
-    # As lists, made before the first swap: ids move, and swap_states gets Python integers.
+    # Lists made before the first swap, because swaps move the ids. They also give swap_states Python integers.
     for i, j in zip(long_in_front.tolist(), (short_behind[::-1] + front).tolist(), strict=True):
         input_batch.swap_states(i, j)
     return len(long_in_front) > 0

@@ -1,4 +1,4 @@
-"""The base of every metadata builder: what a backend computes from the common metadata, once a step.
+"""Base class of metadata builders: what a backend computes from the common metadata once per step.
 
 The behaviour is vLLM's.
 """
@@ -18,31 +18,31 @@ M = TypeVar("M")
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Turns one step's common metadata into what a backend's ``forward`` wants.
+    """Converts one step's common metadata into the metadata of a backend's ``forward``.
 
-    One builder serves one group of layers that share a KV-cache spec. Abstract are ``__init__`` (which has a body that
-    subclasses call) and ``build``.
+    One builder serves one group of layers that share a KV-cache spec. ``__init__`` (whose body subclasses call) and
+    ``build`` are abstract.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    """How much of the backend's attention stays valid in a captured CUDA graph; cascade never does. Where that depends
-    on the configuration, :meth:`get_cudagraph_support` says it, and this is the level where nothing is known of it."""
+    """The CUDA-graph support of the backend; cascade attention is never in a graph. If it depends on the configuration,
+    :meth:`get_cudagraph_support` returns it, and this is the level for an unknown configuration.
+    """
 
     reorder_batch_threshold: int | None = None
-    """Requests of at most this query length are wanted in front; ``None``: the order of the batch does not matter."""
+    """The batch must have requests of at most this query length first; ``None`` if its order does not matter."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """The level for layers of this config and spec: :attr:`cudagraph_support`, whatever they are.
+        """Return the level for layers of this config and spec; by default :attr:`cudagraph_support` for all.
 
-        For overrides, where a level holds for some configurations only: who wants to know a backend's level asks here,
-        before any builder is made.
+        Override it if a level holds for some configurations only. Callers use it before they create a builder.
         """
         return cls.cudagraph_support
 
     @abstractmethod
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        """Stores the four arguments as they are (the list is not copied). Any object is accepted."""
+        """Store the four arguments unchanged (the list is not copied). Any object is accepted."""
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = layer_names
         self.vllm_config = vllm_config
@@ -51,11 +51,11 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def _init_reorder_batch_threshold(
         self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
     ) -> None:
-        """Sets the instance's ``reorder_batch_threshold``; the class attribute stays.
+        """Set the instance's ``reorder_batch_threshold``; the class attribute stays.
 
         A backend that decodes speculated tokens (``supports_spec_as_decode``) treats requests of up to 1 +
-        ``num_speculative_tokens`` rows as decodes, so the threshold grows to that. ``None`` stays ``None``. The config
-        is read only where it matters: for a threshold, with the flag set.
+        ``num_speculative_tokens`` rows as decodes, so the threshold is raised to that. ``None`` stays ``None``. The
+        config is read only for a threshold with the flag set.
         """
         threshold = reorder_batch_threshold
         if threshold is not None and supports_spec_as_decode:
@@ -68,22 +68,22 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> M:
-        """The backend's metadata for this step.
+        """Return the backend's metadata for this step.
 
-        ``common_prefix_len``: length of the prefix all requests share, 0 for none. ``fast_build``: prefer a quick
-        build over fast execution (the result serves few layers or iterations, as while drafting). Must not change the
-        common metadata: several builders are fed from one object.
+        ``common_prefix_len``: length of the prefix that all requests share, 0 for none. ``fast_build``: prefer a quick
+        build over fast execution, because few layers or iterations use the result, as in drafting. Must not change the
+        common metadata, because several builders get the same object.
         """
         raise NotImplementedError
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """The metadata a graph is captured with. An override must end in ``self.build`` or in this method."""
+        """Return the metadata for a graph capture. An override must end in ``self.build`` or in this method."""
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
-        """The metadata for drafting speculated tokens.
+        """Return the metadata for drafting speculated tokens.
 
-        ``draft_index`` is for overrides: the position in a chain of drafts, or the level in a tree of them.
+        ``draft_index`` is for overrides: the position in a chain of drafts, or the level in a tree of drafts.
         """
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata, fast_build=True)
 
@@ -98,5 +98,5 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         use_local_attention: bool,
         num_sms: int,
     ) -> bool:
-        """Whether the shared prefix should be computed once for all requests; False unless overridden."""
+        """Return whether the shared prefix should be computed once for all requests; False unless overridden."""
         return False

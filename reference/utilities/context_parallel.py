@@ -1,7 +1,6 @@
-"""Decode context parallelism: how many of a request's tokens a rank holds.
+"""Decode context parallelism: the number of a request's tokens that each rank holds.
 
-``N`` ranks hold the K/V of a request in stripes of ``I`` tokens: token ``t`` lives on rank ``t // I % N``. Must not
-know: which rank this is, who exchanges what.
+``N`` ranks hold the K/V of a request in stripes of ``I`` tokens: token ``t`` is on rank ``t // I % N``.
 """
 
 import torch
@@ -17,16 +16,16 @@ def get_dcp_local_seq_lens(
     dcp_rank: int | Tensor | None = None,
     cp_kv_cache_interleave_size: int = 1,
 ) -> Tensor:
-    """How many of the first ``seq_lens`` tokens each rank, or one rank, holds: int32, new, on their device.
+    """Return how many of the first ``seq_lens`` tokens each rank, or one rank, holds: int32, new, on the same device.
 
-    seq_lens: any shape, int32 or int64, nothing negative.
+    seq_lens: any shape, int32 or int64, non-negative.
     dcp_size, cp_kv_cache_interleave_size: ``N`` and ``I``.
-    dcp_rank: an integer, or one int32 or int64 element on the device of ``seq_lens``, which the host then reads: the
-        result has the shape of ``seq_lens``. ``None``: all ranks, along an added last axis of ``N`` (of 1 as well)
-        whose sum is ``seq_lens``.
+    dcp_rank: an integer, or one int32 or int64 element on the device of ``seq_lens``, which the host then reads. The
+        result has the shape of ``seq_lens``. ``None``: all ranks, along an added last axis of ``N`` (also if ``N`` is
+        1) whose sum is ``seq_lens``.
 
-    Whole rounds of ``N * I`` tokens give every rank ``I``; of the rest, rank ``r`` holds what reaches past ``r * I``,
-    at most ``I``. Raises :class:`~attncheck.errors.ReferenceArgumentError`.
+    Every full round of ``N * I`` tokens gives each rank ``I`` tokens. Of the rest, rank ``r`` holds the tokens beyond
+    the first ``r * I``, at most ``I``. Raise :class:`~attncheck.errors.ReferenceArgumentError` for invalid arguments.
 
     >>> get_dcp_local_seq_lens(torch.tensor([10, 3, 0]), dcp_size=2, cp_kv_cache_interleave_size=4).tolist()
     [[6, 4], [3, 0], [0, 0]]

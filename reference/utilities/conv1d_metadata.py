@@ -1,4 +1,4 @@
-"""What kernels of state-space layers are launched with: programs of a causal conv1d, and blocks that hold states.
+"""Launch metadata for kernels of state-space layers: programs of a causal conv1d, and the blocks that hold states.
 
 The behaviour is vLLM's.
 """
@@ -15,7 +15,7 @@ from attncheck.reference.utilities.host_batch import host_array, steps_of
 from attncheck.reference.utilities.metadata import PAD_SLOT_ID
 
 BLOCK_M = 8
-"""Tokens of one request that one program handles; the only block size."""
+"""Tokens of one request per program; the only block size."""
 
 _FEWEST_PROGRAMS = 1024
 
@@ -23,25 +23,25 @@ _FEWEST_PROGRAMS = 1024
 def compute_causal_conv1d_metadata(
     query_start_loc_p: Tensor,
 ) -> tuple[dict[int, dict[str, Any]], Tensor, Tensor]:
-    """``(by_block_size, batch_ptr, token_chunk_offset_ptr)`` for prefills cut into chunks of :data:`BLOCK_M` tokens.
+    """Return ``(by_block_size, batch_ptr, token_chunk_offset_ptr)`` for prefills in chunks of :data:`BLOCK_M` tokens.
 
     query_start_loc_p: ``[N + 1]`` int32 or int64, any device: start locations of the prefills, non-decreasing. On a
         GPU the host waits for them.
 
-    A program handles one chunk: its request, and the chunk's place within it. Requests without tokens have none.
-    ``by_block_size`` has the one key 8:
+    A program processes one chunk: its request, and the chunk's index within the request. Requests without tokens have
+    no chunk. ``by_block_size`` has the single key 8:
 
     ==========================  ====================================================================================
     ``nums``                    ``[N]`` of the input's dtype, host: chunks of each request
-    ``tot``, ``mlist_len``      how many chunks there are
+    ``tot``, ``mlist_len``      number of chunks
     ``mlist``                   ``[tot]`` int64, host: the request of each chunk
-    ``offsetlist``              ``[tot]`` int32, host: the chunk's place within its request
+    ``offsetlist``              ``[tot]`` int32, host: the chunk's index within its request
     ``batch_ptr``               ``[2 * max(1024, tot)]`` int32, device: ``mlist``, then ``PAD_SLOT_ID``
-    ``token_chunk_offset_ptr``  the same of ``offsetlist``
+    ``token_chunk_offset_ptr``  likewise for ``offsetlist``
     ==========================  ====================================================================================
 
-    The second and third results are the last two tensors. All are new. Raises
-    :class:`~attncheck.errors.ReferenceArgumentError`.
+    The second and third results are the last two tensors. All tensors are new. Raise
+    :class:`~attncheck.errors.ReferenceArgumentError` for invalid start locations.
 
     >>> by_block_size, batch_ptr, _ = compute_causal_conv1d_metadata(torch.tensor([0, 5, 21, 29, 29]))
     >>> by_block_size[8]["mlist"].tolist(), by_block_size[8]["offsetlist"].tolist(), batch_ptr[:6].tolist()
@@ -74,13 +74,14 @@ def compute_causal_conv1d_metadata(
 def mamba_get_block_table_tensor(
     block_table: Tensor, seq_lens: Tensor, kv_cache_spec: Any, mamba_cache_mode: str
 ) -> Tensor:
-    """The blocks that hold each request's state: ``block_table`` itself in mode ``none``, else its current columns.
+    """Return the blocks of each request's state: ``block_table`` itself in mode ``none``, else its current columns.
 
-    In the other modes a state is kept at the end of every block. The current columns are that of the request's last
-    token, and ``num_speculative_blocks`` behind it; for a request without tokens, those from column 0.
+    In the other modes there is a state for the end of every block of tokens. The current columns are the one of the
+    request's last token and the ``num_speculative_blocks`` after it. For a request without tokens they start at column
+    0.
 
-    block_table: ``[R, W]``. seq_lens: ``[R]``. kv_cache_spec: has ``block_size`` and ``num_speculative_blocks``. Raises
-    :class:`~attncheck.errors.ReferenceArgumentError` where the table has too few columns.
+    block_table: ``[R, W]``. seq_lens: ``[R]``. kv_cache_spec: has ``block_size`` and ``num_speculative_blocks``. Raise
+    :class:`~attncheck.errors.ReferenceArgumentError` if the table has too few columns.
     """
     if mamba_cache_mode == "none":
         return block_table

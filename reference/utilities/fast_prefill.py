@@ -1,7 +1,7 @@
-"""KV-sharing fast prefill: where a layer writes no K/V of its own, tokens without wanted logits need no query.
+"""KV-sharing fast prefill: a layer that writes no K/V needs no query for tokens whose logits are not used.
 
-Reduces a batch to those tokens, and wraps a backend so that its builder does. The behaviour is vLLM's, where armed;
-what would compute a wrong answer there is refused here.
+Reduces a batch to the other tokens, and wraps a backend so that its builder does so. The behaviour is vLLM's when the
+logits fields are set. Inputs for which vLLM would compute a wrong result are rejected.
 """
 
 from dataclasses import fields
@@ -22,12 +22,12 @@ KV_SHARING_FAST_PREFILL_METADATA_FIELDS: list[tuple[str, Any, Any]] = [
     ("logits_indices_padded", Tensor | None, None),
     ("num_logits_indices", int, 0),
 ]
-"""The fields that ``subclass_attention_metadata`` adds for fast prefill; a constant."""
+"""The constant list of fields that ``subclass_attention_metadata`` adds for fast prefill."""
 
 
 @runtime_checkable
 class KVSharingFastPrefillMetadata(Protocol):
-    """Metadata that says which rows of the batch want logits. ``isinstance`` asks for the attributes only."""
+    """Metadata that lists the rows whose logits are used. ``isinstance`` checks only that the attributes exist."""
 
     logits_indices_padded: Tensor
     num_logits_indices: int
@@ -36,17 +36,19 @@ class KVSharingFastPrefillMetadata(Protocol):
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common_attn_metadata: CommonAttentionMetadata,
 ) -> CommonAttentionMetadata:
-    """The batch reduced to the tokens whose logits are wanted; a pure decode is returned as the same object.
+    """Return the batch reduced to the tokens whose logits are used, or itself if ``max_query_len`` is 1.
 
-    The first ``num_logits_indices`` of ``logits_indices_padded`` name them, ascending; the rest is padding of any
-    value. A request without one keeps its context and has no query. Indices must be the last tokens of their request:
-    only then does causal attention over the shorter queries mean the same.
+    The first ``num_logits_indices`` entries of ``logits_indices_padded`` are these tokens, ascending. The rest is
+    padding of any value. A request without such a token keeps its context and has no query. Indices must be the last
+    tokens of their request: otherwise causal attention over the shorter queries would differ.
 
-    Start locations, ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` (``seq_lens`` less the new query lengths) of the
-    result are new; ``seq_lens``, ``max_seq_len``, ``block_table_tensor`` and the whole ``slot_mapping`` are the
-    input's; ``causal`` is True; the optional fields are ``None``. Reads the indices: on a GPU the host waits.
+    Start locations, ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` (``seq_lens`` minus the new query lengths) of the
+    result are new. ``seq_lens``, ``max_seq_len``, ``block_table_tensor`` and the whole ``slot_mapping`` are the
+    input's. ``causal`` is True, and the optional fields are ``None``. The indices are read on the host, which waits for
+    a GPU.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError`, for a batch without logits indices too.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for invalid arguments, and for a batch without logits
+    indices.
     """
     batch = common_attn_metadata
     if batch.max_query_len == 1:
@@ -55,7 +57,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     starts, query_lens = query_bounds(batch)
     require_shape("seq_lens", batch.seq_lens, len(query_lens))
     indices = _logits_indices(indices_padded, count, starts)
-    # The indices ascend, so the number below a request's first token is where its own begin.
+    # The indices ascend, so the number of indices below a request's first token is the position of its first index.
     new_starts = np.searchsorted(indices, starts)
     wanted = new_starts[1:] - new_starts[:-1]
     _require_last_tokens(indices, starts, new_starts)
@@ -80,15 +82,14 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
 
 
 def create_fast_prefill_custom_backend(prefix: str, underlying_attn_backend: type[Any]) -> type[Any]:
-    """A subclass of the backend class, ``prefix`` before its name, whose builder sees the reduced batch.
+    """Return a subclass of the backend class, named with ``prefix``, whose builder receives the reduced batch.
 
-    What its builder builds is an instance of the underlying metadata class and of
-    :class:`KVSharingFastPrefillMetadata`: the dataclass fields of what the underlying builder built, by reference, and
-    the logits fields of the batch before its reduction. The underlying classes and both metadata objects stay as they
-    are.
+    The builder returns an instance of both the underlying metadata class and :class:`KVSharingFastPrefillMetadata`. It
+    has the dataclass fields of the underlying builder's metadata, by reference, and the logits fields of the unreduced
+    batch. The underlying classes and both metadata objects are not modified.
 
-    ``build`` raises :class:`~attncheck.errors.ReferenceArgumentError` where a logits field is ``None``, for a pure
-    decode too, and where the underlying metadata is no dataclass or a frozen one.
+    ``build`` raises :class:`~attncheck.errors.ReferenceArgumentError` if a logits field is ``None`` (also for a pure
+    decode), or if the underlying metadata is not a dataclass or is frozen.
     """
     underlying_builder: Any = underlying_attn_backend.get_builder_cls()
 
@@ -126,7 +127,7 @@ def _armed(batch: CommonAttentionMetadata) -> tuple[Tensor, int]:
 
 
 def _logits_indices(indices_padded: Tensor, count: int, starts: Integers) -> Integers:
-    """The real indices, on the host: ascending tokens of the batch."""
+    """Return the indices without padding, on the host; raise unless they are ascending tokens of the batch."""
     if indices_padded.is_floating_point() or indices_padded.is_complex() or indices_padded.dtype == torch.bool:
         raise ReferenceArgumentError("logits_indices_padded.dtype", indices_padded.dtype, "of integers")
     require_shape("logits_indices_padded", indices_padded, None)
@@ -144,7 +145,7 @@ def _logits_indices(indices_padded: Tensor, count: int, starts: Integers) -> Int
 
 
 def _require_last_tokens(indices: Integers, starts: Integers, new_starts: Integers) -> None:
-    # As many ascending tokens of a request as there are from the first of them to its end are its last ones.
+    # Ascending indices are the request's last tokens if the first index is (end of request - number of indices).
     (requests,) = (new_starts[1:] > new_starts[:-1]).nonzero()
     ends = starts[requests + 1]
     earlier = indices[new_starts[requests]] != ends - (new_starts[requests + 1] - new_starts[requests])

@@ -1,6 +1,6 @@
-"""The host side of a batch as checked numpy arrays: what the metadata utilities compute from.
+"""The host tensors of a batch as checked numpy arrays, from which the metadata utilities compute.
 
-numpy, because there is one number a request and torch's price of a call exceeds that of the arithmetic.
+They use numpy because the arrays have one number per request, and torch's call overhead exceeds the arithmetic.
 """
 
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ Integers: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 
 def host_array(name: str, tensor: Tensor, size: int | None = None) -> Integers:
-    """A one-dimensional index tensor of the host as an array that shares its memory: to be read, never written."""
+    """Return a one-dimensional index tensor of the host as an array that shares its memory and must not be written."""
     if tensor.dtype is not torch.int32 and tensor.dtype is not torch.int64:
         raise ReferenceArgumentError(f"{name}.dtype", tensor.dtype, "int32 or int64")
     if not tensor.is_cpu:
@@ -30,7 +30,7 @@ def host_array(name: str, tensor: Tensor, size: int | None = None) -> Integers:
 
 
 def steps_of(name: str, starts: Integers) -> Integers:
-    """How far each start location lies behind the one before; refuses those that fall."""
+    """Return the difference between each start location and the one before; raise if they decrease."""
     steps = starts[1:] - starts[:-1]
     if len(steps) and steps.min() < 0:
         first = int((steps < 0).argmax())
@@ -39,7 +39,7 @@ def steps_of(name: str, starts: Integers) -> Integers:
 
 
 def query_bounds(metadata: CommonAttentionMetadata) -> tuple[Integers, Integers]:
-    """``query_start_loc_cpu`` and the query lengths, for ``num_reqs`` requests, of which there must be one."""
+    """Return ``query_start_loc_cpu`` and the query lengths of the ``num_reqs`` requests; raise if there are none."""
     num_reqs = require_int("num_reqs", metadata.num_reqs, 1)
     starts = host_array("query_start_loc_cpu", metadata.query_start_loc_cpu, num_reqs + 1)
     return starts, steps_of("query_start_loc_cpu", starts)

@@ -1,6 +1,6 @@
-"""In which order a KV cache's axes lie in memory, by vLLM's rule: an override, then the environment, then NHD.
+"""The memory order of a KV cache's axes, by vLLM's rule: an override, then the environment, then NHD.
 
-The answer is settled once for the process, which is vLLM's behaviour and what its callers count on.
+The result is cached for the process, as in vLLM, whose callers rely on it.
 """
 
 import logging
@@ -22,14 +22,14 @@ _VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 
 
 def is_valid_kv_cache_layout(value: str) -> bool:
-    """Whether the value is ``"NHD"`` or ``"HND"``, to the letter."""
+    """Return whether the value is exactly ``"NHD"`` or ``"HND"``."""
     return value in get_args(KVCacheLayoutType)
 
 
 def set_kv_cache_layout(cache_layout: KVCacheLayoutType | None) -> None:
-    """Stores an override of the layout; ``None`` removes it.
+    """Store an override of the layout; ``None`` removes it.
 
-    An answer that :func:`get_kv_cache_layout` has already given stands until its ``cache_clear()``. Raises
+    A value already returned by :func:`get_kv_cache_layout` stays cached until its ``cache_clear()``. Raise
     :class:`~attncheck.errors.ReferenceArgumentError` for another layout.
     """
     global _KV_CACHE_LAYOUT_OVERRIDE  # noqa: PLW0603  # vLLM's callers set the layout of the process
@@ -41,11 +41,11 @@ def set_kv_cache_layout(cache_layout: KVCacheLayoutType | None) -> None:
 
 @lru_cache
 def get_kv_cache_layout() -> str:
-    """The override, else the environment's ``VLLM_KV_CACHE_LAYOUT``, else ``"NHD"``.
+    """Return the override, else the environment's ``VLLM_KV_CACHE_LAYOUT``, else ``"NHD"``.
 
-    The first answer is kept until ``get_kv_cache_layout.cache_clear()``. Raises
-    :class:`~attncheck.errors.ReferenceArgumentError` for another value in the environment, the empty one included,
-    where it is asked; a refusal is not kept.
+    The first result is cached until ``get_kv_cache_layout.cache_clear()``. Raise
+    :class:`~attncheck.errors.ReferenceArgumentError` for another value of the environment variable, also an empty one.
+    An error is not cached, and an override makes the variable unused.
     """
     if _KV_CACHE_LAYOUT_OVERRIDE is not None:
         return _KV_CACHE_LAYOUT_OVERRIDE

@@ -1,4 +1,4 @@
-"""What a kernel that plans ahead must know of each layer, and whether all layers of a group agree on it."""
+"""Per-layer parameters for kernels that plan ahead, and whether all layers of a group share them."""
 
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -9,14 +9,14 @@ from attncheck.errors import ReferenceArgumentError
 
 @dataclass
 class PerLayerParameters:
-    """The settings of one layer. The last two fields are verdicts on a group, and no part of equality."""
+    """The parameters of one layer. The last two fields describe a group of layers and do not take part in equality."""
 
     window_left: int
-    """Keys visible to the left of the query's own; -1: all."""
+    """Keys visible to the left of the query's own key; -1 for all."""
     logits_soft_cap: float | None
-    """``None`` and 0.0 are two things."""
+    """``None`` and 0.0 are different values."""
     sm_scale: float
-    """Multiplies the scores."""
+    """Factor on the scores."""
     has_sinks: bool = False
     has_same_window_lefts: bool | None = field(default=None, compare=False)
     has_same_all_params: bool | None = field(default=None, compare=False)
@@ -25,15 +25,15 @@ class PerLayerParameters:
 def get_per_layer_parameters(
     vllm_config: Any, layer_names: list[str], cls_: type[Any]
 ) -> dict[str, PerLayerParameters]:
-    """The parameters of every named attention layer, in the order of the names; other layers are left out.
+    """Return the parameters of every named attention layer, in the order of the names; other layers are skipped.
 
-    vllm_config: ``compilation_config.static_forward_context`` maps names to layers. Read from a layer's ``impl``:
-        ``scale``, and where there are such ``sliding_window`` (a pair, the left one counts), ``logits_soft_cap`` and
+    vllm_config: ``compilation_config.static_forward_context`` maps names to layers. Of a layer's ``impl``, ``scale`` is
+        read, and if present ``sliding_window`` (a pair, of which the left one counts), ``logits_soft_cap`` and
         ``sinks``.
-    cls_: what every ``impl`` must be an instance of.
+    cls_: the class of which every ``impl`` must be an instance.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for an unknown name (skipped by vLLM), an ``impl`` of
-    another class or without ``scale``, and a window that is no pair of integers.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for an unknown name (vLLM skips it), an ``impl`` of another
+    class or without ``scale``, or a window that is not a pair of integers.
     """
     layers = vllm_config.compilation_config.static_forward_context
     for name in layer_names:
@@ -44,10 +44,10 @@ def get_per_layer_parameters(
 
 
 def infer_global_hyperparameters(per_layer_params: dict[str, PerLayerParameters]) -> PerLayerParameters:
-    """The first layer's parameters with the verdicts filled in; a new object (vLLM writes into the caller's).
+    """Return the first layer's parameters with the group fields set, as a new object (vLLM writes into the caller's).
 
-    ``has_same_window_lefts``: all layers have one ``window_left``; ``has_same_all_params``: they are all equal. Layers
-    that differ are no error; no layer is: :class:`~attncheck.errors.ReferenceArgumentError`.
+    ``has_same_window_lefts``: all layers have the same ``window_left``. ``has_same_all_params``: all layers are equal.
+    Layers may differ. Raise :class:`~attncheck.errors.ReferenceArgumentError` if there is no layer.
     """
     if not per_layer_params:
         raise ReferenceArgumentError("per_layer_params", per_layer_params, "of at least one layer")

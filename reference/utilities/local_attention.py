@@ -1,7 +1,7 @@
-"""Chunked local attention for kernels without such a mask: requests cut at chunk edges, each cut a request of its own.
+"""Chunked local attention for kernels without such a mask: requests are cut at chunk edges into virtual requests.
 
-With chunks of ``C`` tokens a query at position ``p`` sees the keys of its own chunk, ``p // C * C`` to ``p``. The
-behaviour is vLLM's, padding requests apart.
+With chunks of ``C`` tokens, a query at position ``p`` sees the keys of its own chunk, ``p // C * C`` to ``p``. The
+behaviour is vLLM's, except for padding requests.
 """
 
 import numpy as np
@@ -17,25 +17,27 @@ from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 def make_local_attention_virtual_batches(
     attn_chunk_size: int, common_attn_metadata: CommonAttentionMetadata, block_size: int = 0
 ) -> CommonAttentionMetadata:
-    """The batch of virtual requests; queries, output and ``slot_mapping`` keep their places.
+    """Return the batch of virtual requests; queries, output and ``slot_mapping`` keep their order.
 
-    The queries of a request stand at positions ``s - q`` to ``s - 1``; of every chunk ``j`` they touch, in order, the
-    queries and keys that lie in it become one request:
+    The queries of a request are at positions ``s - q`` to ``s - 1``. For every chunk ``j`` they touch, in order, the
+    queries and keys in that chunk become one virtual request:
 
-    - keys ``min(s - j * C, C)``, of which ``max(s - q - j * C, 0)`` are computed; the rest is the query length;
-    - pages: the ``C // block_size`` columns of the row from ``j * C // block_size`` on. A column past the table is
-      read as its last one: it lies beyond the keys.
+    - It has ``min(s - j * C, C)`` keys. ``max(s - q - j * C, 0)`` of them are computed; the rest is the query length.
+    - Its pages are the ``C // block_size`` columns of the row from ``j * C // block_size`` on. For a column beyond the
+      table, the last column is read, because no key is there.
 
-    A padding request (``q = s = 0``) stays one of no query and no key, with the pages of chunk 0 (vLLM gives it a whole
-    chunk of keys and counts the columns from the right end). A request with ``q = 0 < s`` becomes one for its last
-    chunk.
+    A padding request (``q = s = 0``) becomes one request without query and keys, with the pages of chunk 0. (vLLM gives
+    it a whole chunk of keys, and counts its columns from the right end.) A request with ``q = 0 < s`` becomes one
+    virtual request for its last chunk.
 
-    attn_chunk_size: ``C``, a multiple of ``block_size``, which has no usable default.
-    common_attn_metadata: read on the host only: ``query_start_loc_cpu``, ``seq_lens_cpu``; ``0 <= q <= s``. Untouched.
+    attn_chunk_size: ``C``, a multiple of ``block_size``.
+    common_attn_metadata: lengths are read from ``query_start_loc_cpu`` and ``seq_lens_cpu`` on the host;
+        ``0 <= q <= s``. It is not modified.
+    block_size: tokens per page; the default 0 is rejected.
 
-    The lengths and offsets of the result are int32 and new; ``block_table_tensor`` is new, of the table's dtype and
-    device; ``slot_mapping`` is the same tensor; ``num_actual_tokens`` is kept; ``causal`` is True; the optional fields
-    are ``None``. Raises :class:`~attncheck.errors.ReferenceArgumentError`.
+    The lengths and offsets of the result are int32 and new. ``block_table_tensor`` is new, of the table's dtype and
+    device. ``slot_mapping`` is the same tensor, ``num_actual_tokens`` is kept, ``causal`` is True, and the optional
+    fields are ``None``. Raise :class:`~attncheck.errors.ReferenceArgumentError` for invalid arguments.
 
     >>> starts, lens = torch.tensor([0, 5, 6], dtype=torch.int32), torch.tensor([7, 9], dtype=torch.int32)
     >>> batch = CommonAttentionMetadata(
@@ -97,12 +99,12 @@ def make_local_attention_virtual_batches(
 
 
 def _pages(table: Tensor, request: Integers, chunk: Integers, pages: int) -> Tensor:
-    """``[table[r, min(j * pages + k, W - 1)] for k in range(pages)]`` of every virtual request ``(r, j)``."""
+    """Return ``[table[r, min(j * pages + k, W - 1)] for k in range(pages)]`` of every virtual request ``(r, j)``."""
     width = table.shape[1]
     first_page = chunk * pages
     rows, columns = (torch.from_numpy(index).to(table.device) for index in (request, first_page))
     if first_page.max() + pages <= width:
-        # Windows of a row are copied whole, an order of magnitude faster than page by page.
+        # Copying whole windows of a row is an order of magnitude faster than copying page by page.
         return table.unfold(1, pages, 1)[rows, columns]
     wanted = columns[:, None] + torch.arange(pages, device=table.device)
     return table[rows[:, None], wanted.clamp_(max=width - 1)]

@@ -1,7 +1,4 @@
-"""What one step's batch looks like to every layer and every backend: vLLM's common attention metadata.
-
-Holds data, computes nothing.
-"""
+"""vLLM's common attention metadata: one step's batch, as every layer and backend receives it. Data only."""
 
 from dataclasses import dataclass
 
@@ -10,23 +7,23 @@ import numpy.typing as npt
 from torch import Tensor
 
 PAD_SLOT_ID = -1
-"""No slot: what fills padded entries of ``slot_mapping``, and of other lists that are longer than what they list."""
+"""Value of padded entries in ``slot_mapping``, and in other lists that are longer than their contents."""
 
 
 @dataclass
 class CommonAttentionMetadata:
     """One step's batch, shared by all layers; vLLM's fields in vLLM's order (constructor order is field order).
 
-    ``R`` requests, padding requests included, of ``T`` tokens, padding tokens included. Per request: ``q`` new tokens,
-    ``s`` tokens after this step, ``c = s - q`` tokens computed before it. Padding stands at the tail: requests with
-    ``q = 0`` (so that the last offset repeats), ``s = 0``, ``c = 0``; tokens with slot -1.
+    ``R`` requests and ``T`` tokens, padding included. Per request: ``q`` new tokens, ``s`` tokens after this step,
+    ``c = s - q`` tokens computed before it. Padding is at the end: requests with ``q = 0`` (so that the last offset
+    repeats), ``s = 0``, ``c = 0``; tokens with slot -1.
 
-    The constructor stores what it is given: nothing is copied, converted or checked, so that dummy batches with
-    inconsistent numbers can be made. Index tensors are int32 (``slot_mapping`` int64); a field named ``..._cpu`` lives
-    on the host, its namesake on the device of the batch. On a machine without a device both may be one tensor, so
-    nobody may write into any of them.
+    The constructor copies, converts and checks nothing, so that dummy batches with inconsistent numbers are possible.
+    Index tensors are int32 (``slot_mapping`` int64). A field named ``..._cpu`` is on the host, and the field without
+    the suffix on the device of the batch. On a machine without a device both may be the same tensor, so none may be
+    written.
 
-    Where a request's tokens lie, what they are and where their keys go is defined by this loop:
+    This loop defines where a request's tokens are among the rows, their positions, and the slots of their keys:
 
     >>> import torch
     >>> starts, lens = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([5, 6], dtype=torch.int32)
@@ -44,42 +41,42 @@ class CommonAttentionMetadata:
     """
 
     query_start_loc: Tensor
-    """``[R + 1]``, device: where each request begins among the query rows of the step; behind them, where they end."""
+    """``[R + 1]``, device: the first query row of each request, then the end of the last one."""
     query_start_loc_cpu: Tensor
-    """``[R + 1]``, host: the same."""
+    """``[R + 1]``, host: the same values."""
     seq_lens: Tensor
-    """``[R]``, device: ``s``, tokens in the cache once this step's are written."""
+    """``[R]``, device: ``s``, tokens in the cache after this step's are written."""
     seq_lens_cpu: Tensor
-    """``[R]``, host: the same."""
+    """``[R]``, host: the same values."""
     num_computed_tokens_cpu: Tensor
-    """``[R]``, host: ``c``, tokens whose K/V stood in the cache before this step."""
+    """``[R]``, host: ``c``, tokens whose K/V is in the cache before this step."""
     num_reqs: int
     """``R``."""
     num_actual_tokens: int
     """``T``; at least ``query_start_loc[R]``, larger only when tokens are padded."""
     max_query_len: int
-    """The longest ``q``, or an upper bound of it."""
+    """The largest ``q``, or an upper bound of it."""
     max_seq_len: int
-    """The longest ``s``, or an upper bound of it."""
+    """The largest ``s``, or an upper bound of it."""
     block_table_tensor: Tensor
-    """``[R, W]``, device: a request's blocks, page by page; entries past ``ceil(s / block_size)`` mean nothing."""
+    """``[R, W]``, device: a request's blocks, page by page; entries from ``ceil(s / block_size)`` on are undefined."""
     slot_mapping: Tensor
-    """``[T]`` int64, device: the slot, counted over all blocks, that takes a new token's K/V; negative: none."""
+    """``[T]`` int64, device: the slot of each new token's K/V, counted over all blocks; negative for no write."""
     causal: bool = True
-    """Whether a token sees no later key. Off, a layer's causal window is mirrored."""
+    """Whether a token sees no later key. If False, a layer's causal window is mirrored."""
     logits_indices_padded: Tensor | None = None
-    """The tokens to be given logits, ascending, and padding behind them; ``None``: no fast prefill."""
+    """Tokens whose logits are computed, ascending, then padding; ``None`` for no fast prefill."""
     num_logits_indices: int | None = None
-    """How many of ``logits_indices_padded`` are real."""
+    """Number of entries of ``logits_indices_padded`` before the padding."""
     encoder_seq_lens: npt.NDArray[np.int32] | None = None
     """``[R]``, host: encoder lengths, for cross attention."""
     dcp_local_seq_lens: Tensor | None = None
-    """``[R]``, device: context held by this rank under decode context parallelism."""
+    """``[R]``, device: context on this rank under decode context parallelism."""
 
 
 @dataclass
 class PrefillingMetadata(CommonAttentionMetadata):
-    """The same with what newer versions of vLLM know besides."""
+    """The common metadata with the additional field of newer vLLM versions."""
 
     is_prefilling: Tensor | None = None
-    """``[R]`` bool, host: whether the request's prompt is not yet computed to its end."""
+    """``[R]`` bool, host: whether the request's prompt is not fully computed yet."""

@@ -1,7 +1,7 @@
-"""Ranges of a prompt within which attention is bidirectional, as kernels take them: of images in a prefix-LM.
+"""Ranges of a prompt with bidirectional attention, such as images in a prefix-LM, in the form kernels take.
 
-The behaviour is vLLM's. A range is ``(first, last)``, positions in its request, both inside; ranges of one request do
-not overlap. One whose first position is not before its last has no effect.
+The behaviour is vLLM's. A range ``(first, last)`` holds two positions of its request, both inclusive. Ranges of one
+request do not overlap. A range with ``first >= last`` has no effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.utilities.host_batch import host_array, steps_of
 
 PrefixRanges = Mapping[int, Sequence[tuple[int, int]]]
-"""The ranges of each request that has any."""
+"""The ranges by request index; requests without ranges may be absent."""
 
 
 def compute_mm_prefix_range_tensor(
     mm_prefix_range: PrefixRanges | None, num_seqs: int, device: torch.device
 ) -> Tensor | None:
-    """``[num_seqs, most ranges of a request, 2]`` int32 on ``device``, filled up with 0; None if it would be all 0.
+    """Return int32 ``[num_seqs, most ranges of a request, 2]`` on ``device``, padded with 0, or None if it is all 0.
 
     >>> compute_mm_prefix_range_tensor({1: [(2, 5)]}, 2, torch.device("cpu")).tolist()
     [[[0, 0]], [[2, 5]]]
@@ -39,11 +39,11 @@ def fill_mm_prefix_query_ranges(
     query_start_loc_cpu: Tensor,
     seq_lens_cpu: Tensor,
 ) -> int:
-    """Write the range that holds each new token, ``(-1, -1)`` for none, to the front of ``out``; how many rows.
+    """Write the range of each new token, ``(-1, -1)`` for none, to the front of ``out``; return the number of rows.
 
-    out: ``[at least the new tokens, 2]`` int32. It is left alone, and 0 returned, where no range holds a new token.
+    out: ``[at least the new tokens, 2]`` int32. If no range holds a new token, it is not written and 0 is returned.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` where ``out`` has too few rows.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` if ``out`` has too few rows.
     """
     starts = host_array("query_start_loc_cpu", query_start_loc_cpu)
     query_lens = steps_of("query_start_loc_cpu", starts)

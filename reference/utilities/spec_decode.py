@@ -1,4 +1,4 @@
-"""Between packed rows and one row of equal queries a request, as verifying speculated tokens wants them; views only."""
+"""Views between packed rows and one row of equally many queries per request, for verification of speculated tokens."""
 
 from torch import Tensor
 
@@ -7,10 +7,10 @@ from attncheck.reference.arguments import require_positive_int
 
 
 def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
-    """``[n, H, D]`` as ``[batch_size, n // batch_size, H, D]``: a view, whatever the strides.
+    """Return ``[n, H, D]`` as ``[batch_size, n // batch_size, H, D]``: a view, whatever the strides.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for other ranks, and where ``batch_size`` does not divide
-    ``n``.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for another number of axes, or if ``batch_size`` does not
+    divide ``n``.
     """
     if query.dim() != 3:  # tokens, heads, head size
         raise ReferenceArgumentError("query.shape", tuple(query.shape), "[tokens, heads, head_size]")
@@ -22,10 +22,10 @@ def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
 
 
 def reshape_attn_output_for_spec_decode(attn_output: Tensor) -> Tensor:
-    """``[b, len, H, D]`` as ``[b * len, H, D]``, a view; ``[n, H, D]`` is returned as it is.
+    """Return ``[b, len, H, D]`` as a view ``[b * len, H, D]``; ``[n, H, D]`` is returned unchanged.
 
-    Callers write through the result, so that strides whose first two axes do not merge are refused, as other ranks
-    are, with :class:`~attncheck.errors.ReferenceArgumentError`.
+    Callers write through the result, so a copy is not allowed. Raise :class:`~attncheck.errors.ReferenceArgumentError`
+    if the strides do not let the first two axes merge, or for another number of axes.
     """
     if attn_output.dim() == 3:  # tokens, heads, head size
         return attn_output

@@ -1,4 +1,4 @@
-"""New classes from a backend or from its metadata, as vLLM makes them: the originals stay as they are."""
+"""New classes derived from a backend or its metadata class, as in vLLM; the originals are not modified."""
 
 from dataclasses import is_dataclass, make_dataclass
 from types import new_class
@@ -11,10 +11,10 @@ from attncheck.reference.utilities.builder import AttentionMetadataBuilder, M
 def subclass_attention_backend(
     name_prefix: str, attention_backend_cls: type[Any], builder_cls: type[AttentionMetadataBuilder[M]]
 ) -> type[Any]:
-    """A new subclass, ``name_prefix`` before its name, whose ``get_builder_cls()`` returns ``builder_cls``.
+    """Return a new subclass, named with ``name_prefix``, whose ``get_builder_cls()`` returns ``builder_cls``.
 
-    ``get_builder_cls`` is static: to be called on the class or on an instance (in vLLM on the class only). Every call
-    makes another class, said to be of the module of the original.
+    ``get_builder_cls`` is static and can be called on the class or an instance (in vLLM on the class only). Every call
+    creates another class. Its ``__module__`` is that of the original.
     """
 
     def get_builder_cls() -> type[AttentionMetadataBuilder[M]]:
@@ -26,13 +26,13 @@ def subclass_attention_backend(
 
 
 def subclass_attention_metadata(name_prefix: str, metadata_cls: Any, fields: list[tuple[str, Any, Any]]) -> type[Any]:
-    """A new dataclass, ``name_prefix`` before its name: the fields of ``metadata_cls``, then the given ones.
+    """Return a new dataclass, named with ``name_prefix``, with the fields of ``metadata_cls`` and then the given ones.
 
-    fields: ``(name, type, default)``. One of a name that ``metadata_cls`` has changes that field where it stands. The
-        class is said to be of the module of the original.
+    fields: ``(name, type, default)``. A field whose name ``metadata_cls`` already has is replaced in place. The
+        ``__module__`` of the class is that of the original.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` where ``metadata_cls`` is no dataclass; what a dataclass
-    cannot have (a field without default behind one with) is its own ``TypeError``.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` if ``metadata_cls`` is not a dataclass. Fields that a
+    dataclass cannot have (one without default after one with) raise its own ``TypeError``.
     """
     if not (isinstance(metadata_cls, type) and is_dataclass(metadata_cls)):
         raise ReferenceArgumentError("metadata_cls", metadata_cls, "a dataclass")

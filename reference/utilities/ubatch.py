@@ -1,6 +1,6 @@
-"""Cutting a batch into micro-batches, between requests or through them, without touching the batch.
+"""Splitting a batch into micro-batches, between or within requests, without modifying the batch.
 
-The behaviour is vLLM's, its defects apart: every piece keeps ``computed = seq_len - query_len``.
+The behaviour is vLLM's without its defects: every part keeps ``computed = seq_len - query_len``.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,26 +20,26 @@ from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 @dataclass
 class UBatchSlice:
-    """One micro-batch: requests and tokens of the flattened query, half-open slices with explicit bounds.
+    """One micro-batch: half-open slices of requests and of flattened query tokens, with explicit bounds.
 
-    A request that is cut through belongs to the pieces on both sides.
+    A request that is cut belongs to the parts on both sides.
     """
 
     request_slice: slice
     token_slice: slice
 
     def is_empty(self) -> bool:
-        """Whether there is no request or no token in it."""
+        """Return whether it has no request or no token."""
         return any(part.start == part.stop for part in (self.request_slice, self.token_slice))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the slice, padding included."""
+        """Number of tokens, padding included."""
         return int(self.token_slice.stop - self.token_slice.start)
 
 
 def is_last_ubatch_empty(orig_num_tokens: int, padded_num_tokens: int, num_ubatches: int) -> bool:
-    """Whether equal micro-batches of the padded tokens leave padding alone to the last of them.
+    """Return whether the last of ``num_ubatches`` equal micro-batches of the padded tokens has only padding.
 
     >>> is_last_ubatch_empty(8, 16, 2), is_last_ubatch_empty(9, 16, 2)
     (True, False)
@@ -55,14 +55,15 @@ def maybe_create_ubatch_slices(
     num_ubatches: int,
     split_point: int | None = None,
 ) -> tuple[list[UBatchSlice] | None, list[UBatchSlice] | None]:
-    """The batch in ``num_ubatches`` pieces, and once more with the padding in the last one; None and None if not asked.
+    """Return ``num_ubatches`` parts of the batch, and the same with padding in the last part.
 
-    num_scheduled_tokens: ``[R]``, new tokens of each request. split_point: tokens of each piece but the last; by
-        default the padded tokens divided by the pieces, rounded down.
+    should_ubatch: if False, the result is ``(None, None)``.
+    num_scheduled_tokens: ``[R]``, new tokens of each request. split_point: tokens of each part but the last; by default
+        ``num_tokens_padded // num_ubatches``.
 
-    A piece has the requests that have a token in it.
+    A part includes every request that has a token in it.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` where a piece would have no token.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` if a part would have no token.
 
     >>> pieces, padded = maybe_create_ubatch_slices(True, np.array([3, 4, 5]), 14, 4, 2)
     >>> [(each.request_slice, each.token_slice) for each in padded]
@@ -88,10 +89,11 @@ def maybe_create_ubatch_slices(
 
 
 def slice_query_start_locs(query_start_loc: Tensor, request_slice: slice) -> Tensor:
-    """Start locations of requests ``[a, b)`` alone: ``b - a + 1`` entries from 0, new, dtype and device kept.
+    """Return the start locations of requests ``[a, b)``: ``b - a + 1`` entries from 0, new, with dtype and device kept.
 
     query_start_loc: ``[R + 1]`` int32 or int64; its first entry need not be 0.
-    request_slice: ``0 <= a <= b <= R``; :class:`~attncheck.errors.ReferenceArgumentError` otherwise, where vLLM clips.
+    request_slice: ``0 <= a <= b <= R``. vLLM clips other bounds; this function raises
+        :class:`~attncheck.errors.ReferenceArgumentError`.
 
     >>> import torch
     >>> slice_query_start_locs(torch.tensor([0, 3, 5, 9, 10]), slice(2, 4))
@@ -107,17 +109,17 @@ def slice_query_start_locs(query_start_loc: Tensor, request_slice: slice) -> Ten
 def _make_metadata_with_slice(
     ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
 ) -> CommonAttentionMetadata:
-    """The metadata of requests ``[r0, r1)``, tokens ``[t0, t1)`` alone.
+    """Return the metadata of requests ``[r0, r1)`` and tokens ``[t0, t1)`` alone.
 
-    Tokens cut off the end of the last request shorten its context. Tokens cut off the front of the first one belong to
-    the piece before: they keep the context and count as computed. The tail may hold padding: requests without tokens,
-    and tokens behind those of the last request. Start locations are new; block-table rows and slots are views;
-    ``causal`` is kept. The optional fields are None, as in vLLM: logits indices, encoder lengths and local lengths of
-    decode context parallelism belong to the whole batch, and what they are of a piece is for the caller to say.
+    Tokens cut off the end of the last request shorten its ``seq_len``. Tokens cut off the front of the first request
+    belong to the part before; they stay in its ``seq_len`` and count as computed. The end may have padding: requests
+    without tokens, and tokens after those of the last request. Start locations are new, block-table rows and slots are
+    views, and ``causal`` is kept. The optional fields are None, as in vLLM: logits indices, encoder lengths and local
+    lengths of decode context parallelism describe the whole batch, and the caller must set them for a part.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for an empty slice, bounds outside the batch, a first
-    token that is not of the first request, a request of the slice without a token in it (padding apart), and tokens of
-    requests outside the slice.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for an empty slice, bounds outside the batch, a first token
+    that is not of the first request, a request (except padding) without a token in the slice, or tokens of requests
+    outside the slice.
     """
     if ubatch_slice.is_empty():
         raise ReferenceArgumentError("ubatch_slice", ubatch_slice, "of at least one request and one token")
@@ -163,9 +165,9 @@ def _make_metadata_with_slice(
 def split_attn_metadata(
     ubatch_slices: list[UBatchSlice], common_attn_metadata: CommonAttentionMetadata
 ) -> list[CommonAttentionMetadata]:
-    """The metadata of each micro-batch, in the order of the slices, which may overlap and need not cover the batch.
+    """Return the metadata of each micro-batch, in order. Slices may overlap and need not cover the batch.
 
-    One refused slice refuses all. The batch is not modified.
+    Raise as ``_make_metadata_with_slice`` does, for any slice. The batch is not modified.
     """
     return [_make_metadata_with_slice(part, common_attn_metadata) for part in ubatch_slices]
 
@@ -178,7 +180,7 @@ def _bounds(name: str, part: slice, size: int) -> tuple[int, int]:
 
 
 def _check_cut(starts: Integers, r0: int, r1: int, t0: int, t1: int) -> None:
-    """The tokens belong to the requests: both come from the batch, but nothing ties them to each other."""
+    """Raise if the tokens are not those of the requests: both are within the batch, but may not match each other."""
     if not starts[r0] <= t0 < starts[r0 + 1]:
         raise ReferenceArgumentError(
             "ubatch_slice.token_slice.start", t0, f"a token of request {r0}: {starts[r0]} to before {starts[r0 + 1]}"

@@ -1,4 +1,4 @@
-# Type checkers read these names here, and ``lazy_exports`` reads where each of them lives.
+# Type checkers read the names here, and ``lazy_exports`` reads the module of each.
 
 from attncheck.reference.spec import AttentionType as AttentionType
 from attncheck.reference.v0.builder import CommonMetadataBuilder as CommonMetadataBuilder

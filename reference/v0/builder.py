@@ -1,7 +1,7 @@
-"""The builder most first-generation backends inherit: from the scheduler's per-group data to metadata.
+"""The metadata builder that most first-generation backends inherit: from the scheduler's groups to metadata.
 
-The behaviour is vLLM's. The scheduler's and the runner's objects are read by attribute, so any object with the
-attributes named here serves; none is changed but the runner's ``graph_block_tables``.
+The behaviour is vLLM's. The scheduler's and the runner's objects may be any objects with the attributes named here.
+Only the runner's ``graph_block_tables`` is modified.
 """
 
 from collections import defaultdict
@@ -53,9 +53,9 @@ _PARALLEL = (
 
 
 class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
-    """Collects the sequence groups of a step, in the order given, and makes metadata of them.
+    """Collects the sequence groups of a step, in the given order, and builds metadata from them.
 
-    A subclass sets ``_metadata_cls``, which ``build`` calls. For every step: ``prepare()``, then ``build(...)``.
+    A subclass sets ``_metadata_cls``, which ``build`` calls. Every step calls ``prepare()``, then ``build(...)``.
     """
 
     _metadata_cls: type[TAttentionMetadata]
@@ -63,14 +63,14 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
     _prepared = False
 
     def __init__(self, input_builder: Any) -> None:
-        """Reads ``runner``, ``sliding_window`` and ``block_size`` of the input builder; the rest when building."""
+        """Read ``runner``, ``sliding_window`` and ``block_size`` of the input builder; ``build`` reads the rest."""
         self.input_builder = input_builder
         self.runner = input_builder.runner
         self.sliding_window: int | None = input_builder.sliding_window
         self.block_size: int = input_builder.block_size
 
     def prepare(self) -> None:
-        """Starts a batch with empty accumulators."""
+        """Start a batch with empty accumulators."""
         self.slot_mapping: list[int] = []
         self.prefill_seq_lens: list[int] = []
         self.context_lens: list[int] = []
@@ -85,19 +85,19 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
         self._prepared = True
 
     def _add_seq_group(self, inter_data: Any, chunked_prefill_enabled: bool) -> None:
-        """Collects one group: its counts, lengths, table rows and slots.
+        """Collect one group: its counts, lengths, table rows and slots.
 
         inter_data: ``is_prompt``, ``prefix_cache_hit``, ``block_tables`` (None, or a dict by sequence id),
-            ``multi_modal_placeholder_maps`` (None, or a dict by modality), and lists with one entry a sequence:
+            ``multi_modal_placeholder_maps`` (None, or a dict by modality), and lists with one entry per sequence:
             ``seq_ids``, ``input_tokens`` (of which only the lengths matter), ``orig_seq_lens`` (the true lengths),
             ``seq_lens`` (after the sliding window), ``query_lens``, ``context_lens``, ``curr_sliding_window_blocks``.
 
-        Rows are collected as they are, uncopied. The window shortens rows and the lengths of decodes only: slots
-        come from the whole table and the true length.
+        Rows are not copied. The window shortens only rows and the lengths of decodes: slots come from the whole table
+        and the true length.
 
-        A group is collected whole or not at all: raises :class:`~attncheck.errors.ReferenceArgumentError` for lists of
-        different lengths, a decode of other than one token, a table that is needed and absent, and what the slots
-        refuse; ``RuntimeError`` without ``prepare``.
+        A group is collected whole or not at all. Raise :class:`~attncheck.errors.ReferenceArgumentError` for lists of
+        different lengths, a decode of other than one token, a required table that is absent, or invalid arguments of
+        the slot functions. Raise ``RuntimeError`` without ``prepare``.
         """
         self._require_prepared()
         sequences = _sequences(inter_data)
@@ -134,11 +134,12 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
     def build(
         self, seq_lens: list[int], query_lens: list[int], cuda_graph_pad_size: int, batch_size: int
     ) -> TAttentionMetadata:
-        """The step's metadata, its tensors on the runner's device.
+        """Return the step's metadata, with tensors on the runner's device.
 
-        seq_lens, query_lens: of every sequence of the batch, not changed and not padded. cuda_graph_pad_size: -1
-        without a captured graph, else how many padding sequences bring the batch to ``batch_size``. A graph reads the
-        runner's ``graph_block_tables``, into whose front the rows are written in place.
+        seq_lens, query_lens: of every sequence of the batch. They are not modified, and this method does not pad them.
+        cuda_graph_pad_size: -1 without a captured graph, else the number of padding sequences up to ``batch_size``.
+            With a graph, the rows are written in place into the first rows of the runner's ``graph_block_tables``,
+            which it reads.
 
         ``_metadata_cls`` is called with these keywords:
 
@@ -146,25 +147,25 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
         ``num_prefills``                        prompt sequences
         ``num_prefill_tokens``                  their new tokens
         ``num_decode_tokens``                   decode sequences; with a graph ``batch_size``
-        ``slot_mapping``                        int64 ``[tokens]``; with a graph, as many -1 as padding behind
+        ``slot_mapping``                        int64 ``[tokens]``; with a graph, then one -1 per padding sequence
         ``seq_lens``, ``seq_lens_tensor``       the argument, and as int32
         ``max_query_len``                       longest query
         ``max_prefill_seq_len``                 longest prompt, 0 if there is none
         ``max_decode_seq_len``                  longest decode after the sliding window, 0 if there is none
         ``query_start_loc``, ``seq_start_loc``  int32, 0 and the running sums of ``query_lens``, ``seq_lens``
-        ``context_lens_tensor``                 int32, one a collected sequence
-        ``block_tables``                        int32 ``[sequences, longest]``, zeros behind a row's end; with a
-                                                graph ``[batch_size, width of the array]``, stale behind a row's end
+        ``context_lens_tensor``                 int32, one per collected sequence
+        ``block_tables``                        int32 ``[sequences, longest]``, zeros after a row's end; with a
+                                                graph ``[batch_size, width of the array]``, stale after a row's end
         ``multi_modal_placeholder_index_maps``  modality to ``IndexMap``
         ``enable_kv_scales_calculation``        True
         ``use_cuda_graph``                      whether there is a graph
         ======================================  ======================================================================
 
-        With a padded graph ``seq_lens_tensor`` and ``seq_start_loc`` cover the padding as the runner's ``seq_lens``
-        does; ``query_start_loc`` and ``context_lens_tensor`` are of the real sequences.
+        With a padded graph, the runner's ``seq_lens`` includes the padding, and so do ``seq_lens_tensor`` and
+        ``seq_start_loc``. ``query_start_loc`` and ``context_lens_tensor`` cover the real sequences only.
 
-        Raises, before the runner's array changes: :class:`~attncheck.errors.ReferenceArgumentError` for lengths or
-        sizes that do not fit, ``RuntimeError`` without ``prepare`` since the last ``build``, ``TypeError`` if the
+        Raise, before the runner's array changes, :class:`~attncheck.errors.ReferenceArgumentError` for lengths or sizes
+        that do not fit, ``RuntimeError`` without ``prepare`` since the last ``build``, and ``TypeError`` if the
         subclass has no ``_metadata_cls``.
         """
         if getattr(self, "_metadata_cls", None) is None:
@@ -197,7 +198,7 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
             tables = write_graph_block_tables(array, self.block_tables, cuda_graph_pad_size, batch_size)
         else:
             tables = padded_block_tables(self.block_tables)
-        # The tables are copied, on every device: a step's metadata must not change when the next step fills the array.
+        # Copied even on the CPU: a step's metadata must not change when the next step fills the array.
         block_tables = torch.tensor(tables, device=self.runner.device)
         make: Callable[..., TAttentionMetadata] = self._metadata_cls
         return make(
@@ -224,7 +225,7 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
 
 
 def _sequences(inter_data: Any) -> list[_Sequence]:
-    """The sequences of a group, refused where its lists do not run in parallel."""
+    """Return the sequences of a group; raise if its lists have different lengths."""
     lists = {name: getattr(inter_data, name) for name in _PARALLEL}
     size = len(lists["seq_ids"])
     for name, entries in lists.items():
@@ -234,14 +235,14 @@ def _sequences(inter_data: Any) -> list[_Sequence]:
 
 
 def _last(table: Sequence[int], window_blocks: int) -> Sequence[int]:
-    """The last so many blocks of a table; 0: the whole table."""
+    """Return the last ``window_blocks`` blocks of a table, or the whole table if it is 0."""
     if window_blocks < 0:
         raise ReferenceArgumentError("curr_sliding_window_blocks", window_blocks, "at least 0")
     return table[-window_blocks:] if window_blocks else table
 
 
 def padded_block_tables(rows: Sequence[Sequence[int]]) -> Array:
-    """``[rows, longest row]`` int32, zeros behind a row's end; no columns if every row is empty.
+    """Return int32 ``[rows, longest row]`` with zeros after a row's end; no columns if every row is empty.
 
     >>> padded_block_tables([[], [5, 6], [7]]).tolist()
     [[0, 0], [5, 6], [7, 0]]
@@ -255,13 +256,13 @@ def padded_block_tables(rows: Sequence[Sequence[int]]) -> Array:
 def write_graph_block_tables(
     graph_block_tables: Array, rows: Sequence[Sequence[int]], pad_size: int, batch_size: int
 ) -> Array:
-    """Writes the rows into the front of the array's rows, in place; returns the view of its first ``batch_size`` rows.
+    """Write the rows into the first rows of the array, in place, and return the view of its first ``batch_size`` rows.
 
-    Nothing is cleared: behind a row's end, in the place of an empty row and in the ``pad_size`` rows of padding stands
-    what an earlier step left. Lengths keep a right kernel from reading it.
+    Nothing is cleared. After a row's end, in empty rows and in the ``pad_size`` padding rows, entries of earlier steps
+    remain. A correct kernel does not read them, because of the lengths.
 
-    Everything is checked before anything is written; raises :class:`~attncheck.errors.ReferenceArgumentError` where
-    rows and padding are not ``batch_size``, or the array has too few rows or columns.
+    All arguments are checked before the first write. Raise :class:`~attncheck.errors.ReferenceArgumentError` if rows
+    and padding do not add up to ``batch_size``, or the array has too few rows or columns.
 
     >>> array = np.arange(90, 96, dtype=np.int32).reshape(3, 2)
     >>> write_graph_block_tables(array, [[5], []], 0, 2).tolist(), array.tolist()

@@ -1,4 +1,4 @@
-"""The sizes of multi-head latent attention, as a model's configuration states them."""
+"""The sizes of multi-head latent attention in a model's configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ class MLADims:
     """Widths of the projections and of the latent cache row."""
 
     q_lora_rank: int | None
-    """Width of the query's latent; None: the query is projected directly."""
+    """Width of the query's latent; None if the query is projected directly."""
     kv_lora_rank: int
     """Width of the latent part of a cache row."""
     qk_nope_head_dim: int
@@ -21,10 +21,10 @@ class MLADims:
 
 
 def get_mla_dims(model_config: Any) -> MLADims:
-    """The sizes in ``model_config.hf_text_config``, whose ``q_lora_rank`` may be absent or None.
+    """Return the sizes in ``model_config.hf_text_config``, whose ``q_lora_rank`` may be absent or None.
 
-    ``hf_config`` is not read: a multi-modal model keeps its language model's sizes in the text config. Raises
-    ``AttributeError`` naming the first of the other four that the config lacks.
+    ``hf_config`` is not read, because a multi-modal model has its language model's sizes in the text config. Raise
+    ``AttributeError`` with the name of the first of the other four sizes that is missing.
 
     >>> from types import SimpleNamespace
     >>> sizes = SimpleNamespace(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)

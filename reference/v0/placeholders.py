@@ -1,4 +1,4 @@
-"""Which rows of multi-modal embeddings replace which rows of a token batch.
+"""Mapping from rows of multi-modal embeddings to the rows of a token batch that they replace.
 
 The behaviour is vLLM's.
 """
@@ -9,10 +9,10 @@ from attncheck.errors import ReferenceArgumentError
 
 
 class MultiModalPlaceholderMap:
-    """Ranges of embedding rows (source) and of token rows (destination), related in order.
+    """Ranges of embedding rows (source) and token rows (destination), matched in order.
 
-    A new map is empty. ``src_len`` and ``dest_len`` are the rows of the whole source and destination tensors, which the
-    ranges need not cover.
+    A new map is empty. ``src_len`` and ``dest_len`` are the row counts of the whole source and destination tensors,
+    which the ranges need not cover.
 
     >>> from types import SimpleNamespace
     >>> image = SimpleNamespace(src_ranges=[range(2)], src_len=2, dest_ranges=[range(1, 3)], dest_len=5)
@@ -39,9 +39,9 @@ class MultiModalPlaceholderMap:
         self.dest_ranges, self.dest_len = [], 0
 
     def extend(self, other: Any) -> None:
-        """Appends ``other`` as if its tensors stood behind this map's: its ranges move by the lengths so far.
+        """Append ``other`` as if its tensors followed this map's: its ranges are shifted by the current lengths.
 
-        other: any object with the four attributes; it is not changed.
+        other: any object with the four attributes; it is not modified.
         """
         self.src_ranges.extend([_moved(rows, self.src_len) for rows in other.src_ranges])
         self.dest_ranges.extend([_moved(rows, self.dest_len) for rows in other.dest_ranges])
@@ -49,7 +49,7 @@ class MultiModalPlaceholderMap:
         self.dest_len += other.dest_len
 
     def index_map(self) -> IndexMap:
-        """The ranges flattened; :class:`~attncheck.errors.ReferenceArgumentError` if the two sides differ in rows."""
+        """Return the flattened ranges; raise ReferenceArgumentError if the two sides differ in the number of rows."""
         src = [row for rows in self.src_ranges for row in rows]
         dest = [row for rows in self.dest_ranges for row in rows]
         if len(src) != len(dest):

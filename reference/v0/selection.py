@@ -1,6 +1,6 @@
-"""What attention of each type reads of a first-generation metadata object, and whether it is all there.
+"""The fields of first-generation metadata that each attention type reads, and checks that they are set.
 
-The behaviour is vLLM's. Metadata is any object with the attributes named here; it is not changed.
+The behaviour is vLLM's. Metadata is any object with the attributes named here; it is not modified.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from attncheck.reference.spec import AttentionType
 
 
 def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: str) -> tuple[int, int, int]:
-    """Numbers of prefill query tokens, of prefill key and value tokens, and of decode query tokens.
+    """Return the numbers of prefill query tokens, of prefill key and value tokens, and of decode query tokens.
 
     ======================  ======================  ======================  =====================
     attn_type               prefill queries         prefill keys, values    decode queries
@@ -20,8 +20,8 @@ def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: str) -
     decoder, encoder_only   ``num_prefill_tokens``  ``num_prefill_tokens``  ``num_decode_tokens``
     ======================  ======================  ======================  =====================
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for another type, and where ``num_encoder_tokens`` is
-    needed but None; where it is not needed it may be missing.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for another type, or if ``num_encoder_tokens`` is needed but
+    None. If it is not needed, it may be missing.
     """
     if attn_type == AttentionType.ENCODER:
         encoder_tokens = _num_encoder_tokens(attn_metadata, attn_type)
@@ -36,7 +36,7 @@ def get_num_prefill_decode_query_kv_tokens(attn_metadata: Any, attn_type: str) -
 
 
 def get_seq_len_block_table_args(attn_metadata: Any, is_prompt: bool, attn_type: str) -> tuple[Any, Any, Any]:
-    """The lengths of the keys, the longest of them, and the block tables: the metadata's own objects, None included.
+    """Return key lengths, longest length and block tables: the metadata's own objects, None included.
 
     ===============  ===========================  =======================  ======================
     attn_type        lengths                      longest                  tables
@@ -47,8 +47,8 @@ def get_seq_len_block_table_args(attn_metadata: Any, is_prompt: bool, attn_type:
     encoder          ``encoder_seq_lens_tensor``  ``max_encoder_seq_len``  None
     ===============  ===========================  =======================  ======================
 
-    ``is_prompt`` chooses between the two maxima of a decoder and means nothing otherwise. Raises ``AttributeError``
-    naming the type for every other one: ``encoder_only`` has no cache to be looked up in.
+    ``is_prompt`` selects one of the two maxima of a decoder and is otherwise ignored. Raise ``AttributeError`` with the
+    name of the type for any other type: ``encoder_only`` has no cache.
     """
     if attn_type == AttentionType.DECODER:
         longest = attn_metadata.max_prefill_seq_len if is_prompt else attn_metadata.max_decode_seq_len
@@ -62,7 +62,7 @@ def get_seq_len_block_table_args(attn_metadata: Any, is_prompt: bool, attn_type:
 
 
 def is_all_encoder_attn_metadata_set(attn_metadata: Any) -> bool:
-    """Whether all that encoder attention needs is there; what is empty or 0 is there, what is None is not."""
+    """Return whether no field that encoder attention needs is None; empty values and 0 count as set."""
     return (
         attn_metadata.encoder_seq_lens is not None
         and attn_metadata.encoder_seq_lens_tensor is not None
@@ -71,10 +71,10 @@ def is_all_encoder_attn_metadata_set(attn_metadata: Any) -> bool:
 
 
 def is_all_cross_attn_metadata_set(attn_metadata: Any) -> bool:
-    """Whether all that cross attention needs is there.
+    """Return whether no field that cross attention needs is None.
 
-    Of the encoder's part this asks the metadata's own property ``is_all_encoder_attn_metadata_set``, so that a class
-    may need more, or less, than the function of that name.
+    The encoder fields are checked by the metadata's own property ``is_all_encoder_attn_metadata_set``, so that a
+    metadata class may require more or fewer than the function of that name.
     """
     return (
         bool(attn_metadata.is_all_encoder_attn_metadata_set)

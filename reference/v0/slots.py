@@ -1,8 +1,8 @@
-"""From the block table of a sequence to the cache slots of its new tokens: plain lists of plain integers.
+"""Cache slots of a sequence's new tokens from its block table, as lists of Python integers.
 
-A sequence at one step has ``context_len`` tokens in the cache and ``seq_len - context_len`` new ones. The token at
-position ``p`` lives in slot ``table[p // block_size] * block_size + p % block_size``. The behaviour is vLLM's first
-generation's.
+A sequence at one step has ``context_len`` tokens in the cache and ``seq_len - context_len`` new ones. The slot of the
+token at position ``p`` is ``table[p // block_size] * block_size + p % block_size``. The behaviour is that of vLLM's
+first generation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ PAD_SLOT_ID = -1
 """The slot of a token that is not written to the cache."""
 
 _COMPUTE_SLOT_MAPPING_NUMPY_NUMEL = 256
-"""From so many slots on an array is faster than a loop; the slots are the same."""
+"""Number of slots from which on an array is faster than a loop; the slots are the same."""
 
 BlockTables = Mapping[Any, Sequence[int] | None]
-"""Sequence id to the physical blocks of the sequence in logical order, or to None where it has no cache."""
+"""Sequence id to the physical blocks of the sequence in logical order, or to None if it has no cache."""
 
 
 def is_block_tables_empty(block_tables: object) -> bool:
-    """Whether a step has no cache at all, which makes it a profile run.
+    """Return whether a step has no cache at all, which makes it a profile run.
 
-    That is None (memory is being profiled), or a dict in which no sequence has a table (an embedding model, or no
-    sequence at all). An empty list is a table, and what is no dict is not empty.
+    That is the case for None (memory profiling), and for a dict in which no sequence has a table (an embedding model,
+    or no sequence). An empty list is a table. An object that is not a dict is not empty.
 
     >>> is_block_tables_empty({3: None}), is_block_tables_empty({3: []})
     (True, False)
@@ -42,13 +42,13 @@ def compute_slot_mapping_start_idx(
     context_len: int,  # noqa: ARG001 - vLLM's signature
     sliding_window: int | None,
 ) -> int:
-    """The position from which a prompt's tokens are worth storing: all but the last window are never read again.
+    """Return the position from which a prompt's tokens are stored: tokens before the last window are never read.
 
-    0 for a decode, and without a window. Callers use the result as a position in the sequence although it counts from
-    the first token of the chunk: behind a context it lies before the window, and tokens that nobody reads are stored.
-    ``context_len`` is not looked at.
+    The result is 0 for a decode, and without a window. It counts from the first token of the chunk, but callers use it
+    as a position in the sequence. After a context it is therefore too small, and some tokens are stored but never read.
+    ``context_len`` is not used.
 
-    Raises :class:`~attncheck.errors.ReferenceArgumentError` for a window below 1.
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for a window below 1.
 
     >>> compute_slot_mapping_start_idx(True, 10, 0, 8), compute_slot_mapping_start_idx(False, 1, 40, 8)
     (2, 0)
@@ -70,15 +70,16 @@ def compute_slot_mapping(
     block_size: int,
     block_tables: BlockTables | None,
 ) -> None:
-    """Appends to ``slot_mapping`` the slots of one sequence's new tokens.
+    """Append the slots of one sequence's new tokens to ``slot_mapping``.
 
-    A profile run appends ``seq_len`` times -1 (all tokens, not only the new ones) and does not look at
-    ``block_tables``. Otherwise the new tokens before ``start_idx`` get -1, the rest their slots: under a window, a
-    cyclic table gives an early and a late position one slot, and only the late one may be stored.
+    A profile run appends ``seq_len`` times -1 (for all tokens, not only the new ones) and does not read
+    ``block_tables``. Otherwise new tokens before ``start_idx`` get -1 and the others their slots. With a window, a
+    cyclic table gives an early and a late position the same slot, and only the late one may be stored.
 
-    The table of ``seq_id`` may be longer than needed. Everything is checked before anything is appended: raises
-    :class:`~attncheck.errors.ReferenceArgumentError` for lengths out of order (``0 <= context_len <= seq_len``,
-    ``0 <= start_idx <= seq_len``), a ``block_size`` below 1, a table that is absent or too short, a negative block.
+    The table of ``seq_id`` may be longer than needed. All arguments are checked before the first append. Raise
+    :class:`~attncheck.errors.ReferenceArgumentError` for inconsistent lengths (not ``0 <= context_len <= seq_len`` or
+    not ``0 <= start_idx <= seq_len``), a ``block_size`` below 1, a table that is absent or too short, or a negative
+    block.
 
     >>> table, block_size = [7, 2, 5], 4
     >>> slots = []
@@ -110,7 +111,7 @@ def compute_slot_mapping(
 
 
 def block_table_of(block_tables: BlockTables | None, seq_id: Any) -> Sequence[int]:
-    """The table of a sequence; :class:`~attncheck.errors.ReferenceArgumentError` where it has none."""
+    """Return the table of a sequence; raise :class:`~attncheck.errors.ReferenceArgumentError` if it has none."""
     if block_tables is None:
         raise ReferenceArgumentError("block_tables", None, f"tables by sequence id, with one of sequence {seq_id!r}")
     if seq_id not in block_tables:
@@ -124,7 +125,7 @@ def block_table_of(block_tables: BlockTables | None, seq_id: Any) -> Sequence[in
 def _compute_slot_mapping_python(
     slot_mapping: list[int], block_table: Sequence[int], range_start: int, range_end: int, block_size: int
 ) -> None:
-    """Appends the slots of the positions from ``range_start`` up to ``range_end``, one by one."""
+    """Append the slots of the positions ``range_start`` to ``range_end - 1``, one by one."""
     _require_blocks("block_table", block_table, range_start, range_end, block_size)
     size = int(block_size)
     slot_mapping.extend([int(block_table[p // size]) * size + p % size for p in range(range_start, range_end)])
@@ -133,7 +134,7 @@ def _compute_slot_mapping_python(
 def _compute_slot_mapping_numpy(
     slot_mapping: list[int], block_table: Sequence[int], range_start: int, range_end: int, block_size: int
 ) -> None:
-    """The same, computed as one array; the appended elements are plain integers."""
+    """Append the same slots, computed as one array; the appended elements are Python integers."""
     _require_blocks("block_table", block_table, range_start, range_end, block_size)
     positions = np.arange(range_start, range_end, dtype=np.int64)
     blocks = np.asarray(block_table, dtype=np.int64)[positions // block_size]
@@ -146,7 +147,7 @@ def _require_block_size(block_size: int) -> None:
 
 
 def _require_blocks(name: str, table: Sequence[int], start: int, end: int, block_size: int) -> None:
-    """Refuses a table that does not say where the positions from ``start`` up to ``end`` lie."""
+    """Raise unless the table has a non-negative block for each of the positions ``start`` to ``end - 1``."""
     _require_block_size(block_size)
     if start < 0:
         raise ReferenceArgumentError("range_start", start, "at least 0")

@@ -1,6 +1,6 @@
-"""The graph state most first-generation backends inherit: what captured decodes read, and how it is refilled.
+"""The graph state that most first-generation backends inherit: inputs of captured decode graphs, and their refilling.
 
-The behaviour is vLLM's. Runner and metadata are read by attribute, so any object with the attributes named here serves.
+The behaviour is vLLM's. Runner and metadata may be any objects with the attributes named here.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,7 +14,7 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.v0.contract import AttentionState
 
 STR_NOT_IMPL_ENC_DEC_ROCM_HIP = "Models with an encoder and a decoder do not run on ROCm/HIP at present."
-"""What a caller says that refuses such a model on such a device."""
+"""Message of callers that reject encoder-decoder models on ROCm/HIP."""
 
 _CAPTURE_CROSS_ATTENTION = ("XFORMERS", "FLASH_ATTN", "ROCM_FLASH")
 _REPLAY_CROSS_ATTENTION = ("XFORMERS", "FLASH_ATTN")
@@ -24,15 +24,16 @@ _CROSS_INPUTS = ("encoder_seq_lens_tensor", "cross_slot_mapping", "cross_block_t
 
 
 class CommonAttentionState(AttentionState):
-    """Buffers that all captured decode graphs of one model runner share, and their refilling before a replay.
+    """Buffers that all captured decode graphs of one model runner share, refilled before each replay.
 
     Capture, inside ``graph_capture``, from the largest size to the smallest: ``graph_capture_get_metadata_for_batch``,
     ``graph_clone``, the capture itself, ``get_graph_input_buffers``. Replay: the graph runner copies tokens, positions
-    and ``slot_mapping`` into its buffers, ``prepare_graph_input_buffers`` copies the rest.
+    and ``slot_mapping`` into its buffers, and ``prepare_graph_input_buffers`` copies the rest.
 
     Of the runner it reads ``device``, ``graph_block_tables`` (a 2-D array), ``max_seq_len_to_capture``,
-    ``attn_backend`` (``make_metadata``, ``get_name``) and ``get_max_block_per_batch()``. Raises
-    :class:`~attncheck.errors.ReferenceArgumentError` for a value, ``RuntimeError`` for a call in the wrong order.
+    ``attn_backend`` (``make_metadata``, ``get_name``) and ``get_max_block_per_batch()``. Methods raise
+    :class:`~attncheck.errors.ReferenceArgumentError` for an invalid value, ``RuntimeError`` for a call in the wrong
+    order.
     """
 
     _graph_slot_mapping: Tensor
@@ -45,10 +46,11 @@ class CommonAttentionState(AttentionState):
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
-        """While open, the state is capturing and holds buffers for up to ``max_batch_size`` sequences.
+        """Return a context in which the state is capturing and holds buffers for up to ``max_batch_size`` sequences.
 
-        Slots int64, all -1; lengths int32, all 1; tables as the runner's ``graph_block_tables`` stand, copied. On
-        leaving, also by an exception, the state lets go of them: the graphs keep them alive. Each entry makes new ones.
+        Slots are int64, all -1. Lengths are int32, all 1. Tables are a copy of the runner's ``graph_block_tables``. On
+        exit, also by an exception, the state drops the buffers; the graphs keep them alive. Each entry allocates new
+        ones.
         """
         if self._is_graph_capturing:
             raise RuntimeError("graph_capture is open already")
@@ -66,19 +68,19 @@ class CommonAttentionState(AttentionState):
             del self._graph_slot_mapping, self._graph_seq_lens, self._graph_block_tables
 
     def graph_clone(self, batch_size: int) -> Self:
-        """A new state of this class on the same runner, not capturing and without buffers; only while capturing.
+        """Return a new state of this class on the same runner, not capturing and without buffers; only during capture.
 
-        ``batch_size`` is not looked at.
+        ``batch_size`` is not used.
         """
         self._require_capturing("graph_clone")
         return type(self)(self.runner)
 
     def graph_capture_get_metadata_for_batch(self, batch_size: int, is_encoder_decoder_model: bool = False) -> Any:
-        """Metadata of ``batch_size`` decodes and nothing else, from ``make_metadata``; only while capturing.
+        """Return metadata of ``batch_size`` decodes and nothing else, from ``make_metadata``; only during capture.
 
-        ``slot_mapping``, ``seq_lens_tensor`` and ``block_tables`` are views of the front of the buffers, so that all
-        sizes share storage. An encoder-decoder model, for backends that capture cross attention only, also gets the
-        fields of ``_update_captured_metadata_for_enc_dec_model``.
+        ``slot_mapping``, ``seq_lens_tensor`` and ``block_tables`` are views of the start of the buffers, so that all
+        sizes share storage. For an encoder-decoder model, ``_update_captured_metadata_for_enc_dec_model`` adds its
+        fields; only some backends can capture cross attention.
         """
         self._require_capturing("graph_capture_get_metadata_for_batch")
         largest = min(len(self._graph_slot_mapping), len(self._graph_block_tables))
@@ -111,10 +113,10 @@ class CommonAttentionState(AttentionState):
         return attn_metadata
 
     def get_graph_input_buffers(self, attn_metadata: Any, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
-        """The tensors of captured metadata that a replay refills, by name and not copied.
+        """Return the tensors of captured metadata that a replay refills, by name, not copied.
 
-        ``slot_mapping`` of the metadata, ``seq_lens_tensor`` and ``block_tables`` of its decodes; for an
-        encoder-decoder model also those of ``_add_additional_input_buffers_for_enc_dec_model``.
+        They are ``slot_mapping`` of the metadata, and ``seq_lens_tensor`` and ``block_tables`` of its decodes. For an
+        encoder-decoder model, ``_add_additional_input_buffers_for_enc_dec_model`` adds its tensors.
         """
         if is_encoder_decoder_model:
             self._require_backend(_CAPTURE_CROSS_ATTENTION)
@@ -130,10 +132,11 @@ class CommonAttentionState(AttentionState):
     def prepare_graph_input_buffers(
         self, input_buffers: dict[str, Tensor], attn_metadata: Any, is_encoder_decoder_model: bool = False
     ) -> None:
-        """Copies a step's lengths and tables into the buffers, in place; shapes must be equal.
+        """Copy a step's lengths and tables into the buffers, in place; shapes must be equal.
 
-        ``slot_mapping`` is left to the graph runner. An encoder-decoder model, for fewer backends than can capture it,
-        also gets ``_prepare_input_buffers_for_enc_dec_model``. Everything is checked before anything is copied.
+        The graph runner copies ``slot_mapping``. For an encoder-decoder model,
+        ``_prepare_input_buffers_for_enc_dec_model`` copies its tensors; fewer backends support this than the capture.
+        Everything is checked before the first copy.
         """
         if is_encoder_decoder_model:
             self._require_backend(_REPLAY_CROSS_ATTENTION)
@@ -144,13 +147,13 @@ class CommonAttentionState(AttentionState):
         _copy(input_buffers, decodes, _DECODE_INPUTS)
 
     def begin_forward(self, model_input: Any) -> None:
-        """Does nothing: what the graphs read needs no preparation before the metadata is built."""
+        """Do nothing: the inputs of the graphs need no preparation before the metadata is built."""
 
     def _update_captured_metadata_for_enc_dec_model(self, batch_size: int, attn_metadata: Any) -> None:
-        """Sets the fields of cross attention on metadata to capture with: encoders of one token, tables of ones.
+        """Set the fields of cross attention on metadata for a capture: encoders of one token, tables of ones.
 
-        No slots: the encoder's keys are written in the prompt's step, a decode stores none. ``encoder_seq_lens`` is a
-        tensor here, although a list elsewhere.
+        The slots are empty: the encoder's keys are written in the prompt's step, and a decode stores none.
+        ``encoder_seq_lens`` is a tensor here, but a list elsewhere.
         """
 
         def ones(*shape: int) -> Tensor:
@@ -166,12 +169,12 @@ class CommonAttentionState(AttentionState):
     def _add_additional_input_buffers_for_enc_dec_model(
         self, attn_metadata: Any, input_buffers: dict[str, Tensor]
     ) -> None:
-        """Adds the lengths, slots and tables of cross attention to the dict, by name and not copied."""
+        """Add the lengths, slots and tables of cross attention to the dict, by name, not copied."""
         decodes = _decodes_of(attn_metadata)
         input_buffers.update({name: getattr(decodes, name) for name in _CROSS_INPUTS})
 
     def _prepare_input_buffers_for_enc_dec_model(self, attn_metadata: Any, input_buffers: dict[str, Tensor]) -> None:
-        """Copies a step's lengths, slots and tables of cross attention into the buffers, in place."""
+        """Copy a step's lengths, slots and tables of cross attention into the buffers, in place."""
         decodes = _decodes_of(attn_metadata)
         _require_same_shapes(input_buffers, decodes, _CROSS_INPUTS)
         _copy(input_buffers, decodes, _CROSS_INPUTS)
@@ -196,7 +199,7 @@ def _decodes_of(attn_metadata: Any) -> Any:
 
 
 def _require_same_shapes(input_buffers: dict[str, Tensor], decodes: Any, names: Collection[str]) -> None:
-    """Refuses a tensor that is absent on either side, or would be broadcast or cut."""
+    """Raise if a tensor is absent on either side, or its shape differs, because ``copy_`` would broadcast it."""
     for name in names:
         if name not in input_buffers:
             raise ReferenceArgumentError("input_buffers", list(input_buffers), f"with a tensor {name}")

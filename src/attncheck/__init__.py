@@ -1,10 +1,10 @@
-"""attncheck examines attention backends: YAML-written cases, a float64 truth, a verdict for each backend.
+"""Conformance tests for attention backends: cases in YAML, a float64 reference, one verdict for each backend.
 
 >>> import attncheck
 >>> attncheck.examine("torch_sdpa", suite="smoke", cases="decode.float32", device="cpu").verdict
 'passed'
 
-Importing this module loads nothing: its names are imported when they are first used.
+Importing this package loads no other module. Each public name is imported at its first use.
 """
 
 from importlib import import_module
@@ -58,7 +58,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """The installed version; in a checkout that is not installed, the one its pyproject.toml states."""
+    """Return the installed version, or the one in pyproject.toml if this is a checkout that is not installed."""
     import importlib.metadata
     import tomllib
     from pathlib import Path

@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> int:
-    """The command line as a process: its exit code, whatever happens on the way there."""
+    """Run the command line and return the exit code of the process."""
     try:
         from attncheck.harness.cli.app import main as command_line
 
@@ -13,12 +13,12 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 (the last line of defence)
-        # Only what is broken before the command line stands can arrive here, such as a missing dependency.
+        # The command line handles its own errors. Only an import error, such as a missing dependency, gets here.
         sys.stderr.write(f"attncheck itself failed: {type(error).__name__}: {error}\n")
         return 3
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that catches KeyboardInterrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing catches KeyboardInterrupt from here on
 
 
 if __name__ == "__main__":

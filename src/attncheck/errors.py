@@ -1,45 +1,45 @@
-"""The one error tree of attncheck. Every room may import this module; it imports nothing of ours.
+"""The exception classes of attncheck. Every package may import this module; it imports nothing of attncheck.
 
 ::
 
     AttncheckError
-    |-- QuestionError                the question was wrong: exit code 2
-    |   |-- CaseFileError            reading a YAML file: file, line, column, key, value, what would be right
-    |   |   `-- SeveralMistakesError     several mistakes of one file
-    |   |-- BatchSpecError           reading a batch string: text, position, why
-    |   |-- SpecError                a layer, cache or batch that means nothing (also a ValueError)
+    |-- QuestionError                invalid input of the user: exit code 2
+    |   |-- CaseFileError            a mistake in a YAML file: file, line, column, key, value, what is allowed
+    |   |   `-- SeveralMistakesError     several mistakes in one file
+    |   |-- BatchSpecError           an invalid batch string: text, position, reason
+    |   |-- SpecError                an invalid field of a layer, cache or batch (also a ValueError)
     |   |   `-- NotExpressibleError      a case that no stand-alone file can hold
-    |   |-- UnknownNameError         a backend, suite, check, ... nobody knows; carries the known names
+    |   |-- UnknownNameError         an unknown backend, suite, check, ...; lists the known names
     |   |-- SelectionError           no case or backend is left after the filters
-    |   |-- BackendLoadError         a named backend could not be imported, or breaks the contract
-    |   |-- ProviderLoadError        a named provider of utilities could not be imported
-    |   |-- DeviceError              a device that is not there
-    |   |-- ClusterError             a Ray cluster that is not there, or has no node for the run
-    |   |-- BlindCaseError           a case whose truth does not notice what it asks about
-    |   |-- RunFileError             a run file that cannot be trusted: path, line, why
-    |   `-- MissingExtraError        something asked for needs a package that is not installed
+    |   |-- BackendLoadError         a named backend cannot be imported, or breaks the contract
+    |   |-- ProviderLoadError        a named provider of utilities cannot be imported
+    |   |-- DeviceError              the machine, or torch, does not have the device
+    |   |-- ClusterError             no Ray cluster at the address, or no node for the run
+    |   |-- BlindCaseError           the expected result of a case hardly depends on what the case tests
+    |   |-- RunFileError             an unreadable or inconsistent run file: path, line, reason
+    |   `-- MissingExtraError        a requested feature needs a package that is not installed
     |-- WriteError                   a full disk, a read-only folder, a closed stdout: exit code 3
     |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
-    |-- ExaminationFailedError       an examination did not pass, and the caller demands it (also an AssertionError)
-    |-- DeviceLostError              a backend lost the device: the process cannot use it any more
-    |-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
-    `-- InternalError                from one part of attncheck to another, each defined in its own module
-        |-- StageError               a backend raised: carries what, and in which stage of the contract
+    |-- ExaminationFailedError       an examination did not pass, and the caller requires it (also an AssertionError)
+    |-- DeviceLostError              a backend lost the device: the process can no longer use it
+    |-- ReferenceArgumentError       the reference rejects an undefined argument (also a ValueError)
+    `-- InternalError                passed between parts of attncheck; each class is defined in its own module
+        |-- StageError               a backend raised: the exception, and the stage of the contract
         |-- CodecError               a cache codec cannot be trusted
-        |-- _UnknownLayoutError      what a cache writer did is no layout that can be learned
-        |-- FormError                an answer is no tensor of the right shape, dtype and device
+        |-- _UnknownLayoutError      the writes of a cache writer fit no layout that can be inferred
+        |-- FormError                an output is not a tensor of the right shape, dtype and device
         |-- CaptureError             a forward cannot be captured as a CUDA graph
-        |-- UnseenError              the recorder of graphs cannot see what a forward does
-        |-- ReleasedMemoryError      a replayed graph wrote to memory that is no longer its own
+        |-- UnseenError              the graph recorder cannot see what a forward does
+        |-- ReleasedMemoryError      a replayed graph wrote to memory that was released
         |-- UntrustworthyTimeError   a time cannot be trusted: ends the measurement
-        |-- UnfitQuestionError       a question to a provider that the reference answers otherwise than it should
-        |-- ProcessEndedError        a backend's process ended while an answer was due
+        |-- UnfitQuestionError       the reference accepts arguments that it should reject, or the reverse
+        |-- ProcessEndedError        a backend's process ended before it answered
         |-- PipeClosedError          the pipe between the run and a backend's process is closed
         |-- WorkerError              attncheck itself failed in a backend's process
-        `-- FellShortError           a record that fell short, on its way to pytest's report
+        `-- FellShortError           a record that did not pass, passed on to pytest's report
 
-Errors are fields; ``str()`` renders them, and nothing else in attncheck composes these sentences. An internal error, or
-anything outside this tree, that reaches the command line is a fault of attncheck itself: exit code 3.
+An error holds fields, and ``str()`` renders them as the message. An internal error, or any exception outside this tree,
+that reaches the command line is a fault of attncheck itself: exit code 3.
 """
 
 import errno
@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 SHOWN_ERRORS = 10
-"""Mistakes of one file that are shown at once."""
+"""Most mistakes of one file that a message shows."""
 
 _MACHINE_FAULTS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),  # the disk is full or broken
@@ -55,21 +55,21 @@ _MACHINE_FAULTS = (
     errno.EPIPE,  # nothing reads the pipe any more
 )
 LONGEST_MESSAGE = 2000
-"""Characters of one mistake; files from strangers have longer names and values."""
+"""Most characters of one message. Names and values in files can be longer."""
 
 
 class AttncheckError(Exception):
-    """Root of everything attncheck raises on purpose."""
+    """Base class of all exceptions that attncheck raises on purpose."""
 
 
 class QuestionError(AttncheckError):
-    """The question was wrong (exit code 2): the user can mend it, no backend is to blame."""
+    """Invalid input that the user can correct (exit code 2); no backend is at fault."""
 
 
 class CaseFileError(QuestionError):
-    """A case file (or an expectation file) says something that cannot be.
+    """A case file or an expectation file has an invalid value.
 
-    ``line`` and ``column`` count from 1; ``key`` is the dotted path of the value, ``allowed`` what would be right.
+    ``line`` and ``column`` count from 1. ``key`` is the dotted path of the value. ``allowed`` states what is valid.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class CaseFileError(QuestionError):
 
 
 class SeveralMistakesError(CaseFileError):
-    """Several mistakes of one file, in the order of its lines; its own fields are those of the first."""
+    """Several mistakes in one file, in line order; its own fields are those of the first mistake."""
 
     def __init__(self, errors: Sequence[CaseFileError]) -> None:
-        """``errors``: at least one; those that are several themselves are taken apart, repetitions left out."""
+        """Take at least one error. Nested SeveralMistakesErrors are flattened, and duplicates are dropped."""
         by_place: dict[tuple[int | None, int | None, str], CaseFileError] = {}
         for error in errors:
             for each in error.errors if isinstance(error, SeveralMistakesError) else (error,):
@@ -125,7 +125,7 @@ class SeveralMistakesError(CaseFileError):
 
 
 class BatchSpecError(QuestionError):
-    """A batch string that does not parse or means nothing; ``position`` counts characters from 0."""
+    """A batch string that does not parse or is invalid; ``position`` counts characters from 0."""
 
     def __init__(self, reason: str, *, text: str, position: int = 0, allowed: str = "") -> None:
         self.reason, self.text, self.position, self.allowed = reason, text, position, allowed
@@ -137,7 +137,7 @@ class BatchSpecError(QuestionError):
 
 
 class SpecError(QuestionError, ValueError):
-    """A field of a layer, cache or batch has a value that means nothing; ``field`` is its name."""
+    """A field of a layer, cache or batch has an invalid value; ``field`` is its name."""
 
     def __init__(self, reason: str, *, field: str, value: object, allowed: str) -> None:
         self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
@@ -148,7 +148,7 @@ class SpecError(QuestionError, ValueError):
 
 
 class UnknownNameError(QuestionError):
-    """A name nobody knows; ``kind`` is what was looked for (backend, suite, check, ...)."""
+    """An unknown name; ``kind`` is what was looked up (backend, suite, check, ...)."""
 
     def __init__(self, kind: str, name: str, known: Sequence[str]) -> None:
         self.kind, self.name, self.known = kind, name, tuple(known)
@@ -161,13 +161,13 @@ class UnknownNameError(QuestionError):
 
 
 class SelectionError(QuestionError):
-    """The filters leave nothing to examine, or a backend asked for by name cannot be examined here."""
+    """The filters select no case, or a backend named by the user cannot be examined on this machine."""
 
 
 class BackendLoadError(QuestionError):
-    """A backend named on the command line could not be loaded, or breaks the contract.
+    """A backend named on the command line cannot be loaded, or breaks the contract.
 
-    ``raised``: the type of the exception that the backend's own code raised meanwhile; empty: it raised none.
+    ``raised``: type of the exception that the backend's own code raised during loading. Empty if it raised none.
     """
 
     def __init__(self, ref: str, reason: str, *, allowed: str = "", raised: str = "") -> None:
@@ -180,7 +180,7 @@ class BackendLoadError(QuestionError):
 
 
 class ProviderLoadError(QuestionError):
-    """A provider named on the command line could not be imported."""
+    """A provider named on the command line cannot be imported."""
 
     def __init__(self, ref: str, reason: str) -> None:
         self.ref, self.reason = ref, reason
@@ -191,7 +191,7 @@ class ProviderLoadError(QuestionError):
 
 
 class DeviceError(QuestionError):
-    """A device that this machine, or this torch, does not have."""
+    """This machine, or the installed torch, does not have the device."""
 
     def __init__(self, device: str, reason: str) -> None:
         self.device, self.reason = device, reason
@@ -202,7 +202,7 @@ class DeviceError(QuestionError):
 
 
 class ClusterError(QuestionError):
-    """A Ray cluster that cannot be reached, has no room, or has lost or refused every node."""
+    """A Ray cluster that is unreachable, is full, or has lost or refused every node."""
 
     def __init__(self, address: str, reason: str) -> None:
         self.address, self.reason = address, reason
@@ -213,7 +213,7 @@ class ClusterError(QuestionError):
 
 
 class BlindCaseError(QuestionError):
-    """A case cannot see what it asks about: its truth hardly moves when ``subject`` is changed."""
+    """The expected result of a case hardly changes when ``subject`` changes, so the case cannot test it."""
 
     def __init__(self, case: str, subject: str, reason: str) -> None:
         self.case, self.subject, self.reason = case, subject, reason
@@ -224,7 +224,7 @@ class BlindCaseError(QuestionError):
 
 
 class RunFileError(QuestionError):
-    """A run file that cannot be read, or contradicts itself; ``line`` counts from 1."""
+    """A run file that is unreadable or inconsistent; ``line`` counts from 1."""
 
     def __init__(self, path: str, reason: str, *, line: int | None = None) -> None:
         self.path, self.reason, self.line = path, reason, line
@@ -235,7 +235,7 @@ class RunFileError(QuestionError):
 
 
 class WriteError(AttncheckError):
-    """A file, or stdout, cannot be written, and the question is not to blame; ``safe``: what of it can be read."""
+    """A file or stdout cannot be written because of the machine; ``safe`` states what can still be read of it."""
 
     def __init__(self, name: str, cause: OSError, *, safe: str = "") -> None:
         self.name, self.cause, self.safe = name, cause, safe
@@ -247,14 +247,14 @@ class WriteError(AttncheckError):
 
 
 def unwritable(name: str, error: OSError) -> WriteError | QuestionError:
-    """Return the error of what ``name`` names: WriteError where the machine is to blame for ``error``."""
+    """Return the error for an unwritable ``name``: WriteError if the machine is at fault, else QuestionError."""
     if error.errno in _MACHINE_FAULTS:
         return WriteError(name, error)
     return QuestionError(f"{name} cannot be written: {error.strerror}")
 
 
 class MissingExtraError(QuestionError):
-    """Something asked for (``what``) needs ``package``, which is not installed; ``extra`` of attncheck brings it."""
+    """The requested feature ``what`` needs ``package``, which is not installed; attncheck's ``extra`` installs it."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         self.what, self.package, self.extra = what, package, extra
@@ -265,7 +265,7 @@ class MissingExtraError(QuestionError):
 
 
 class BackendUnavailableError(AttncheckError):
-    """A registered backend cannot be imported or run on this machine; ``reasons`` say why."""
+    """A registered backend cannot be imported or run on this machine, for the given ``reasons``."""
 
     def __init__(self, name: str, reasons: Sequence[str]) -> None:
         self.name, self.reasons = name, tuple(reasons)
@@ -276,11 +276,11 @@ class BackendUnavailableError(AttncheckError):
 
 
 class ExaminationFailedError(AttncheckError, AssertionError):
-    """An examination did not pass; the message holds its findings. A test framework counts it as a failure."""
+    """An examination did not pass; the message holds its findings. Test frameworks count it as a failure."""
 
 
 class ReferenceArgumentError(AttncheckError, ValueError):
-    """The reference refuses an argument whose meaning is undefined."""
+    """The reference rejects an argument whose meaning is undefined."""
 
     def __init__(self, argument: str, value: object, required: str) -> None:
         self.argument, self.value, self.required = argument, value, required
@@ -291,17 +291,17 @@ class ReferenceArgumentError(AttncheckError, ValueError):
 
 
 class InternalError(AttncheckError):
-    """Carries an outcome from one part of attncheck to another, which catches it."""
+    """Base class of exceptions that one part of attncheck raises and another catches."""
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """``repr(value)`` cut to ``limit`` characters, so that a message stays one line."""
+    """Return ``repr(value)`` cut to ``limit`` characters, so that a message stays on one line."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def readable(text: str) -> str:
-    """Return ``text`` on one line, with escapes for what is not printable, and without its middle where it is long."""
+    """Return ``text`` on one line: unprintable characters escaped, the middle left out beyond LONGEST_MESSAGE."""
     if not text.isprintable():
         text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
     half = LONGEST_MESSAGE // 2
