@@ -133,7 +133,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         )
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
-        """Return ALiBi's slopes, float32 ``[num_heads]``; cached, since a CUDA graph cannot hold a copy from the host."""
+        """Return ALiBi's slopes, float32 ``[num_heads]``; cached, since a CUDA graph cannot copy from the host."""
         if self.alibi_slopes is not None and (self._slopes is None or self._slopes.device != device):
             self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
         return self._slopes
