@@ -257,7 +257,7 @@ class AttentionBackend(ABC):
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
         """Return the codec by which the harness writes and reads the cache, or None.
 
-        If None, the harness learns the layout by observing the backend's own writer. The default detects the usual
+        If None, the harness derives the layout by observing the backend's own writer. The default detects the usual
         packings by calling ``get_kv_cache_shape`` with distinctive sizes. It returns None for other packings, and if
         the value head size differs from the head size. Override it to return None if the cache has a usual shape but
         another layout within.

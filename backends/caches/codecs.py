@@ -1,6 +1,6 @@
 """Writes and reads a backend's KV cache from outside the backend, in plain torch.
 
-A cache is filled and read only through a codec, so that the harness never guesses where a key lies. Before a codec is
+A cache is filled and read only through a codec, so that the harness never guesses the place of a key. Before a codec is
 used, the harness checks that it reads back what it wrote, and that distinct slots touch distinct bytes.
 """
 

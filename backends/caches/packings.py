@@ -4,11 +4,14 @@ A packing is the logical shape (the meaning of each axis). A layout is the memor
 heads, HND: heads before tokens). The logical shape of a packing never changes with the layout; only the strides do.
 Shapes for block size 4 and two heads of size 8:
 
-============  =======================  ========================================== packing       logical shape
-what lies where ============  =======================  ========================================== split_first   ``(2,
-blocks, 4, 2, 8)``   all keys, then all values split_second  ``(blocks, 2, 4, 2, 8)``   per block: keys, then values
-content       ``(blocks, 2, 4, 16)``     per head and token: key | value plane         ``(blocks, 2, 8, 8)``      per
-block and head: keys, then values latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
+============  =======================  ==========================================
+packing       logical shape            what lies where
+============  =======================  ==========================================
+split_first   ``(2, blocks, 4, 2, 8)``   all keys, then all values
+split_second  ``(blocks, 2, 4, 2, 8)``   per block: keys, then values
+content       ``(blocks, 2, 4, 16)``     per head and token: key | value
+plane         ``(blocks, 2, 8, 8)``      per block and head: keys, then values
+latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
 ============  =======================  ==========================================
 
 Only multi-head latent attention uses ``latent``: it has no heads, and a single layout.

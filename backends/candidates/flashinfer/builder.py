@@ -1,6 +1,6 @@
 """Plans every step of candidate ``flashinfer``: which rows run through which wrapper, by which plan.
 
-A plan stores what the library computed from the lengths on the host: which part of which request runs where. Each step
+A plan stores what the library computed from the lengths on the host: where each part of a request runs. Each step
 needs a new plan, so ``build`` plans every time, outside any graph, from the ``_cpu`` twins. A graph of ``n``
 single-token requests reads its plan and the pages from device buffers with fixed addresses. The next ``build`` for
 ``n`` requests refills them, and the replay uses the new plan.

@@ -187,7 +187,6 @@ class FlexImpl(PagedImpl):
         tensors = [pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
         # The eager formulation rounds normalised probabilities. If one key dominates, that costs twice the rounding of
         # the fused kernel; sinks scale the result. In float32 either has one rounding, at the end.
-        # does where one key dominates; sinks scale the result. In float32 either leaves one rounding, at the end.
         if self.sinks is not None or not is_compiled:
             tensors = [tensor.float() for tensor in tensors]
         with _as_intended(is_compiled):

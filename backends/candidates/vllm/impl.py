@@ -60,7 +60,7 @@ class VLLMImpl(AttentionImpl[Any]):
         self.config = their_config(plain)
         refuse_as_vllm_does(self.their_backend, self.config, given)
         self.layer = make_layer(self.their_backend, self.config, given)
-        """vLLM's."""
+        """The layer object of vLLM."""
         self._has_builder = False
         self._scaled_as: AttentionLayer | None = None
 

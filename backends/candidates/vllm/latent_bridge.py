@@ -113,7 +113,7 @@ def _padding_reasons(batch: BatchSpec, is_decode: bool, *, has_graphs: bool) -> 
     """Return why no step of vLLM's has the padding of ``batch``.
 
     Full graphs hold only decodes, one request per ``max_query_len`` rows. ``has_graphs``: the pieces between the calls
-    of a backend may be graphs, whose padding rows are unlimited.
+    of a backend may be graphs, whose padding rows no metadata count.
     """
     padding, reasons = batch.padding, []
     if (padding.requests or padding.tokens) and not (

@@ -60,7 +60,7 @@ class VLLMLatentImpl(VLLMImpl):
         self.config = their_config(get_current_vllm_config(), model=sizes.model())
         refuse_as_vllm_does(self.their_backend, self.config, given, use_mla=True)
         self.layer = make_latent_layer(self.their_backend, self.config, given, sizes)
-        """vLLM's."""
+        """The layer object of vLLM."""
         self._kv_b_proj = kv_b_proj
         self._has_builder = True  # each step has one, and vLLM's writer needs none
         self._scaled_as: AttentionLayer | None = None

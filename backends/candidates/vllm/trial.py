@@ -35,7 +35,7 @@ _INTERPRETING = "InterpreterError"
 def missing_parts(backend: "type[VLLMBackend]") -> list[str]:
     """Return which missing part of this build prevents writing or attending to one row; an empty list if none.
 
-    A class of the user's own is not run: its author should see its exceptions.
+    A class outside vLLM only writes its row: its author should see the exceptions of its attention.
     """
     is_decoder = AttentionType.DECODER in backend.supported_attn_types
     if not (is_decoder and backend.get_supported_dtypes() and backend.supported_layouts):
