@@ -168,7 +168,7 @@ def _cache_needs(cache: CacheSpec) -> list[str]:
 def _played_needs(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> frozenset[str]:
     """Return the features needed by a path that is run as separate calls over parts of the keys.
 
-    The merge needs an LSE. Some parts hold none of a row's own keys, and some hold no key at all.
+    The merge needs ``lse``. Parts without new keys need ``non_causal``, parts without any key ``short_keys``.
     """
     if not is_merged(batch, declared):
         return frozenset()
