@@ -1,6 +1,6 @@
-"""The backends that can be examined: the contract, what backends may share, and the candidates of attncheck's own.
+"""The backends under test: the contract, shared helpers for backends, and attncheck's own candidates.
 
-Begin with ``contract`` (what a backend is), then ``candidates/torch_sdpa`` (a small one). ``registry`` turns a name
-into a class; ``declarations`` compares a class with a case; ``caches`` writes and reads KV caches from outside.
-Importing this package imports none of them.
+Begin with ``contract`` (what a backend is), then ``candidates/torch_sdpa`` (a small example). ``registry`` maps a name
+to a class, ``declarations`` compares a class with a case, and ``caches`` writes and reads KV caches from outside the
+backend. Importing this package imports none of these modules.
 """

@@ -1,8 +1,8 @@
-"""Differences between right backends that are not bugs, as a closed record.
+"""The accepted differences between correct backends, as a fixed set of fields.
 
-Two honest kernels may measure a bias from different places or leave padded rows in different states. A backend says
-here which of the known choices it made; the harness compares accordingly and every report shows the record. Another
-difference needs a change here, not a flag in a backend.
+For example, two correct kernels may measure an ALiBi bias from different positions, or leave padded rows in different
+states. A backend declares its choice here. The harness compares accordingly, and every report shows the record. A new
+kind of difference needs a new field here, not a flag in a backend.
 """
 
 from dataclasses import dataclass
@@ -18,40 +18,52 @@ OperandStrides = Literal["any", "rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """The declared choices of a backend; the defaults are the reference's. ``ValueError`` for a value outside them."""
+    """The declared choices of a backend; the defaults are the reference's.
+
+    Raise ``ValueError`` for a value outside the allowed ones.
+    """
 
     lse_base: LSEBase = "e"
-    """Base of the log-sum-exp: natural (``e``), or ``2`` (the natural one divided by ln 2)."""
+    """Base of the log-sum-exp: natural (``e``), or ``2`` (the natural LSE divided by ln 2)."""
 
     alibi_reference: AlibiReference = "query"
-    """Where ALiBi's distance is measured from: the query's position (``slope * (j - q)``), position ``zero``
-    (``slope * j``), or the request's first new position (``context``: ``slope * (j - context_len)``). The output is the
-    same; the LSE is larger by ``slope * q``, or by ``slope * (q - context_len)``."""
+    """The position from which ALiBi's distance is measured.
+
+    ``query``: the query's position (``slope * (j - q)``). ``zero``: position 0 (``slope * j``). ``context``: the
+    request's first new position (``slope * (j - context_len)``). The output is the same for all; the LSE is larger by
+    ``slope * q`` for ``zero``, and by ``slope * (q - context_len)`` for ``context``.
+    """
 
     pad_seq_len: int = 0
-    """What the ``seq_lens`` entry of a padding request must be; some kernels cannot take 0."""
+    """Required ``seq_lens`` entry of a padding request; some kernels cannot take 0."""
 
     padded_rows: PaddedRows = "finite"
-    """What happens to output rows of no request: left alone (``untouched``), or possibly written (``finite``)."""
+    """State of output rows that belong to no request: left alone (``untouched``), or possibly written (``finite``)."""
 
     needs_finite_pool: bool = False
-    """Whether slots nobody owns must be finite (0 * NaN reaches the output). Containment then uses no NaN."""
+    """Whether cache slots that no request owns must be finite, because 0 * NaN reaches the output.
+
+    The containment check then uses no NaN.
+    """
 
     batch_invariant: bool = False
-    """Whether a row's bits depend on nothing but the row, its keys and the layer."""
+    """Whether the bits of a row depend only on the row, its keys and the layer."""
 
     sync_free_build: bool = False
     """Whether ``build`` never waits for the device."""
 
     deterministic: bool = True
-    """Whether the same question has the same bits each time; with atomic additions it has not."""
+    """Whether repeated calls with the same inputs return the same bits. False for kernels with atomic additions."""
 
     operand_strides: OperandStrides = "any"
-    """What strides query, key, value and output may have beside a contiguous last dimension: ``any``, or those of
-    vLLM's models (``rows``), in which the heads of a row lie one behind the other, and the output is contiguous."""
+    """Supported strides of query, key, value and output, whose last dimension is always contiguous.
+
+    ``any``, or ``rows`` for those of vLLM's models: the heads of a row are adjacent in memory, and the output is
+    contiguous.
+    """
 
     def excluded_strides(self, strides: StridesSpec | None) -> str:
-        """Return those of ``strides`` that a backend of these conventions does not get."""
+        """Return, as text, those of ``strides`` that a backend with these conventions is not given, or ""."""
         if self.operand_strides == "any" or strides is None:
             return ""
         heads = [name for name in ("query", "key", "value") if getattr(strides, name) == "transposed"]
@@ -67,6 +79,6 @@ class Conventions:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
-        given: object = self.pad_seq_len  # whoever declares it need not be type-checked
+        given: object = self.pad_seq_len  # the code that declares it may not be type-checked
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
             raise ValueError(f"pad_seq_len = {self.pad_seq_len!r}: must be an integer >= 0")

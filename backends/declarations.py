@@ -1,8 +1,8 @@
-"""What a backend declares, compared with a case: which features the case needs, and why a backend cannot answer it.
+"""The declarations of a backend compared with a case: the features a case needs, and why a backend does not support it.
 
-Pure functions of class-level data and specs; loads no torch. A reason is a fragment of a sentence with the offending
-value and the limit; all reasons are given. A path that a backend does not declare is played over ``forward``; what that
-takes counts among the needs.
+These are pure functions of class-level data and specs; they load no torch. A reason is a sentence fragment with the
+value and the limit, and all reasons are returned. A path that a backend does not declare is run through ``forward``;
+the features which that requires count among the needs.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 FUNCTION_PATHS = ("merge", "causal_conv1d")
-"""Paths that ask a function of the backend, and not its attention."""
+"""Paths that call a function of the backend instead of its attention."""
 
 _NO_LATENT_CACHE = "the layer has no latent cache"
 
 
 @dataclass(frozen=True)
 class MultipleOf:
-    """Among supported block sizes: every multiple of ``base``."""
+    """An entry of the supported block sizes: every multiple of ``base``."""
 
     base: int
 
@@ -45,7 +45,7 @@ class MultipleOf:
 
 
 class Declarations(Protocol):
-    """The part of an ``AttentionBackend`` class that a case is compared with; the contract describes the members."""
+    """The members of an ``AttentionBackend`` class that a case is compared with; the contract documents them."""
 
     features: frozenset[str]
     supported_kv_cache_dtypes: tuple[str, ...]
@@ -64,11 +64,12 @@ class Declarations(Protocol):
 def required_features(
     layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str] = frozenset()
 ) -> frozenset[str]:
-    """The features a backend must declare to answer the case, ``declared`` being those it has.
+    """Return the features that a backend must declare to support the case; ``declared`` are those it has.
 
-    Encoder and cross attention are no features but attention types. Scales on a 16 or 32 bit cache need nothing: they
-    are to be ignored. ``local`` and ``cascade`` are played over ``forward`` for a backend that does not declare them,
-    where that can be, and like ``split_kv`` and ``dcp`` need what the playing needs.
+    Encoder and cross attention are attention types, not features. Scales on a 16-bit or 32-bit cache need no feature,
+    since they must be ignored. If the backend does not declare ``local`` or ``cascade``, those paths are run through
+    ``forward`` where that is possible. They then need the features which that requires, as ``split_kv`` and ``dcp``
+    always do.
     """
     layer_needs = frozenset(_layer_needs(layer))
     if is_chunked(layer, cache, batch, declared):
@@ -78,10 +79,10 @@ def required_features(
 
 
 def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
-    """Return what a case takes, in the words that reports count by.
+    """Return what a case needs, as the labels by which reports count.
 
-    Its :func:`required_features`; as ``key=value`` the path, and the sizes and forms of the layer, and of the cache if
-    it has one. ``group_size``: query heads per KV head.
+    The labels are its :func:`required_features`, then ``key=value`` labels: the sizes and forms of the layer (and of
+    the cache, if it has one), ``group_size`` (query heads per KV head), and ``path``.
     """
     specs = (layer, cache) if layer.has_cache else (layer,)
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
@@ -90,21 +91,27 @@ def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: fro
 
 
 def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:
-    """Whether the path is played by virtual requests, one a chunk; else the backend is told of the chunks itself."""
+    """Return whether the path is run as virtual requests, one per chunk.
+
+    Otherwise the backend is given the chunk size and applies it itself.
+    """
     are_whole_pages = (layer.attn_chunk_size or 1) % cache.block_size == 0
     return batch.path.name == "local" and "local" not in declared and are_whole_pages
 
 
 def is_merged(batch: BatchSpec, declared: frozenset[str]) -> bool:
-    """Whether the path is played by several calls over different keys, whose results are merged by their LSE."""
+    """Return whether the path is run as several calls over different keys, whose results are merged by their LSE."""
     return batch.path.name in ("split_kv", "dcp") or (batch.path.name == "cascade" and "cascade" not in declared)
 
 
 def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-    """Every reason why ``backend``'s declarations leave the case out; empty: it must answer right."""
+    """Return every reason why the declarations of ``backend`` exclude the case.
+
+    The backend must give the right result for the case if the list is empty.
+    """
     dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
     if backend.is_mla() and layer.mla is None:
-        # Nothing else said of such a layer would be about this backend; a function that it offers has no cache at all.
+        # Other reasons would not concern this backend. A function that it offers has no cache at all.
         return [reason for reason in [dtype] if reason] if batch.path.name in FUNCTION_PATHS else [_NO_LATENT_CACHE]
     reasons = [
         dtype,
@@ -123,7 +130,7 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
 
 
 def is_block_size_supported(backend: Declarations, block_size: int) -> bool:
-    """Whether ``block_size`` is one of the backend's kernel block sizes, or a multiple it takes."""
+    """Return whether ``block_size`` is a supported kernel block size, or a multiple that the backend accepts."""
     return any(
         block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size
         for size in backend.get_supported_kernel_block_sizes()
@@ -131,7 +138,7 @@ def is_block_size_supported(backend: Declarations, block_size: int) -> bool:
 
 
 def block_size_reason(backend: Declarations, block_size: int) -> str:
-    """Why the backend cannot use pages of ``block_size`` tokens; empty: it can."""
+    """Return why the backend cannot use pages of ``block_size`` tokens, or "" if it can."""
     if is_block_size_supported(backend, block_size):
         return ""
     sizes = ", ".join(str(size) for size in backend.get_supported_kernel_block_sizes())
@@ -159,11 +166,14 @@ def _cache_needs(cache: CacheSpec) -> list[str]:
 
 
 def _played_needs(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> frozenset[str]:
-    """What a path needs that is played as parts of the keys: an LSE, and parts that see no row's own key, or none."""
+    """Return the features needed by a path that is run as separate calls over parts of the keys.
+
+    The merge needs ``lse``. Parts without new keys need ``non_causal``, parts without any key ``short_keys``.
+    """
     if not is_merged(batch, declared):
         return frozenset()
     if batch.path.name == "cascade" and layer.position_modifiers:
-        return frozenset({"cascade"})  # measured from the query's position, which the prefix's call is not told
+        return frozenset({"cascade"})  # position modifiers need the query's position, which the prefix call lacks
     needs = {"lse"}
     is_spread_whole = batch.path.name == "dcp" and batch.max_query_len == 1
     if not is_spread_whole:
@@ -174,13 +184,13 @@ def _played_needs(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared
 
 
 def _has_empty_part(request: RequestSpec, cache: CacheSpec, batch: BatchSpec, *, whole: bool) -> bool:
-    """Whether some part holds no key of the request; ``whole``: the new ones are spread with the context."""
+    """Return whether some part holds no key of the request; ``whole``: new keys are distributed with the context."""
     context = max(0, request.context_len)
     match batch.path.options:
         case SplitKVOptions(parts=parts):
             return parts > 1 and context // cache.block_size < parts
         case DCPOptions(size=size, interleave=interleave):
-            ends = (size - 1) * interleave  # up to here the last rank holds nothing
+            ends = (size - 1) * interleave  # up to this length the last rank holds no key
             return (request.total_len if whole else context) <= ends
         case _:
             return False
@@ -194,7 +204,7 @@ def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
 
 
 def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> str:
-    """What in the case asks for ``feature``, with its value."""
+    """Return what in the case needs ``feature``, with its value."""
     match feature:
         case "alibi":
             return "the layer has ALiBi slopes"
@@ -249,7 +259,7 @@ def _head_size_reason(backend: Declarations, layer: LayerSpec) -> str:
 
 
 def _kv_cache_dtype_reason(backend: Declarations, layer: LayerSpec, cache: CacheSpec) -> str:
-    """A cache dtype that is the layer's own, under its name, is ``auto``."""
+    """Treat a cache dtype that equals the layer's own as ``auto``."""
     names = ("auto", layer.dtype) if cache.kv_cache_dtype in ("auto", layer.dtype) else (cache.kv_cache_dtype,)
     if any(name in backend.supported_kv_cache_dtypes for name in names):
         return ""

@@ -1,4 +1,4 @@
-"""The torch dtypes of layers and caches, by the names that specs have for them."""
+"""The torch dtypes of layers and caches, keyed by their names in specs."""
 
 import torch
 
@@ -9,18 +9,18 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-"""The dtypes of query, key, value and output; those of a cache without codes too."""
+"""Dtypes of query, key, value and output, and of caches that hold no FP8 codes."""
 
 FP8_DTYPES: dict[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""The dtypes of FP8 codes, in a cache or in an output. The tensor of an FP8 cache is allocated as ``torch.uint8``."""
+"""Dtypes of FP8 codes in a cache or an output. The tensor of an FP8 cache is allocated as ``torch.uint8``."""
 
 
 def cache_dtype(layer: LayerSpec, cache: CacheSpec) -> torch.dtype:
-    """Return the dtype of the allocated cache: the layer's, the one named, or ``torch.uint8`` for FP8 codes."""
+    """Return the dtype of the allocated cache: the layer's, the named one, or ``torch.uint8`` for FP8 codes."""
     if cache.kv_cache_dtype in FP8_DTYPES:
         return torch.uint8
     return DTYPES[layer.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype]

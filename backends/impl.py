@@ -1,6 +1,6 @@
-"""The part of the contract that one attention layer meets: its impl, and what the impl reads and is given.
+"""The per-layer part of the contract: the impl class, the layer attributes it reads, and the formats it is given.
 
-Backends import from :mod:`attncheck.backends.contract`, which exports what they need of this module.
+Backends import these names from :mod:`attncheck.backends.contract`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,15 +16,14 @@ from torch import Tensor
 from attncheck.reference.spec import AttentionType
 
 M = TypeVar("M")
-"""The metadata a backend's builder makes and its impl reads."""
+"""The metadata class that a backend's builder creates and its impl reads."""
 
 
 class AttentionLayer(Protocol):
-    """What ``forward`` may read of the layer it serves.
+    """The attributes that ``forward`` may read of its layer.
 
-    Scales are float32 tensors of one element, or of one per KV head; each dequantises (``value = code * scale``), and
-    means nothing where there are no codes. The ``_float`` twins are host copies, since reading a tensor would
-    synchronise.
+    Scales are float32 tensors with one element, or one per KV head. Each dequantises (``value = code * scale``) and has
+    no meaning where there are no codes. The ``_float`` twins are host copies, since reading a tensor would synchronise.
     """
 
     _q_scale: Tensor
@@ -48,7 +47,10 @@ class GroupShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleDesc:
-    """A scale: its dtype, whether it is known beforehand (``static``) or taken from the data, and what shares one."""
+    """Description of a scale: its dtype, whether it is known beforehand (``static``), and which elements share one.
+
+    A scale that is not static is computed from the data.
+    """
 
     dtype: torch.dtype
     static: bool
@@ -57,7 +59,7 @@ class ScaleDesc:
 
 @dataclass(frozen=True)
 class QuantKey:
-    """A quantised format, as vLLM's graph compiler names it; here static per-tensor FP8.
+    """A quantised format, with the name and fields of vLLM's graph compiler; here static per-tensor FP8.
 
     >>> QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, True, GroupShape(-1, -1))).scale.static
     True
@@ -70,24 +72,29 @@ class QuantKey:
 
 
 STATIC_FP8 = QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
-"""Codes of ``float8_e4m3fn`` under one scale for the whole tensor, known beforehand."""
+"""Codes of ``float8_e4m3fn`` with one static scale for the whole tensor."""
 
 
 class AttentionImpl(ABC, Generic[M]):
-    """Runs the kernels of one attention layer."""
+    """The kernels of one attention layer."""
 
     brings_writer: ClassVar[bool] = True
-    """Whether the backend writes the new K/V itself (in ``forward`` or ``do_kv_cache_update``). False: the harness
-    writes them through the codec before ``forward``, and ``cache_write`` has nothing to examine."""
+    """Whether the backend writes the new K/V itself, in ``forward`` or ``do_kv_cache_update``.
+
+    If False, the harness writes them through the codec before ``forward``, and ``cache_write`` examines nothing.
+    """
 
     chosen_kernels: Collection[str] = ()
-    """Names of the kernels that ``forward`` has run so far, where a library chooses them; empty: not known.
+    """Names of the kernels that ``forward`` has run so far, for libraries that choose among several; empty if unknown.
 
-    Records and reports show them. An impl that knows them replaces this by a collection of its own."""
+    Records and reports show them. An impl that has the names replaces this with its own collection.
+    """
 
     ignored_result: str = ""
-    """What the latest call computed and could not hand over, in words; a finding about rows that were not written has
-    it. Empty: nothing is known."""
+    """Text on a result that the latest call computed but could not deliver; "" if there is none.
+
+    A finding about rows that were not written quotes it.
+    """
 
     @abstractmethod
     def __init__(
@@ -103,17 +110,19 @@ class AttentionImpl(ABC, Generic[M]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
     ) -> None:
-        """Called with these ten by position; what the backend cannot do is refused here.
+        """Store the layer's parameters, and raise for those that the backend does not support.
 
-        num_kv_heads: None is num_heads; query head ``h`` uses KV head ``h // (num_heads // num_kv_heads)``.
+        The harness passes these ten arguments by position.
+
+        num_kv_heads: None means num_heads; query head ``h`` uses KV head ``h // (num_heads // num_kv_heads)``.
         scale: multiplies the scores; any float, not only ``head_size ** -0.5``.
-        alibi_slopes: one a query head; adds ``slope * (key position - query position)`` after scale and cap.
+        alibi_slopes: one per query head; ``slope * (key position - query position)`` is added after scale and cap.
         sliding_window: ``w``: the query at position ``i`` sees keys ``i - w + 1 .. i``; mirrored if not causal.
         logits_soft_cap: ``c``: a score becomes ``c * tanh(score / c)`` before the mask; None or 0: no cap.
-        kv_sharing_target_layer_name: the layer whose cache this one reads, and then does not write.
+        kv_sharing_target_layer_name: the layer whose cache this layer reads; this layer then writes none.
 
-        A backend that declares ``sinks`` also gets ``sinks=`` (float32 ``[num_heads]``) for layers that have them, one
-        that declares ``head_size_v`` gets ``head_size_v=`` where it differs.
+        A backend that declares ``sinks`` also gets ``sinks=`` (float32 ``[num_heads]``) for layers with sinks. A
+        backend that declares ``head_size_v`` gets ``head_size_v=`` where it differs from ``head_size``.
         """
         raise NotImplementedError
 
@@ -130,30 +139,32 @@ class AttentionImpl(ABC, Generic[M]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the step's rows; ``[padded tokens, num_heads, value head size]``.
+        """Compute attention for the rows of the step; return ``[padded tokens, num_heads, value head size]``.
 
-        query: ``[padded tokens, num_heads, head_size]``; rows from ``query_start_loc[-1]`` on hold anything, NaN too.
-        key, value: ``[rows, num_kv_heads, head size]``; may be slices of one fused tensor, may be longer than the
-            slot mapping, may be None where the cache was written elsewhere.
-        kv_cache: one layer's cache in the backend's logical shape; empty for layers without one and in profiling.
-        attn_metadata: None in the profiling run: read nothing, return finite values.
-        output: where the backend has ``accept_output_buffer``: written in place and returned.
-        output_scale: float32, one element, where :meth:`fused_output_quant_supported` said yes to the static key:
-            ``output`` takes the codes of ``x / output_scale``. output_block_scale: likewise, of dynamic keys.
+        query: ``[padded tokens, num_heads, head_size]``; rows from ``query_start_loc[-1]`` on may hold anything, also
+            NaN.
+        key, value: ``[rows, num_kv_heads, head size]``; may be slices of one fused tensor, may be longer than the slot
+            mapping, may be None if the cache was written elsewhere.
+        kv_cache: the layer's cache in the backend's logical shape; empty for layers without a cache and in profiling.
+        attn_metadata: None in the profiling run: read nothing, and return finite values.
+        output: given to backends with ``accept_output_buffer``; written in place and returned.
+        output_scale: float32, one element, given if :meth:`fused_output_quant_supported` returned True for the static
+            key: ``output`` takes the codes of ``x / output_scale``.
+        output_block_scale: the same for dynamic keys.
 
-        A backend that declares ``lse`` is also given ``output_lse=`` (float32 ``[padded tokens, num_heads]``), which
-        it writes in place.
+        A backend that declares ``lse`` also gets ``output_lse=`` (float32 ``[padded tokens, num_heads]``), which it
+        writes in place.
         """
         raise NotImplementedError
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes the new K/V; called before ``forward`` where ``forward_includes_kv_cache_update`` is False."""
+        """Write the new K/V; called before ``forward`` if ``forward_includes_kv_cache_update`` is False."""
         raise NotImplementedError(f"{type(self).__name__} writes the cache in forward")
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """Whether a quantisation that follows attention may be folded into ``forward``."""
+        """Return whether ``forward`` can include a quantisation that follows attention."""
         return False
 
 
@@ -166,17 +177,17 @@ MLA_KEYWORDS = (
     "v_head_dim",
     "kv_b_proj",
 )
-"""What the constructor of a layer with a latent cache is given by keyword, behind the ten."""
+"""Keyword arguments of the constructor for layers with a latent cache, after the ten positional ones."""
 
 
 class MLAAttentionImpl(AttentionImpl[M]):
     """Multi-head latent attention.
 
     After the ten arguments (``head_size`` is that of a cache row, ``kv_lora_rank + qk_rope_head_dim``), ``__init__``
-    takes :data:`MLA_KEYWORDS`. ``kv_b_proj`` has ``weight``, ``[num_heads * (qk_nope_head_dim + v_head_dim),
-    kv_lora_rank]`` (of each head the rows for keys, then those for values); called on ``[n, kv_lora_rank]`` it returns
-    the projected rows and None. Where the impl has ``process_weights_after_loading(act_dtype)``, it is called once,
-    before the first step.
+    takes :data:`MLA_KEYWORDS`. ``kv_b_proj.weight`` has shape ``[num_heads * (qk_nope_head_dim + v_head_dim),
+    kv_lora_rank]``: for each head the rows for keys, then those for values. Called on ``[n, kv_lora_rank]``,
+    ``kv_b_proj`` returns the projected rows and None. If the impl has ``process_weights_after_loading(act_dtype)``, it
+    is called once before the first step.
     """
 
     @abstractmethod
@@ -192,23 +203,24 @@ class MLAAttentionImpl(AttentionImpl[M]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the step's rows; ``[tokens, num_heads * v_head_dim]``.
+        """Compute attention for the rows of the step; return ``[tokens, num_heads * v_head_dim]``.
 
-        hidden_states_or_cq: ``[tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]``, once projected.
-        kv_c_normed: ``[tokens, kv_lora_rank]``. k_pe: ``[tokens, 1, qk_rope_head_dim]``.
+        hidden_states_or_cq: ``[tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]``, already projected.
+        kv_c_normed: ``[tokens, kv_lora_rank]``.
+        k_pe: ``[tokens, 1, qk_rope_head_dim]``.
         """
         raise NotImplementedError
 
 
 _CURRENT: ContextVar[Any] = ContextVar("current_vllm_config")
-"""Set while impls and builders are constructed: an impl's ten arguments hold no config, as in vLLM."""
+"""Set while impls and builders are constructed, because the ten arguments of an impl hold no config, as in vLLM."""
 
 
 def get_current_vllm_config() -> Any:
-    """The config of the layer being made: the object its builder is given, but that it holds no layers yet.
+    """Return the config of the layer under construction: the object its builder gets, without layers so far.
 
     Raises:
-        RuntimeError: no layer is being made; keep what the constructor asked for.
+        RuntimeError: no layer is under construction. Store the config in the constructor if it is needed later.
     """
     try:
         return _CURRENT.get()
@@ -220,7 +232,7 @@ def get_current_vllm_config() -> Any:
 
 @contextmanager
 def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
-    """``vllm_config`` is the current one inside."""
+    """Make ``vllm_config`` the current config inside the context."""
     token = _CURRENT.set(vllm_config)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Triton kernels without a GPU: how they are interpreted, what that takes, and how a verdict found so is marked.
+"""Triton kernels without a GPU: when they are interpreted, what that requires, and how such results are marked.
 
-``TRITON_INTERPRET=1`` makes Triton run the source of a kernel with numpy, program by program, instead of compiling it.
-A verdict found this way bears :data:`MARK`; it is about the source, not about what a compiler makes of it: programs run
-one after another, products of float32 are exact, and nothing is said of speed.
+With ``TRITON_INTERPRET=1``, Triton runs the source of a kernel with numpy, one program at a time, instead of compiling
+it. Such results carry :data:`MARK`. They concern the source, not the compiled code: programs run one after another,
+products of float32 are exact, and speed is not measured.
 """
 
 import importlib.util
@@ -17,7 +17,10 @@ import torch
 from attncheck.backends.base.machine import installed_version
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
-"""What must stand before Python starts: Triton reads it when a kernel is decorated, its own library included."""
+"""Variables that must be set before Python starts:
+
+Triton reads them when a kernel is decorated, also in its own library.
+"""
 
 MARK = "interpreted"
 """Part of the version of a backend whose kernels are interpreted, and so of the key of every record."""
@@ -26,33 +29,33 @@ SUITE = "interpreted"
 """The built-in suite whose cases are small enough for interpreted kernels."""
 
 BFLOAT16_GAP = "dtype bfloat16: Triton's interpreter multiplies the bits of bfloat16 as if they were integers"
-"""Why layers of bfloat16 are not asked of interpreted kernels that do not work around it (triton 3.6 and 3.7)."""
+"""Why bfloat16 layers are not run on interpreted kernels without a workaround (triton 3.6 and 3.7)."""
 
 _TRUE = ("1", "true", "yes", "on", "y")
 
 
 def is_interpreted() -> bool:
-    """Whether Triton was told to interpret kernels, in the words it understands."""
+    """Return whether ``TRITON_INTERPRET`` is set to one of the values that Triton takes for true."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 
 def required_environment(device: str) -> dict[str, str]:
-    """What a backend of Triton kernels requires on ``device``: on a CPU, that they are interpreted."""
+    """Return the variables that Triton kernels require on ``device``: on a CPU, those that interpret them."""
     return dict(ENVIRONMENT) if torch.device(device).type == "cpu" else {}
 
 
 def default_suite(device: str) -> str:
-    """The suite that a backend of Triton kernels is asked on ``device`` where the user names none."""
+    """Return the suite to run on ``device`` for a backend of Triton kernels if the user names none."""
     return SUITE if torch.device(device).type == "cpu" or is_interpreted() else "smoke"
 
 
 def marked(version: str) -> str:
-    """``version`` (empty: none is known), marked where kernels are interpreted."""
+    """Return ``version`` ("" if unknown), with :data:`MARK` appended if kernels are interpreted."""
     return ", ".join(part for part in (version, MARK) if part) if is_interpreted() else version
 
 
 def untimely_reasons() -> list[str]:
-    """Why kernels are not interpreted although they should be: Triton had been imported before it was told to."""
+    """Return a reason if Triton was imported too early to interpret kernels: before the variable was set."""
     standard = sys.modules.get("triton.language.standard")
     if standard is None or not is_interpreted() or type(standard.cdiv).__name__ == "InterpretedFunction":
         return []
@@ -60,7 +63,7 @@ def untimely_reasons() -> list[str]:
 
 
 def unavailable_reasons(device: str) -> list[str]:
-    """Why Triton kernels cannot be launched on ``device`` here; empty: they can. Does not import Triton."""
+    """Return why Triton kernels cannot be launched on ``device``; an empty list if they can. Triton is not imported."""
     if importlib.util.find_spec("triton") is None:
         return ["Triton is not installed"]
     if not is_interpreted():
@@ -69,7 +72,7 @@ def unavailable_reasons(device: str) -> list[str]:
         return []
     numpy, triton = installed_version("numpy"), installed_version("triton")
     if numpy and triton and _release(numpy) >= (2, 4) and _release(triton) <= (3, 6):
-        # A loop bound that is loaded from memory is an array of one element, which numpy no longer takes for a number.
+        # A loop bound loaded from memory is an array of one element, which newer numpy does not convert to an integer.
         return [f"numpy {numpy}: the interpreter of triton {triton} needs numpy below 2.4"]
     return []
 

@@ -1,11 +1,11 @@
-"""A bare attention function as a backend: five lines instead of four classes.
+"""Wraps a plain attention function as a backend class.
 
 >>> def attend(query, key_cache, value_cache, metadata, params, out): ...
 >>> MyKernel = kernel_backend(attend, name="my_kernel", features=("sliding_window",))
 >>> MyKernel.get_name(), MyKernel.get_impl_cls().brings_writer
 ('MY_KERNEL', False)
 
-What ``features`` leaves out the wrapper refuses before the function is called.
+The wrapper raises for every feature missing from ``features``, before it calls the function.
 """
 
 import inspect
@@ -57,40 +57,40 @@ def kernel_backend(
     cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER,
     version: str = "",
 ) -> type[PagedBackend]:
-    """The backend class whose ``forward`` is ``fn``; what the keywords do not name takes the contract's default.
+    """Return a backend class whose ``forward`` calls ``fn``; a keyword left out has the contract's default.
 
-    ``fn(query, key_cache, value_cache, metadata, params, out)``, called by position with
+    ``fn(query, key_cache, value_cache, metadata, params, out)`` is called by position with
 
-    - query ``[T, num_heads, head_size]``; rows from ``metadata.query_start_loc[-1]`` on are padding;
-    - key_cache, value_cache: logical views ``[blocks, block size, num_kv_heads, head size]`` of the pool, strided; the
-      new K/V stand in them. With an FP8 cache they have a float8 dtype;
+    - query: ``[T, num_heads, head_size]``; rows from ``metadata.query_start_loc[-1]`` on are padding;
+    - key_cache, value_cache: logical views ``[blocks, block size, num_kv_heads, head size]`` of the pool, strided. They
+      already hold the new K/V. With an FP8 cache they have a float8 dtype;
     - metadata: the ``CommonAttentionMetadata`` of the step;
-    - params: the layer's ``AttentionParams``, with the step's ``causal``, and the window mirrored where it is False;
-    - out ``[T, num_heads, value head size]``, which the function writes in place.
+    - params: the layer's ``AttentionParams``, with the step's ``causal``; the window is mirrored if that is False;
+    - out: ``[T, num_heads, value head size]``, which the function writes in place.
 
-    Where its signature has them it is also given, as keywords, ``k_scale`` and ``v_scale`` (float32 tensors) and
-    ``output_lse`` (float32 ``[T, num_heads]``, written in place), which goes with the feature ``lse``; likewise
-    ``output_scale`` with the feature ``output_quant`` (float32, None where ``out`` takes no codes): what gives a code
-    its value.
-    ``writer(key, value, key_cache, value_cache, slot_mapping)``, likewise with the scales, stores the new rows; without
-    one the harness does, and the cache is not examined. ``functions`` is what the class's ``functions()`` offers. The
-    function reads a paged cache: no encoder layers.
+    These keywords are passed if the signature of ``fn`` has them: ``k_scale`` and ``v_scale`` (float32 tensors);
+    ``output_lse`` (float32 ``[T, num_heads]``, written in place), together with the feature ``lse``; ``output_scale``,
+    together with the feature ``output_quant`` (float32; a code times it is the value; None if ``out`` takes no codes).
 
-    ``cudagraph_support`` is the promise that a captured CUDA graph of the function (and of ``writer``) stays right for
-    the level's batches. Such a replay runs no Python, and the tensors of ``metadata``, the rows and the slots have been
-    refilled in place: lengths, tables and slots have to be read from them on the device. What is read from the ``_cpu``
-    twins is frozen.
-    ``num_reqs``, ``num_actual_tokens`` and every shape stay what they were; ``max_query_len`` and ``max_seq_len`` were
-    upper bounds. Nothing may wait for the device (``.item()``, ``.tolist()``, ``.cpu()``), come from the host, or have
-    a shape that follows from contents (``nonzero``, a bool index). Padding requests have length 0 and no row that
-    matters, whatever their rows hold; a slot of -1 writes nothing.
+    ``writer(key, value, key_cache, value_cache, slot_mapping)``, with the same optional scales, stores the new rows.
+    Without a writer the harness stores them, and the cache is not examined. The class's ``functions()`` returns
+    ``functions``. The function reads a paged cache, so encoder layers are not supported.
 
-    Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so,
-    ``TypeError`` for features that are no names and a level that is none.
+    ``cudagraph_support`` promises that a captured CUDA graph of the function (and of ``writer``) stays right for the
+    batches of that level. A replay runs no Python: the tensors of ``metadata``, the rows and the slots are refilled in
+    place. So read lengths, tables and slots from these tensors on the device; values read from the ``_cpu`` twins are
+    frozen. ``num_reqs``, ``num_actual_tokens`` and every shape keep their values of the capture, when ``max_query_len``
+    and ``max_seq_len`` were upper bounds. Captured code must not wait for the device (``.item()``, ``.tolist()``,
+    ``.cpu()``), copy from the host, or create shapes that depend on contents (``nonzero``, a bool index). Padding
+    requests have length 0, and their rows may hold anything and are ignored. A slot of -1 writes nothing.
+
+    Raises:
+        ValueError: declarations that contradict each other, or a signature that cannot be called like this.
+        TypeError: ``features`` is a string, or ``cudagraph_support`` is no :class:`AttentionCGSupport`.
     """
     if isinstance(features, str):
         raise TypeError(f"kernel_backend {name!r}: features is the text {features!r}; give a tuple of names")
-    level: object = cudagraph_support  # whoever declares it need not be type-checked
+    level: object = cudagraph_support  # the code that declares it may not be type-checked
     if not isinstance(level, AttentionCGSupport):
         members = ", ".join(AttentionCGSupport.__members__)
         raise TypeError(
@@ -146,7 +146,7 @@ def kernel_backend(
     Backend.supported_devices = tuple(supported_devices)
 
     class Metadata(PagedMetadata):
-        """A step of this kernel."""
+        """Metadata of one step of this kernel."""
 
     class Builder(PagedBuilder):
         backend = Backend
@@ -158,7 +158,7 @@ def kernel_backend(
         backend = Backend
         metadata_cls = Metadata
         brings_writer = writer is not None
-        kernel = staticmethod(fn)  # by which it is called, so that a derived class can record the call
+        kernel = staticmethod(fn)  # called through this attribute, so that a derived class can record the call
         writing_kernel = staticmethod(writer or fn)
 
         def write(
@@ -233,7 +233,7 @@ def kernel_backend(
 
 
 def _ignored_result(fn: Kernel, returned: object, output: Tensor) -> str:
-    """Return what ``fn`` returned in place of ``output``, in words; empty where that is nothing, or ``output``."""
+    """Return a text on what ``fn`` returned instead of writing ``output``; "" if it returned None or ``output``."""
     if returned is None or returned is output:
         return ""
     kind = f"tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
@@ -246,7 +246,7 @@ def _scales(layer: AttentionLayer, options: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _options(fn: Callable[..., object], arguments: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
-    """The optional keywords that ``fn`` takes by name; ``ValueError`` where it cannot be called at all."""
+    """Return the optional keywords that ``fn`` accepts; raise ``ValueError`` if it cannot be called at all."""
     signature = inspect.signature(fn)
     taken = tuple(option for option in options if option in signature.parameters)
     try:

@@ -1,8 +1,7 @@
-"""What our own candidates for multi-head latent attention share: everything in ``forward`` that is not attention.
+"""Base classes of attncheck's own candidates for multi-head latent attention: all of ``forward`` but the attention.
 
-As in vLLM, such a backend is one of its own: it serves layers with a latent cache and no others. A candidate derives
-from :class:`LatentBackend` and :class:`LatentImpl` and implements :meth:`LatentImpl.write` and
-:meth:`LatentImpl.attend`.
+As in vLLM, such a backend serves only layers with a latent cache. A candidate derives from :class:`LatentBackend` and
+:class:`LatentImpl`, and implements :meth:`LatentImpl.write` and :meth:`LatentImpl.attend`.
 """
 
 from abc import abstractmethod
@@ -29,7 +28,10 @@ from attncheck.reference.attention.mla_layer import MLAParams
 
 
 class LatentBackend(AttentionBackend):
-    """A cache row a token: the latent part, then the rotated part. It has no heads, so both layouts are the same."""
+    """Backend with one cache row per token: the latent part, then the rotated part.
+
+    A row has no heads, so both layouts are the same.
+    """
 
     accept_output_buffer = True
     features = frozenset({"mla", "lse", "non_causal", "short_keys", "fp8_kv"})
@@ -56,13 +58,16 @@ class LatentBackend(AttentionBackend):
 
 @dataclass
 class LatentMetadata(PagedMetadata):
-    """A step over a latent cache. ``workspace``: tokens of context to up-project at once; None: all of them."""
+    """Metadata of one step over a latent cache.
+
+    ``workspace`` is the number of context tokens to up-project at once; None means all of them.
+    """
 
     workspace: int | None = None
 
 
 class LatentBuilder(PagedBuilder):
-    """Makes them."""
+    """Builder of :class:`LatentMetadata`."""
 
     metadata_cls: ClassVar[type[PagedMetadata]] = LatentMetadata
 
@@ -75,7 +80,10 @@ class LatentBuilder(PagedBuilder):
 
 
 class LatentImpl(MLAAttentionImpl[LatentMetadata]):
-    """One layer. ``w_uk [L, H, P]`` and ``w_uv [L, H, V]`` are cut out of ``kv_b_proj`` once its weights are loaded."""
+    """One layer.
+
+    ``w_uk [L, H, P]`` and ``w_uv [L, H, V]`` are split from ``kv_b_proj`` after its weights are loaded.
+    """
 
     backend: ClassVar[type[LatentBackend]]
 
@@ -133,7 +141,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         self._projections: tuple[Tensor, Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Called once, after the weights are loaded and before the first step."""
+        """Split the projections; called once, after the weights are loaded and before the first step."""
         weight = self.kv_b_proj.weight.to(act_dtype)
         heads_LHx = weight.unflatten(0, (self.num_heads, -1)).permute(2, 0, 1)
         w_uk, w_uv = heads_LHx.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
@@ -147,7 +155,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         return self._projections
 
     def params(self, metadata: LatentMetadata) -> MLAParams:
-        """The layer's parameters for one step."""
+        """Return the layer's parameters for one step."""
         return MLAParams(
             num_heads=self.num_heads,
             kv_lora_rank=self.kv_lora_rank,
@@ -199,9 +207,9 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
 
     @abstractmethod
     def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Stores row ``t`` of ``kv_c [n, L]`` and ``k_pe [n, E]`` at slot ``slot_mapping[t]``; negative slots: not.
+        """Store row ``t`` of ``kv_c [n, L]`` and ``k_pe [n, E]`` at slot ``slot_mapping[t]``; skip negative slots.
 
-        The cache is ``[blocks, block size, L + E]``, float8 where it holds codes.
+        The cache is ``[blocks, block size, L + E]``, float8 if it holds codes.
         """
 
     @abstractmethod
@@ -214,7 +222,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
-        """Writes the rows of all requests into ``output [tokens, H, V]``; the cache holds the new rows."""
+        """Write the rows of all requests into ``output [tokens, H, V]``; the cache already holds the new rows."""
 
     def _refuse_wrong_step(
         self,

@@ -1,8 +1,8 @@
-"""What our own candidates share: the cache's shape, and everything in ``forward`` that is not attention.
+"""Base classes of attncheck's own candidates: the cache shape, and all of ``forward`` but the attention.
 
 A candidate derives from :class:`PagedBackend` and :class:`PagedImpl` (and from the metadata and builder of
-:mod:`attncheck.backends.paged_metadata`), declares what it supports, and implements :meth:`PagedImpl.attend`. Refusals,
-the profiling call, and the order write-then-attend are written here once.
+:mod:`attncheck.backends.paged_metadata`), declares what it supports, and implements :meth:`PagedImpl.write` and
+:meth:`PagedImpl.attend`. Refusals, the profiling call, and the order write-then-attend are implemented here.
 """
 
 from abc import abstractmethod
@@ -26,7 +26,7 @@ from attncheck.reference.spec import CacheSpec, LayerSpec
 
 
 class PagedBackend(AttentionBackend):
-    """Keys and values in one of the usual packings; ``content`` where value heads have a size of their own."""
+    """Backend whose cache has one of the usual packings; ``content`` if key and value head sizes differ."""
 
     accept_output_buffer = True
     packing: ClassVar[Packing] = "split_first"
@@ -50,7 +50,7 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def packing_of(cls, head_size: int, head_size_v: int) -> Packing:
-        """Only one packing can hold keys and values of different sizes."""
+        """Return the packing; only ``content`` can hold keys and values of different sizes."""
         return cls.packing if head_size == head_size_v else "content"
 
     @classmethod
@@ -59,7 +59,7 @@ class PagedBackend(AttentionBackend):
 
 
 class PagedImpl(AttentionImpl[PagedMetadata]):
-    """One layer. Attributes keep vLLM's names; ``sliding_window`` is the pair of inclusive distances."""
+    """One layer. Attributes have vLLM's names; ``sliding_window`` is the pair of inclusive distances."""
 
     backend: ClassVar[type[PagedBackend]]
     metadata_cls: ClassVar[type[PagedMetadata]]
@@ -112,11 +112,11 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
 
     @property
     def attends_causally(self) -> bool:
-        """Whether the layer is causal unless a step's metadata says otherwise."""
+        """Whether the layer is causal unless a step's metadata states otherwise."""
         return self.attn_type == AttentionType.DECODER
 
     def params(self, metadata: PagedMetadata) -> AttentionParams:
-        """The layer's parameters for one step: a window is mirrored where the step is not causal."""
+        """Return the layer's parameters for one step; the window is mirrored if the step is not causal."""
         causal = metadata.common.causal
         return AttentionParams(
             num_heads=self.num_heads,
@@ -133,7 +133,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         )
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
-        """ALiBi's slopes, float32 ``[num_heads]``. Made once: a copy from the host cannot be part of a CUDA graph."""
+        """Return ALiBi's slopes, float32 ``[num_heads]``; cached, since a CUDA graph cannot copy from the host."""
         if self.alibi_slopes is not None and (self._slopes is None or self._slopes.device != device):
             self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
         return self._slopes
@@ -195,7 +195,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         output_lse: Tensor | None,
         output_scale: Tensor,
     ) -> None:
-        """:meth:`attend` into float32, whose codes (``x / output_scale``) are then the rows of ``output``."""
+        """Run :meth:`attend` into float32, then store the codes (``x / output_scale``) as the rows of ``output``."""
         rows = slice(0, metadata.num_rows)
         plain = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
         self.attend(layer, query, key, value, caches, metadata, plain, output_lse)
@@ -211,9 +211,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Stores row ``t`` of ``key`` and ``value`` at slot ``slot_mapping[t]``; negative slots and longer rows: not.
+        """Store row ``t`` of ``key`` and ``value`` at slot ``slot_mapping[t]``; skip negative slots and extra rows.
 
-        The caches are logical views ``[blocks, block size, num_kv_heads, head size]``, float8 where they hold codes.
+        The caches are logical views ``[blocks, block size, num_kv_heads, head size]``, float8 if they hold codes.
         """
 
     @abstractmethod
@@ -228,10 +228,10 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
-        """Writes the rows of all requests into ``output`` (and ``output_lse``); the cache holds the new K/V.
+        """Write the rows of all requests into ``output`` (and ``output_lse``); the cache already holds the new K/V.
 
-        ``caches``: the logical views of :meth:`write`, None for encoder layers, whose keys and values are ``key`` and
-        ``value`` row for row.
+        ``caches`` are the logical views of :meth:`write`, or None for encoder layers, whose ``key`` and ``value`` hold
+        one row per query row.
         """
 
     def _cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,7 +281,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             raise ValueError(f"{name}: {'; '.join(wrong)}")
 
     def _wrong_keys(self, key: Tensor | None, value: Tensor | None, metadata: PagedMetadata) -> list[str]:
-        """Rows of key and value the step needs: those its slots name, or in an encoder those of the query."""
+        """Return what is wrong with key and value; they need one row per slot, or in an encoder per query row."""
         if self.kv_sharing_target_layer_name is not None:
             return []
         needed = len(metadata.common.slot_mapping) if self.has_cache else metadata.num_rows

@@ -1,6 +1,7 @@
-"""A step as our own candidates see it: the common metadata, its lengths on the host, and the builder that reads them.
+"""Metadata and builder of attncheck's own candidates, and the mask of a tree of drafts.
 
-Drafts may be verified as a tree; a builder reads it from vLLM's ``speculative_token_tree`` as a mask.
+The metadata is the common metadata, and its lengths on the host. The builder reads the tree from vLLM's
+``speculative_token_tree``.
 """
 
 import ast
@@ -22,10 +23,11 @@ from attncheck.backends.declarations import block_size_reason
 
 @dataclass
 class PagedMetadata:
-    """One step for one group of layers: the common metadata, and its lengths as numbers on the host.
+    """The metadata of one step for one group of layers: the common metadata, and its lengths as numbers on the host.
 
-    ``tree``: bool ``[Q, Q]``, which new key each row of a request of Q rows may see; None: no tree. Not frozen, since
-    vLLM's wrapper for fast prefill takes its fields over into an object of a derived class.
+    ``tree`` is bool ``[Q, Q]`` and marks which new keys each row of a request with Q rows may see; None if there is no
+    tree. The class is not frozen, because vLLM's wrapper for fast prefill copies its fields into an object of a derived
+    class.
     """
 
     common: CommonAttentionMetadata
@@ -37,16 +39,16 @@ class PagedMetadata:
 
     @property
     def num_rows(self) -> int:
-        """Rows that belong to requests; padding stands behind them."""
+        """Number of rows that belong to requests; padding rows follow them."""
         return self.query_start_loc[-1]
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """New tokens of each request."""
+        """Number of new tokens of each request."""
         return tuple(end - start for start, end in itertools.pairwise(self.query_start_loc))
 
     def requests(self) -> Iterator[tuple[int, int, int, int]]:
-        """``(request, first row, end row, seq_len)`` of every request that has rows; padding requests have none."""
+        """Yield ``(request, first row, end row, seq_len)`` of every request with rows; padding requests have none."""
         bounds = zip(itertools.pairwise(self.query_start_loc), self.seq_lens, strict=True)
         for request, ((start, end), seq_len) in enumerate(bounds):
             if end > start:
@@ -54,9 +56,10 @@ class PagedMetadata:
 
 
 class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Reads the lengths from their host twins: no synchronisation, but numbers that a graph would freeze.
+    """Builder that reads the lengths from their host twins, without synchronisation.
 
-    So the level is ``NEVER``, unless a candidate reads the tensors of ``common`` instead and says so.
+    A CUDA graph would freeze these numbers. The graph support is therefore ``NEVER``, unless a candidate reads the
+    tensors of ``common`` instead and declares another level.
     """
 
     backend: ClassVar[type[AttentionBackend]]
@@ -71,7 +74,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """A shared prefix may be treated on its own; it need not, since every request's table names its pages."""
+        """Build the metadata. A shared prefix may be ignored, since every block table row includes its pages."""
         return self.metadata_cls(
             common=common_attn_metadata,
             query_start_loc=tuple(common_attn_metadata.query_start_loc_cpu.tolist()),
@@ -83,7 +86,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
 
 def refuse_cache(backend: type[AttentionBackend], spec: KVCacheSpec) -> None:
-    """Raise for pages that the backend's kernels cannot do, and for chunks that it does not declare."""
+    """Raise ``ValueError`` for an unsupported block size, ``NotImplementedError`` for chunks that are not declared."""
     if reason := block_size_reason(backend, spec.block_size):
         raise ValueError(f"{backend.get_name()}: {reason}")
     if spec.attention_chunk_size is not None and "local" not in backend.features:
@@ -93,7 +96,7 @@ def refuse_cache(backend: type[AttentionBackend], spec: KVCacheSpec) -> None:
 
 
 def refuse_tree(backend: type[AttentionBackend], tree: torch.Tensor | None) -> None:
-    """Raise ``NotImplementedError`` for a tree, where the backend does not declare that it takes one."""
+    """Raise ``NotImplementedError`` for a tree if the backend does not declare the feature."""
     if tree is not None and "tree" not in backend.features:
         raise NotImplementedError(f"{backend.get_name()}: a tree of {len(tree) - 1} draft tokens is not supported")
 
@@ -106,10 +109,10 @@ def tree_of(vllm_config: Any, device: torch.device) -> torch.Tensor | None:
 
 
 def tree_mask(speculative_token_tree: str) -> torch.Tensor:
-    """Bool ``[Q, Q]``, Q being one more than the tree has nodes: row 0 is the root, which the string leaves out.
+    """Return the mask of a tree of drafts, bool ``[Q, Q]``: a row sees itself and its ancestors.
 
-    Each node is written as the choices that lead to it, parents first. A row sees itself and its ancestors.
-    ``ValueError`` for a string that is no such list.
+    Q is one more than the number of nodes: row 0 is the root, which the string leaves out. Each node is written as the
+    choices that lead to it, parents first. Raise ``ValueError`` for a string that is no such list.
 
     >>> tree_mask("[(0,), (1,), (0, 0)]").int()
     tensor([[1, 0, 0, 0],

@@ -1,13 +1,13 @@
-"""Finds the backend that a name or a path means, and imports it only then.
+"""Maps a name or a path to a backend, and imports the backend only on request.
 
-Four spellings, tried in this order:
+A reference has one of four forms, tried in this order:
 
 - ``torch_sdpa``: a registered name, built in or from an entry point of the group ``attncheck.backends``;
 - ``name:argument``: a registered name that takes an argument, such as the backend to choose within a library;
-- ``path/to/file.py:Class``: a file that no package holds; its only class or function needs no name;
+- ``path/to/file.py:Class``: a file outside any package; ``:Class`` may be left out if there is one class or function;
 - ``package.module:Class``: anything importable.
 
-The object found is a backend class, or a function, which ``kernel_backend`` wraps. Importing this loads no torch.
+It names a backend class, or a function, which ``kernel_backend`` wraps. Importing this module loads no torch.
 """
 
 import hashlib
@@ -45,30 +45,30 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "vllm": "attncheck.backends.candidates.vllm.bridge:VLLMBackend",
     }
 )
-"""The backends attncheck brings along, in the order they are listed and run."""
+"""The built-in backends, in the order in which they are listed and run."""
 
 FAMILIES: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
-"""Built-in names that stand for many backends, of which one must be named: how that is typed, by an example."""
+"""Built-in names that cover several backends, one of which must be chosen; the value is an example."""
 
 SURVEYS: Mapping[str, str] = MappingProxyType({"vllm": "attncheck.backends.candidates.vllm.survey"})
-"""Families of which ``NAME:*`` stands for every backend: the module with their names, and what they declare."""
+"""Families for which ``NAME:*`` means every backend, with the module that has their names and declarations."""
 
 ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
-"""Built-in names that run only when asked for: families, and candidates that are known to be wrong."""
+"""Built-in names that run only if named: families, and candidates that are known to be wrong."""
 
 ENTRY_POINT_GROUP = "attncheck.backends"
 
 _FILE_MODULE = "attncheck_file_"
 _LONGEST_MESSAGE = 2_000
-"""Characters kept of what an exception says: some print all they have."""
+"""Maximum characters kept of an exception's message, which may be very long."""
 
 
 @dataclass(frozen=True)
 class LoadedBackend:
     """A backend that can be driven.
 
-    name: what reports call it. ref: what was asked for; asking again finds the same. origin: where it comes from, for
-    people.
+    name: its name in reports. ref: the reference it was loaded by; loading that again gives the same backend. origin:
+    where it comes from, for users.
     """
 
     name: str
@@ -79,31 +79,31 @@ class LoadedBackend:
 
     @property
     def features(self) -> frozenset[str]:
-        """What the backend declares to support beyond plain causal attention."""
+        """The declared features beyond plain causal attention."""
         return self.backend.features
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names of built-in backends that run where none is named."""
+    """Return the names of the built-in backends that run if the user names none."""
     return tuple(name for name in BUILTIN if name not in ONLY_NAMED)
 
 
 def entry_points() -> dict[str, metadata.EntryPoint]:
-    """Installed entry points by name. A built-in name cannot be taken by one."""
+    """Return installed entry points by name, without those whose name is built in."""
     return {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name not in BUILTIN}
 
 
 def known_names() -> tuple[str, ...]:
-    """Every registered name: built in (those of :data:`ONLY_NAMED`, too), then from entry points."""
+    """Return every registered name: built-in ones (including :data:`ONLY_NAMED`), then those of entry points."""
     return (*BUILTIN, *sorted(entry_points()))
 
 
 def load(ref: str) -> LoadedBackend:
-    """The backend ``ref`` names.
+    """Return the backend that ``ref`` names.
 
     Raises:
         UnknownNameError: no such name is registered.
-        BackendUnavailableError: its library cannot be imported here, or its factories say so.
+        BackendUnavailableError: its library cannot be imported here, or its factories raise ``ImportError``.
         BackendLoadError: the file does not import, the class is missing, or it breaks the contract.
     """
     name, colon, argument = ref.partition(":")
@@ -132,12 +132,12 @@ def load(ref: str) -> LoadedBackend:
 
 
 def load_object(obj: object) -> LoadedBackend:
-    """A backend class or a plain attention function, handed over from Python.
+    """Return the loaded form of a backend class or a plain attention function.
 
-    Raises :class:`BackendLoadError`, and :class:`BackendUnavailableError` where its library is missing.
+    Raise :class:`BackendLoadError` if it is neither, and :class:`BackendUnavailableError` if its library is missing.
     """
     name = getattr(obj, "__qualname__", type(obj).__name__)
-    module = getattr(obj, "__module__", "") or ""  # None of code that exec ran
+    module = getattr(obj, "__module__", "") or ""  # None for code run by exec
     by_file = module == "__main__" or module.startswith(_FILE_MODULE)  # names that another process cannot import
     place = getattr(sys.modules.get(module), "__file__", None) if by_file else None
     ref = f"{place or module}:{name}"
@@ -145,7 +145,7 @@ def load_object(obj: object) -> LoadedBackend:
 
 
 def _load_registered(ref: str, name: str, argument: str | None, target: str, origin: str) -> LoadedBackend:
-    """A registered name's import failing means that a library is missing: an outcome, not a wrong question."""
+    """Load a registered name; an ImportError here means that a library is missing, not that the name is wrong."""
     if name in FAMILIES and argument in (None, "", "*"):
         raise BackendLoadError(ref, f"{name} stands for many backends", allowed=f"name one, such as {FAMILIES[name]}")
     full_name = name if argument is None else ref
@@ -171,7 +171,7 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
 
 
 def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
-    """What was found as a backend, held against the contract."""
+    """Return ``found`` as a loaded backend, or raise if it breaks the contract."""
     from attncheck.backends.contract import AttentionBackend
     from attncheck.backends.kernel import kernel_backend
     from attncheck.backends.verification import contract_problems
@@ -191,7 +191,7 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
         )
     try:
         problems = contract_problems(found)
-    except ImportError as error:  # a factory imports its library when it is asked, as it should
+    except ImportError as error:  # factories import their library when called, as they should
         raise BackendUnavailableError(name, [f"its library cannot be imported: {error}"]) from error
     if problems:
         raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}")
@@ -199,7 +199,7 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
 
 
 def _is_of_vllm(found: object) -> bool:
-    """Told by name: vLLM is not imported for it."""
+    """Compare names only, so that vLLM is not imported."""
     return isinstance(found, type) and any(
         base.__name__ == "AttentionBackend" and base.__module__.startswith("vllm.") for base in found.__mro__
     )
@@ -219,9 +219,9 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
 
 
 def import_file(ref: str, path: Path) -> ModuleType:
-    """The module of a file, under a name of its own, so that no package is shadowed and ``sys.path`` stays.
+    """Return the module of a file, imported under a unique name, so that no package is shadowed and ``sys.path`` stays.
 
-    The name covers the file's state: the same file asked for twice is one module, an edited one a new module.
+    The name covers the file's state: importing the same file twice gives one module, an edited file a new one.
     """
     try:
         state = path.stat()
@@ -255,7 +255,7 @@ def _attribute(ref: str, module: ModuleType, path: str) -> Any:
 
 
 def _candidates_in(module: ModuleType) -> list[str]:
-    """The backend classes that a module defines; where it has none, its functions that may be kernels.
+    """Return the names of the module's own backend classes or, if it has none, of its public functions.
 
     A class with two names counts once.
     """
@@ -269,7 +269,6 @@ def _candidates_in(module: ModuleType) -> list[str]:
 
 
 def _backends_in(module: ModuleType) -> list[str]:
-    """The backend classes a module defines itself."""
     from attncheck.backends.contract import AttentionBackend
 
     return [

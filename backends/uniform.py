@@ -1,9 +1,9 @@
-"""Steps in which every request has equally many rows, as a captured graph can hold them: written and gathered.
+"""Writes and gathers for steps in which every request has the same number of rows, in a form that a graph can capture.
 
-Numbers that a graph freezes give every shape here: rows a request, requests, pages in a table row, and the bound of all
-lengths. Lengths, tables and slots are contents: they are read on the device, by operators that neither wait for it nor
-have a shape of their own. So the same calls are right again after the tensors were refilled. What other slots hold
-cannot matter, and nothing is written but the mapped slots.
+All shapes follow from numbers that a graph freezes: rows per request, requests, pages in a table row, and the bound of
+all lengths. Lengths, tables and slots are read on the device, by operators that neither wait for it nor have shapes
+that depend on contents. So a replay stays right after the tensors were refilled. The contents of other slots do not
+matter, and only the mapped slots are written.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,26 @@ from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.params import AttentionParams
 
 _PIECE_ELEMENTS = 2**24
-"""Elements of the keys, or of the values, of a piece, were they repeated for every query head: 64 MiB in float32. A
-step with more is attended to in several pieces."""
+"""Maximum elements of a piece's keys (or values), counted as if repeated for every query head: 64 MiB in float32.
+
+A larger step is computed in several pieces.
+"""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By bytes, what a cache is moved as, so that NaN and codes stay what they are."""
+"""The integer dtype, by bytes per element, in which a cache is copied, so that NaN and codes keep their bits."""
 
 
 @dataclass(frozen=True)
 class UniformRequests:
-    """Some of a step's requests, unpaged: ``n`` requests of ``q`` rows, with room for ``s`` keys each.
+    """Some of a step's requests, without paging: ``n`` requests of ``q`` rows, with room for ``s`` keys each.
 
-    rows: where their rows lie in query and output. query_positions: int64 ``[n, q]``, negative where a request has more
-    rows than keys. key_positions: int64 ``[n, s]``; exists: bool, which of those keys there are. key, value: ``[n, s,
-    num_kv_heads, head size]``; where there is none, the request's last one, since what no row sees may not be NaN.
-    is_real: bool ``[n, q]``; what is no row of a request is padding.
+    rows: where their rows lie in query and output.
+    query_positions: int64 ``[n, q]``, negative if a request has more rows than keys.
+    key_positions: int64 ``[n, s]``.
+    exists: bool ``[n, s]``, whether there is a key at that position.
+    key, value: ``[n, s, num_kv_heads, head size]``; keys gathered from a cache repeat the last key where there is none,
+        because even values that no row sees must not be NaN.
+    is_real: bool ``[n, q]``, False for rows of padding.
     """
 
     rows: slice
@@ -45,9 +50,9 @@ class UniformRequests:
 
 
 def uniform_query_len(metadata: PagedMetadata, limit: int) -> int | None:
-    """How many rows each request has, if all have equally many and at most ``limit``; None: they do not.
+    """Return the number of rows per request if all have the same number, at most ``limit``; otherwise None.
 
-    Requests without rows may stand behind the others: they are padding.
+    Padding requests, which have no rows, are not counted.
     """
     lens = metadata.query_lens
     query_len = lens[0] if lens else 0
@@ -59,10 +64,10 @@ def uniform_query_len(metadata: PagedMetadata, limit: int) -> int | None:
 def write_slots(
     layer: AttentionLayer, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Store row ``t`` of key and value at slot ``slot_mapping[t]``; rows with a negative slot and longer rows: not.
+    """Store row ``t`` of key and value at slot ``slot_mapping[t]``; skip negative slots and extra rows.
 
-    As :func:`~attncheck.backends.base.gathering.write_pages`, for steps of any kind. For a row without a slot, slot 0
-    gets back what it holds, bit for bit: it lies in the null page, which no row names.
+    The result is that of :func:`~attncheck.backends.base.gathering.write_pages`. This form works for every step and can
+    be captured.
     """
     num_rows = len(slot_mapping)
     if not num_rows:
@@ -73,6 +78,8 @@ def write_slots(
         rows = new[:num_rows]
         stored = encode_fp8(rows, scale, cache.dtype) if cache.itemsize == 1 else rows.to(cache.dtype)
         bits = cache.view(_BITS[cache.itemsize])
+        # A row without a slot writes back what slot 0 holds, bit for bit. Slot 0 is in the null page, which no row
+        # names.
         bits[place] = torch.where(has_slot, stored.view(bits.dtype), bits[place])
 
 
@@ -86,9 +93,9 @@ def uniform_requests(
     caches: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Iterator[UniformRequests]:
-    """The requests whose rows the step has room for, ``query_len`` each; real and padding alike.
+    """Yield the step's requests in pieces, ``query_len`` rows each, padding included.
 
-    Keys come from ``caches`` through the block table, in ``dtype``, else from ``key`` and ``value`` row for row.
+    Keys come from ``caches`` through the block table, converted to ``dtype``, or row by row from ``key`` and ``value``.
     """
     common, device = metadata.common, metadata.common.seq_lens.device
     num_rows = (
@@ -137,9 +144,10 @@ def _requests_at_once(params: AttentionParams, num_keys: int) -> int:
 
 
 def _places(table: Tensor, positions: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block and offset of positions ``[n, s]`` of the requests of ``table``.
+    """Return block and offset of positions ``[n, s]`` of the requests of ``table``.
 
-    Behind the last key the last one's, and block 0 of a request without keys: no other entries need be pages.
+    Positions beyond the last key map to the last key, and those of a request without keys to block 0, because other
+    table entries need not be pages.
     """
     within = torch.minimum(positions, seq_lens - 1).clamp_(0, table.shape[1] * block_size - 1)
     return table.gather(1, within // block_size) * (seq_lens > 0), within % block_size

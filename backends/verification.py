@@ -1,4 +1,4 @@
-"""Whether a class keeps the contract's form: looked at once, when it is loaded, with every problem in one list.
+"""Checks the form of a backend class when it is loaded, and lists every problem at once.
 
 Members, signatures and declarations are checked by inspection; nothing is computed.
 """
@@ -36,13 +36,13 @@ _FUNCTIONS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "copy_blocks": (("caches", "mapping"), ()),
     "swap_blocks": (("src", "dst", "mapping"), ()),
 }
-"""What ``functions()`` may offer, and how it is called: by position, then by keyword."""
+"""The possible names in ``functions()``, with the positional and the keyword arguments of their calls."""
 
 
 def contract_problems(backend: type[AttentionBackend]) -> list[str]:
-    """Every way in which ``backend`` breaks the contract's form; empty: it can be driven.
+    """Return every way in which ``backend`` breaks the form of the contract; an empty list if it can be driven.
 
-    An ``ImportError`` of ``functions`` and of the factories passes through: there the library is missing.
+    An ``ImportError`` from ``functions`` or a factory is raised to the caller: it means that the library is missing.
     """
     parts = (_declaration_problems(backend), _function_problems(backend), _part_problems(backend))
     return [*_missing(backend, "backend"), *chain.from_iterable(parts)]
@@ -80,7 +80,6 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
 
 
 def _function_problems(backend: type[AttentionBackend]) -> Iterator[str]:
-    """Of the functions offered besides attention."""
     try:
         offered: object = backend.functions()
     except ImportError:
@@ -101,7 +100,7 @@ def _function_problems(backend: type[AttentionBackend]) -> Iterator[str]:
 
 
 def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
-    """Of the impl and the builder, as far as they can be had."""
+    """Yield problems of the impl and the builder, as far as the factories return them."""
     features = _declared_features(backend)
     impl = _part(backend, "get_impl_cls", AttentionImpl)
     if isinstance(impl, str):
@@ -137,7 +136,7 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
 
 
 def _declared_features(backend: type[AttentionBackend]) -> frozenset[str]:
-    """The features, or none where the declaration is no set of names, which is a problem of its own."""
+    """Return the features, or an empty set if the declaration is not a set; that is reported separately."""
     given: object = backend.features
     return frozenset(given) if isinstance(given, set | frozenset) else frozenset()
 
@@ -148,7 +147,7 @@ def _missing(part: type[Any], role: str) -> list[str]:
 
 
 def _no_text(backend: type[AttentionBackend], method: str) -> list[str]:
-    """One problem if a method that names something does not."""
+    """Return one problem if a method that should return a string does not."""
     if method in getattr(backend, "__abstractmethods__", ()):
         return []
     try:
@@ -159,7 +158,7 @@ def _no_text(backend: type[AttentionBackend], method: str) -> list[str]:
 
 
 def _part(backend: type[AttentionBackend], factory: str, base: type[Any]) -> type[Any] | str | None:
-    """What a factory of the backend returns, or what is wrong with it; None where it is left out."""
+    """Return the class that a factory returns, or a text on what is wrong with it; None if it is not implemented."""
     method = getattr(backend, factory)
     if factory in getattr(backend, "__abstractmethods__", ()):
         return None
@@ -177,10 +176,10 @@ def _part(backend: type[AttentionBackend], factory: str, base: type[Any]) -> typ
 def _uncallable(
     function: Callable[..., object], name: str, positional: Sequence[str], keywords: Sequence[str] = ()
 ) -> list[str]:
-    """One problem if the harness cannot call ``function`` as it does: by position, then by keyword."""
+    """Return one problem if the harness cannot call ``function`` with these arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin, which tells nothing of its arguments
+    except ValueError:  # a builtin without an inspectable signature
         return []
     except TypeError:
         return [f"{name} is {function!r}, which cannot be called"]

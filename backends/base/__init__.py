@@ -1,5 +1,5 @@
-"""What attncheck's own candidates share below ``paged`` and ``latent``; users derive from those two instead.
+"""Helpers of attncheck's own candidates, below ``paged`` and ``latent``; users derive from those two instead.
 
-``refusals`` refuses what is not declared, ``gathering`` takes keys out of their pages, ``machine`` says what a library
-needs of a machine.
+``refusals`` raises for undeclared layers and calls, ``gathering`` reads keys from their pages, and ``machine`` checks
+what a library needs of a machine.
 """

@@ -1,9 +1,9 @@
-"""Pages for candidates that attend over plain tensors: writing new rows, and gathering the keys a request's rows see.
+"""Writes new rows into pages, and gathers the keys that a request's rows see, for candidates that use plain tensors.
 
-Only slots that a request owns, and only keys that some row of the request can see, are read: what other slots hold (NaN
-after a free, a stale tail, a block that a window has given back) cannot matter. A float8 cache holds codes, each of
-which means ``code * scale``; a scale is a float32 tensor of one element or one a head. All is plain torch and, on
-purpose, not the reference's code, which these candidates are compared with.
+Only slots that a request owns, and only keys that some row of the request can see, are read. So the contents of other
+slots (NaN after a free, a stale tail, a block that a window has returned) do not matter. A float8 cache holds codes,
+whose values are ``code * scale``; a scale is a float32 tensor with one element or one per head. This is plain torch,
+and deliberately not the reference's code, with which these candidates are compared.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,12 @@ from attncheck.reference.attention.params import AttentionParams
 
 @dataclass(frozen=True)
 class UnpagedRequest:
-    """One request of a step, unpaged: its rows, and the keys at positions ``first_key`` and following.
+    """One request of a step, without paging: its rows, and the keys at positions ``first_key`` and following.
 
-    rows: where the request's rows lie in query and output. first_position: the position of the first row; negative
-    where the request has more rows than keys. key, value: ``[n, num_kv_heads, head size]``, n may be 0. tree: bool
-    ``[rows, rows]``, which of the last keys each row may see; None: no tree.
+    rows: where the request's rows lie in query and output.
+    first_position: the position of the first row; negative if the request has more rows than keys.
+    key, value: ``[n, num_kv_heads, head size]``; n may be 0.
+    tree: bool ``[rows, rows]``, which of the last keys each row may see; None if there is no tree.
     """
 
     rows: slice
@@ -35,25 +36,25 @@ class UnpagedRequest:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the request; at least 1."""
+        """Number of rows of the request; at least 1."""
         return int(self.rows.stop - self.rows.start)
 
     def query_positions(self) -> Tensor:
-        """``[rows]`` int64, on the keys' device."""
+        """Return the positions of the rows, ``[rows]`` int64, on the keys' device."""
         return torch.arange(self.first_position, self.first_position + self.num_rows, device=self.key.device)
 
     def key_positions(self) -> Tensor:
-        """``[n]`` int64, on the keys' device."""
+        """Return the positions of the keys, ``[n]`` int64, on the keys' device."""
         return torch.arange(self.first_key, self.first_key + len(self.key), device=self.key.device)
 
 
 def write_pages(
     layer: AttentionLayer, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Row ``t`` of key and value to slot ``slot_mapping[t]``; negative slots are skipped, and so are longer rows.
+    """Write row ``t`` of key and value to slot ``slot_mapping[t]``; skip negative slots and extra rows.
 
-    The caches are logical views ``[blocks, block size, num_kv_heads, head size]`` of any strides; only float8 ones hold
-    codes, which the layer's scales make.
+    The caches are logical views ``[blocks, block size, num_kv_heads, head size]`` of any strides. Only float8 caches
+    hold codes; the layer's scales encode them.
     """
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
@@ -74,9 +75,9 @@ def unpaged_requests(
     caches: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Iterator[UnpagedRequest]:
-    """Every request that has rows. Keys come from ``caches`` through the block table, else from ``key``, ``value``.
+    """Yield every request that has rows.
 
-    What the caches hold is handed over in ``dtype``.
+    Keys come from ``caches`` through the block table, converted to ``dtype``, or row by row from ``key`` and ``value``.
     """
     scales = layer._k_scale, layer._v_scale
     for request, start, end, seq_len in metadata.requests():
@@ -97,7 +98,7 @@ def unpaged_requests(
 
 
 def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iterator[list[UnpagedRequest]]:
-    """Yield consecutive requests, as many together as keep rows x keys within ``limit`` (None: all); trees apart."""
+    """Yield groups of consecutive requests with rows x keys within ``limit`` (None: no limit); trees are kept apart."""
     group: list[UnpagedRequest] = []
     for piece in found:
         together = [*group, piece]
@@ -112,12 +113,12 @@ def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iter
 
 
 def stored_values(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a cache holds, in ``dtype``. Scales belong to codes; other caches hold the numbers themselves."""
+    """Return the contents of a cache in ``dtype``; only FP8 codes are scaled."""
     return decode_fp8(stored, scale, dtype) if stored.itemsize == 1 else stored.to(dtype)
 
 
 def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tuple[int, int]:
-    """The positions ``lo <= j < hi`` that hold every key some row sees; rows end at position ``seq_len - 1``.
+    """Return the range ``lo <= j < hi`` of positions with every key that some row sees; rows end at ``seq_len - 1``.
 
     >>> key_range(AttentionParams(1, 1, 8, window=(3, 0)), first_position=7, seq_len=9)
     (4, 9)
@@ -130,7 +131,7 @@ def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tup
 
 
 def gather_tokens(cache: Tensor, table_row: Tensor, lo: int, hi: int) -> Tensor:
-    """What a request's positions ``lo <= j < hi`` hold: ``[hi - lo, ...]`` of a cache ``[blocks, size, ...]``."""
+    """Return the contents of positions ``lo <= j < hi``: ``[hi - lo, ...]`` of a cache ``[blocks, size, ...]``."""
     positions = torch.arange(lo, hi, device=cache.device)
     blocks = table_row[positions // cache.shape[1]].to(device=cache.device, dtype=torch.int64)
     return cache[blocks, positions % cache.shape[1]]
@@ -143,5 +144,5 @@ def encode_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what codes (``[..., heads, size]``) mean, rounded to ``dtype``."""
+    """Return the values of codes (``[..., heads, size]``), rounded to ``dtype``."""
     return (codes.to(torch.float32) * scale.reshape(-1, 1)).to(dtype)

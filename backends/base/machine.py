@@ -1,6 +1,6 @@
-"""What a library's kernels need of a machine: an installed version, a library that imports, an NVIDIA GPU new enough.
+"""What a library's kernels need of a machine: an installed version, a working import, a recent NVIDIA GPU.
 
-Every answer is a list of reasons against it, empty where there are none.
+The ``*_reasons`` functions return reasons against it, an empty list if there are none.
 """
 
 import importlib
@@ -10,10 +10,8 @@ import torch
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, with the mark of a local build (``+cu128``); None: there is none.
-
-    Asked of the distribution, which imports nothing, and since two of them may share one package.
-    """
+    """Return the installed version of a distribution, with a local build's mark (``+cu128``), or None."""
+    # The distribution is queried because that imports nothing, and because two distributions may share one package.
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -21,12 +19,12 @@ def installed_version(distribution: str) -> str | None:
 
 
 def public(version: str) -> str:
-    """``version`` without the mark of a local build."""
+    """Return ``version`` without the mark of a local build."""
     return version.partition("+")[0]
 
 
 def import_reasons(module: str) -> list[str]:
-    """Why an installed ``module`` does not import (built for another torch, a part of CUDA missing); empty: it does."""
+    """Return why ``module`` cannot be imported (as when built for another torch); an empty list if it can."""
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 (whatever its import raises is why it cannot be used)
@@ -35,9 +33,9 @@ def import_reasons(module: str) -> list[str]:
 
 
 def gpu_reasons(device: str, lowest_capability: tuple[int, int]) -> list[str]:
-    """Why CUDA kernels for ``lowest_capability`` and above cannot run on ``device`` (``"cuda"``, ``"cuda:1"``).
+    """Return why CUDA kernels for ``lowest_capability`` and above cannot run on ``device`` (``"cuda"``, ``"cuda:1"``).
 
-    Empty for devices that are no GPU, of which nothing is said.
+    The list is empty if they can, and for devices that are not GPUs.
     """
     if torch.device(device).type != "cuda":
         return []

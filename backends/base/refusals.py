@@ -1,7 +1,7 @@
-"""Refuses a layer or a call that a backend does not declare, before anything is computed.
+"""Raises for a layer or a call that a backend does not declare, before anything is computed.
 
-A bad value is a ``ValueError``, a feature or combination that is not declared a ``NotImplementedError``. One message
-names all problems.
+A bad value raises ``ValueError``, an undeclared feature or combination ``NotImplementedError``. One message names all
+problems.
 """
 
 import math
@@ -30,7 +30,7 @@ def refuse_layer(
     sinks: Tensor | None,
     head_size_v: int,
 ) -> None:
-    """Raise for a layer that the backend cannot serve; an impl's constructor calls this, defaults resolved."""
+    """Raise for a layer that the backend does not support; called by an impl's constructor with resolved defaults."""
     wrong = []
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         wrong.append(f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")
@@ -83,11 +83,11 @@ def refuse_undeclared_call(
     has_output_block_scale: bool,
     has_output_lse: bool,
 ) -> None:
-    """Raise for a step that the backend cannot serve; ``forward`` calls this."""
+    """Raise for a step that the backend does not support; ``forward`` calls this."""
     if causal and attn_type != AttentionType.DECODER:
         _raise(backend, ValueError, [f"attention of type {attn_type} is not causal, the metadata says it is"])
     is_decoder = attn_type == AttentionType.DECODER
-    # Rows aligned to the end of fewer keys; without a causal mask, no row has a place to be before the first key.
+    # Rows are aligned to the end of the keys. Without a causal mask, rows before the first key need no position.
     short = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q > s] if is_decoder and causal else []
     asked = {
         "non_causal": (is_decoder and not causal, "a decoder layer that is not causal"),
@@ -105,7 +105,7 @@ def refuse_undeclared_call(
 def wrong_cache_dtype(
     backend: type[AttentionBackend], kv_cache_dtype: str, stored: torch.dtype, layer_dtype: torch.dtype
 ) -> list[str]:
-    """Return what is wrong with a cache of dtype ``stored``, in a list that is empty if nothing is."""
+    """Return what is wrong with a cache of dtype ``stored``; an empty list if nothing is."""
     if kv_cache_dtype in FP8_DTYPES:
         expected = {torch.uint8, FP8_DTYPES[kv_cache_dtype]}
     else:
@@ -114,7 +114,7 @@ def wrong_cache_dtype(
 
 
 def _takes_cache_dtype(backend: type[AttentionBackend], kv_cache_dtype: str) -> bool:
-    """A constructor is not told the layer's dtype, so ``forward`` holds a float cache's name against it."""
+    """Return whether the cache dtype may be supported; ``forward``, which has the layer's dtype, decides."""
     if kv_cache_dtype in FP8_DTYPES:
         return kv_cache_dtype in backend.supported_kv_cache_dtypes and "fp8_kv" in backend.features
     return any(name in backend.supported_kv_cache_dtypes for name in ("auto", kv_cache_dtype))

@@ -1,4 +1,4 @@
-"""How keys and values are packed in KV caches, and how the harness writes and reads them; begin with ``packings``.
+"""How KV caches pack keys and values, and how the harness writes and reads them; begin with ``packings``.
 
-``codecs`` serves the usual packings, ``learned_codec`` finds out any other from a backend's own writer.
+``codecs`` handles the usual packings, ``learned_codec`` derives any other from the backend's own writer.
 """

@@ -1,7 +1,7 @@
-"""Writing and reading a backend's KV cache from outside, in plain torch.
+"""Writes and reads a backend's KV cache from outside the backend, in plain torch.
 
-A cache is filled and read only through a codec, so that the harness never guesses where a key lies. Before a codec is
-used, the harness proves that what is written is read back, and that distinct slots touch distinct bytes.
+A cache is filled and read only through a codec, so that the harness never guesses the place of a key. Before a codec is
+used, the harness checks that it reads back what it wrote, and that distinct slots touch distinct bytes.
 """
 
 from dataclasses import dataclass
@@ -20,25 +20,26 @@ Scale = float | tuple[float, ...]
 
 
 class KVCacheCodec(Protocol):
-    """Interprets one layer's cache, which is the logical view that ``forward`` gets."""
+    """Writes and reads one layer's cache, given as the logical view that ``forward`` gets."""
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores ``key[i]`` and ``value[i]`` at slot ``slots[i]``, and changes nothing else.
+        """Store ``key[i]`` and ``value[i]`` at slot ``slots[i]``, and change nothing else.
 
         slots: int64 ``[n]``, distinct, none negative. key, value: ``[n, num_kv_heads, head size]`` in the activation
         dtype; a latent cache takes ``kv_c_normed`` ``[n, kv_lora_rank]`` and ``k_pe`` ``[n, qk_rope_head_dim]``.
         """
 
     def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands at ``slots``, as new tensors in the shapes and dtype that ``write`` takes."""
+        """Return the contents of ``slots``, as new tensors in the shapes and dtype that ``write`` takes."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How numbers stand in a cache: as they are, or as FP8 codes, which are ``round(x / scale)``.
+    """The encoding of numbers in a cache: unchanged, or as FP8 codes, which are ``round(x / scale)``.
 
-    dtype: the activation dtype. code_dtype: the float8 dtype of an FP8 cache, else None; only codes are scaled.
-    k_scale, v_scale: a number, or one a KV head.
+    dtype: the activation dtype.
+    code_dtype: the float8 dtype of an FP8 cache, otherwise None; only codes are scaled.
+    k_scale, v_scale: a number, or one per KV head.
     """
 
     dtype: torch.dtype
@@ -47,11 +48,11 @@ class Coding:
     v_scale: Scale = 1.0
 
     def encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as the cache holds them: codes as uint8; without codes as they are, still to be rounded to its dtype."""
+        """Return rows as the cache holds them: codes as uint8, others unchanged, not yet rounded to the cache dtype."""
         return self._encode(key, self.k_scale), self._encode(value, self.v_scale)
 
     def decode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands in the cache as rows in the activation dtype."""
+        """Return the contents of a cache as rows in the activation dtype."""
         return self._decode(key, self.k_scale), self._decode(value, self.v_scale)
 
     def _encode(self, x: Tensor, scale: Scale) -> Tensor:
@@ -68,11 +69,11 @@ class Coding:
 
 @dataclass(frozen=True)
 class PackedCodec:
-    """A codec for the packings of :mod:`~attncheck.backends.caches.packings`; any layout, by the cache's strides."""
+    """A codec for the packings of :mod:`~attncheck.backends.caches.packings`; the cache's strides give the layout."""
 
     packing: Packing
     head_size: int
-    """Of a latent cache: the width of its latent part."""
+    """For a latent cache, the width of its latent part."""
     coding: Coding
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -95,7 +96,7 @@ class PackedCodec:
 
 
 def coding_of(layer: LayerSpec, cache: CacheSpec) -> Coding:
-    """How a layer's cache holds numbers."""
+    """Return the encoding of a layer's cache."""
     return Coding(
         dtype=DTYPES[layer.dtype],
         code_dtype=FP8_DTYPES.get(cache.kv_cache_dtype),
@@ -105,16 +106,20 @@ def coding_of(layer: LayerSpec, cache: CacheSpec) -> Coding:
 
 
 def default_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
-    """A codec for a backend whose packing can be recognised; None for others, and for a value head size of its own."""
+    """Return a codec for a backend with a detectable packing.
+
+    Return None for others, and if the value head size differs from the head size.
+    """
     if layer.value_head_size != layer.head_size:
         return None
     return packed_codec(backend, layer, cache)
 
 
 def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
-    """The same, taking a ``content`` packing with values of another size than keys to be ``[key | value]``.
+    """Return a codec for a backend with a detectable packing, or None; also None for layers without a cache.
 
-    For backends that know it is. None also for layers without a cache.
+    Unlike :func:`default_codec`, this assumes ``[key | value]`` for a ``content`` packing whose values have another
+    size than the keys. Use it only for backends that have this order.
     """
     if not layer.has_cache:
         return None
@@ -126,8 +131,8 @@ def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> 
 
 
 def _per_head(scale: Scale, device: torch.device) -> Tensor:
-    """A scale that broadcasts over ``[n, num_kv_heads, head size]``."""
+    """Return a scale that broadcasts over ``[n, num_kv_heads, head size]``."""
     if isinstance(scale, tuple):
         return torch.tensor(scale, dtype=torch.float32, device=device)[:, None]
-    # As the backend is told it: a float32 number.
+    # float32, as in the layer's scales that the backend gets.
     return torch.tensor(scale, dtype=torch.float32, device=device)

@@ -1,13 +1,13 @@
-"""A codec found by watching a backend's own writer, for packings that nothing else describes.
+"""Learns a codec from a backend's own writer, for packings that nothing else describes.
 
-The writer is given rows whose numbers name, digit by digit over a few rounds, the element and slot they are. Where they
-lie in memory afterwards gives the layout: pools of two and three pages show the places within a page, the step from
-page to page, and what changes with the size of the pool. The layout then has to predict, byte for byte, what the writer
-does to a larger pool full of other numbers: whole pages, slots alone, slots in disorder. Anything else is refused with
-a reason.
+The writer gets rows whose numbers encode, digit by digit over a few rounds, their element and slot. Their places in
+memory give the layout. Pools of two and three pages show the places within a page, the step from page to page, and what
+changes with the size of the pool. The layout must then predict, byte for byte, how the writer changes a larger pool
+full of other numbers: a single slot, slots in disorder, and a page written backwards. Any difference is refused with a
+reason.
 
-A writer that puts things in a wrong place defines its layout by that. Whether the reader looks there is for
-``numerics`` to find.
+A writer that stores rows in a wrong place defines a wrong layout. Whether the reader uses the same places is examined
+by ``numerics``.
 """
 
 import math
@@ -23,17 +23,17 @@ from attncheck.errors import InternalError
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(kv_cache, slots, key, value), as a codec's ``write``: the backend's own, all scales 1."""
+"""``(kv_cache, slots, key, value)``, like a codec's ``write``: the backend's own writer, with all scales 1."""
 
 Allocate = Callable[[int], Tensor]
-"""A zeroed cache of so many pages: dense memory, handed out as whatever view the backend knows."""
+"""Function that returns a zeroed cache of so many pages: dense memory, as the view that the backend uses."""
 
 _BASE = 256
-"""Most digits to a number: few rounds, and no digit so large that a small change of it would be rounded away."""
+"""Maximum base of the digits: few rounds, and no digit so large that rounding would hide a small change."""
 
 _PREDICTED_PAGES = 16
 _PREDICTED_ELEMENTS = 1 << 22
-"""How large the pool of the prediction is; at least four pages, the known ones and one that is not."""
+"""Size limits of the pool for the prediction, which has at least four pages, one more than the pools seen so far."""
 
 _DISORDERED_SLOTS = 64
 
@@ -42,7 +42,7 @@ _NOTE = "how the cache is laid out was learned from the backend's own writer"
 
 @dataclass(frozen=True)
 class NoCodec:
-    """No codec could be had; ``reason``, a fragment of a sentence, says why."""
+    """Result if no codec could be learned; ``reason`` is a sentence fragment."""
 
     reason: str
 
@@ -50,10 +50,10 @@ class NoCodec:
 def learn_codec(
     write: Writer, allocate: Allocate, layer: LayerSpec, cache: CacheSpec, device: torch.device | str
 ) -> PlacedCodec | NoCodec:
-    """The codec of a backend that stores the rows of ``layer`` as ``write`` does, or why there is none.
+    """Return the codec of a backend that stores the rows of ``layer`` as ``write`` does, or :class:`NoCodec`.
 
-    ``write`` is given ``slots`` int64 ``[n]``, key and value in the layer's dtype, of the shapes a codec takes, all on
-    ``device``; whatever it raises is a reason. The codec encodes with the scales of ``cache``.
+    ``write`` is given ``slots`` int64 ``[n]``, and key and value in the layer's dtype and the shapes of a codec, all on
+    ``device``. Any exception that it raises becomes the reason. The codec encodes with the scales of ``cache``.
     """
     learner = _LayoutLearner(write, allocate, layer, cache, torch.device(device))
     try:
@@ -65,12 +65,10 @@ def learn_codec(
 
 
 class _UnknownLayoutError(InternalError):
-    """What was seen is no layout; the sentence says what."""
+    """Raised if the observed writes fit no layout; the message states how."""
 
 
 class _LayoutLearner:
-    """Learns the layout of one writer."""
-
     def __init__(
         self, write: Writer, allocate: Allocate, layer: LayerSpec, cache: CacheSpec, device: torch.device
     ) -> None:
@@ -81,7 +79,7 @@ class _LayoutLearner:
         self._sizes = [math.prod(shape) for shape in self._shapes]
 
     def learn(self) -> PlacedCodec:
-        """The layout that pools of two and three pages have."""
+        """Return the layout that the pools of two and three pages show."""
         per_slot = sum(self._sizes)
         two, three = (self._places_in(blocks).view(blocks, self._block_size, per_slot) for blocks in (2, 3))
         growth = three[0] - two[0]
@@ -102,7 +100,7 @@ class _LayoutLearner:
         return PlacedCodec(found[0], found[1], self._allocate(1).numel(), self._coding, _NOTE)
 
     def examine(self, codec: PlacedCodec) -> None:
-        """Hold the layout against what the writer does to a larger pool, full of numbers, byte for byte."""
+        """Compare the layout with what the writer does to a larger pool full of numbers, byte for byte."""
         blocks = max(4, min(_PREDICTED_PAGES, _PREDICTED_ELEMENTS // codec.page))
         written, predicted = self._allocate(blocks), self._allocate(blocks)
         if written.numel() != blocks * codec.page:
@@ -130,7 +128,7 @@ class _LayoutLearner:
                 raise _UnknownLayoutError(f"writing {name} does not do to memory what the layout of whole pages says")
 
     def _places_in(self, blocks: int) -> Tensor:
-        """Int64 ``[elements]``: where each element of a pool lies, slot by slot, of each the key before the value."""
+        """Return the place of each element of a pool, int64 ``[elements]``: slot by slot, each key before its value."""
         slots = torch.arange(blocks * self._block_size, device=self._device)
         kv_cache = self._allocate(blocks)
         memory = flat_memory(kv_cache, self._coding)
@@ -153,7 +151,7 @@ class _LayoutLearner:
         return self._inverted(found[touched], touched.nonzero().flatten(), elements.numel())
 
     def _digits(self, stored: Tensor, touched: Tensor, base: int) -> Tensor:
-        """What stands in memory as digits, 0 where nothing was stored."""
+        """Return the contents of memory as digits, 0 where nothing was stored."""
         is_digit = (stored >= 1) & (stored <= base) & (stored == stored.round())
         strange = stored[touched & ~is_digit]
         if len(strange):
@@ -163,7 +161,7 @@ class _LayoutLearner:
         return torch.where(touched, stored - 1, 0.0).long()
 
     def _inverted(self, elements: Tensor, places: Tensor, count: int) -> Tensor:
-        """Of the element in each place, the place of each element."""
+        """Return the place of each element, given the element in each place."""
         if len(elements) and int(elements.max()) >= count:
             raise _UnknownLayoutError("numbers are stored that are mixed of those given")
         times = torch.bincount(elements, minlength=count)
@@ -186,13 +184,13 @@ class _LayoutLearner:
         return f"element {number} of the {'value' if is_value else 'key'} of head {head} ({place})"
 
     def _require_within(self, codec: PlacedCodec, slots: Tensor, kv_cache: Tensor) -> None:
-        """The places of all slots lie in the pool."""
+        """Raise unless the places of all slots lie in the pool."""
         for places in (part.of(slots, len(slots) // self._block_size) for part in (codec.keys, codec.values)):
             if int(places.min()) < 0 or int(places.max()) >= kv_cache.numel():
                 raise _UnknownLayoutError("slots of the first or the last page are stored outside the pool")
 
     def _rows(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Keys and values of small whole numbers that every format holds, none of them zero."""
+        """Return keys and values of small nonzero integers, which every format represents exactly."""
         key, value = (
             torch.randint(1, 8, (count, *shape), generator=generator)
             * (1 - 2 * torch.randint(0, 2, (count, *shape), generator=generator))
@@ -217,7 +215,7 @@ class _LayoutLearner:
 
 
 def row_shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of one slot's key and value, as a codec takes them."""
+    """Return the shapes of one slot's key and value, as a codec takes them."""
     if layer.mla is not None:
         return (layer.mla.kv_lora_rank,), (layer.mla.qk_rope_head_dim,)
     return (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.value_head_size)

@@ -1,8 +1,8 @@
-"""How keys and values share one KV cache tensor: the usual packings, recognising them, and allocating in a layout.
+"""How keys and values share one KV cache tensor: the usual packings, their detection, and allocation in a layout.
 
-A packing is the logical shape (which axis is what); a layout is the memory order of a page (NHD: tokens before heads,
-HND: heads before tokens). The logical shape of a packing never changes with the layout, only the strides do. Written
-for block size 4, two heads of size 8:
+A packing is the logical shape (the meaning of each axis). A layout is the memory order of a page (NHD: tokens before
+heads, HND: heads before tokens). The logical shape of a packing never changes with the layout; only the strides do.
+Shapes for block size 4 and two heads of size 8:
 
 ============  =======================  ==========================================
 packing       logical shape            what lies where
@@ -14,7 +14,7 @@ plane         ``(blocks, 2, 8, 8)``      per block and head: keys, then values
 latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
 ============  =======================  ==========================================
 
-``latent`` is the cache of multi-head latent attention and of nothing else: it has no heads, and no layout but one.
+Only multi-head latent attention uses ``latent``: it has no heads, and a single layout.
 """
 
 import inspect
@@ -33,14 +33,14 @@ from attncheck.reference.spec import CacheSpec, LayerSpec
 
 Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")
-"""Those that hold keys and values."""
+"""The packings that hold keys and values."""
 
 _PROBE_BLOCKS = 1009
 _PROBE_HEADS = (13, 17, 19)
-"""Primes, so that no axis of the answer can be taken for another; more than one, in case a size of the case is one."""
+"""Primes, so that no axis of a shape is confused with another; several, in case one is a size of the case."""
 
 _RESERVED = 2**26
-"""Bytes from which on memory of the host is reserved, and taken as it is touched."""
+"""Size in bytes from which host memory is reserved, and allocated only when touched."""
 
 _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
     "split_first": (0, 1, 3, 2, 4),
@@ -48,11 +48,11 @@ _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
     "content": (0, 2, 1, 3),
     "plane": (0, 2, 1, 3),
 }
-"""The order in which tokens and heads trade places, the rest staying as in the logical shape."""
+"""The physical order if tokens and heads swap places; the other dimensions keep their logical order."""
 
 
 class CacheGeometry(Protocol):
-    """The part of an ``AttentionBackend`` class that says how its cache is laid out; the contract describes it."""
+    """The members of an ``AttentionBackend`` class that define its cache layout; the contract documents them."""
 
     def get_name(self) -> str: ...
 
@@ -66,7 +66,10 @@ class CacheGeometry(Protocol):
 def packed_shape(
     packing: Packing, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
 ) -> tuple[int, ...]:
-    """The logical shape of a packing. Only ``content`` can hold values of another size than keys: ``ValueError``."""
+    """Return the logical shape of a packing.
+
+    Raise ``ValueError`` if value and key sizes differ, except for ``content``.
+    """
     if packing != "content" and head_size_v != head_size:
         raise ValueError(f"head_size_v {head_size_v} beside head_size {head_size}: packing {packing} needs them equal")
     match packing:
@@ -89,7 +92,7 @@ def kv_cache_shape(
     num_blocks: int,
     num_kv_heads: int | None = None,
 ) -> tuple[int, ...]:
-    """``backend.get_kv_cache_shape`` for a layer, ``head_size_v`` handed over only where it differs."""
+    """Return ``backend.get_kv_cache_shape`` for a layer; ``head_size_v`` is passed only if it differs."""
     heads = layer.num_kv_heads if num_kv_heads is None else num_kv_heads
     extra = {} if layer.value_head_size == layer.head_size else {"head_size_v": layer.value_head_size}
     shape = backend.get_kv_cache_shape(num_blocks, block_size, heads, layer.head_size, **extra)
@@ -97,11 +100,11 @@ def kv_cache_shape(
 
 
 def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> Packing | None:
-    """The packing of a backend's cache, found by asking for a shape that fits one packing only; None: none of them.
+    """Return the packing of a backend's cache, or None if its shape fits none or several of them.
 
-    Asked with the case's block and head size, since kernels refuse others, but with unmistakable numbers of blocks and
-    heads; and once more with twice the block size, in case block and head size are equal. A backend that refuses the
-    first question has no packing we know.
+    The shape is queried with the case's block and head size, since kernels refuse others, but with distinctive numbers
+    of blocks and heads. It is queried again with twice the block size, in case block and head size are equal. A backend
+    that refuses the first query has no known packing.
     """
     is_latent = layer.mla is not None
     heads = 1 if is_latent else next(n for n in _PROBE_HEADS if n not in (cache.block_size, layer.head_size))
@@ -126,11 +129,12 @@ def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -
 
 
 def stride_order(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> tuple[int, ...]:
-    """The physical order of the cache's dimensions in the case's layout.
+    """Return the physical order of the cache's dimensions in the case's layout.
 
-    A backend whose ``get_kv_cache_stride_order`` takes ``cache_layout`` is asked; one that overrides the method without
-    it has one layout; for the others the order follows from the packing, and is the logical one where that is unknown.
-    ``ValueError`` names the order and the shape where the answer is no permutation of the shape's dimensions.
+    The backend's ``get_kv_cache_stride_order`` is called, with ``cache_layout`` if it takes that; an override without
+    it has one layout. If the method raises ``NotImplementedError``, the order follows from the packing, or is the
+    logical order if the packing is unknown. Raise ``ValueError``, naming the order and the shape, if the result is no
+    permutation of the dimensions.
     """
     shape = kv_cache_shape(backend, layer, cache.block_size, _PROBE_BLOCKS)
     logical = tuple(range(len(shape)))
@@ -156,10 +160,10 @@ def allocate_kv_cache(
     num_blocks: int,
     device: torch.device | str,
 ) -> Tensor:
-    """A zeroed cache as a model runner allocates it: flat bytes, in physical order, handed out as the logical view.
+    """Return a zeroed cache, allocated as a model runner does: flat bytes in physical order, in the logical view.
 
-    Layers without a cache get an empty tensor. Raises what ``get_kv_cache_shape`` raises, and ``ValueError`` for a
-    shape or a stride order that cannot be.
+    The result for a layer without a cache is an empty tensor. Raise ``ValueError`` for an impossible shape or stride
+    order, and whatever ``get_kv_cache_shape`` raises.
     """
     dtype = cache_dtype(layer, cache)
     if not layer.has_cache:
@@ -174,15 +178,15 @@ def allocate_kv_cache(
 
 
 def zeroed_bytes(count: int, device: torch.device) -> Tensor:
-    """Return ``count`` zeros, uint8. On the host many of them take no memory until they are touched.
+    """Return ``count`` zeros, uint8; large host buffers take no memory until they are touched.
 
-    Raises OSError where the system does not let so many be reserved.
+    Raise OSError if the system does not reserve that many bytes.
     """
     if device.type != "cpu" or count < _RESERVED:
         return torch.zeros(count, dtype=torch.uint8, device=device)
     if sys.platform != "linux":
         return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
-    file = os.memfd_create("kv_cache")  # other than anonymous memory it may be larger than the machine's
+    file = os.memfd_create("kv_cache")  # unlike anonymous memory, it may be larger than the machine's
     try:
         os.ftruncate(file, count)
         return torch.frombuffer(mmap.mmap(file, count), dtype=torch.uint8)

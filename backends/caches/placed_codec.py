@@ -1,4 +1,4 @@
-"""A codec that looks up where each element of a page lies, for layouts that no view of strides can describe."""
+"""A codec that looks up where each element of a page lies, for layouts that no strided view can describe."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from torch import Tensor
 from attncheck.backends.caches.codecs import Coding
 
 _AT_ONCE = 1 << 22
-"""Elements addressed at once: an address takes several times the memory of what it points to."""
+"""Maximum elements addressed at once: an address takes several times the memory of its element."""
 
 
 @dataclass(frozen=True, eq=False)
 class ElementPlaces:
-    """Where all keys, or all values, lie in a cache's memory, counted in elements from its beginning.
+    """The places of all keys, or all values, in a cache's memory, counted in elements from its beginning.
 
-    base: int64 ``[block_size, *row]``, of page 0, as if the pool had no pages. growth: of the same shape, how much
-    further that is with every page the pool has. stride: from page to page.
+    base: int64 ``[block_size, *row]``, the places in page 0, extrapolated to a pool without pages.
+    growth: the same shape, the shift of these places per page of the pool.
+    stride: distance from page to page.
     """
 
     base: Tensor
@@ -25,7 +26,7 @@ class ElementPlaces:
     stride: int
 
     def of(self, slots: Tensor, num_blocks: int) -> Tensor:
-        """Int64 ``[n, *row]``, on the device of ``slots`` (int64 ``[n]``)."""
+        """Return the places of ``slots`` (int64 ``[n]``), int64 ``[n, *row]``, on their device."""
         block_size = len(self.base)
         page = (self.base + num_blocks * self.growth).to(slots.device)
         beginnings = (slots // block_size * self.stride).reshape(-1, *(1,) * (page.dim() - 1))
@@ -36,7 +37,7 @@ class ElementPlaces:
 class PlacedCodec:
     """A codec (:class:`~attncheck.backends.caches.codecs.KVCacheCodec`) for any layout whose pages are alike.
 
-    page: elements of one. note: what a reader of findings should know of how the places were found.
+    page: elements per page. note: how the places were found, for readers of findings.
     """
 
     keys: ElementPlaces
@@ -65,13 +66,13 @@ class PlacedCodec:
         return flat_memory(kv_cache, self.coding), kv_cache.numel() // self.page
 
     def _pieces(self, count: int) -> Iterator[slice]:
-        """Slices of ``count`` slots; at least one, if of none."""
+        """Yield slices over ``count`` slots; at least one, also if ``count`` is 0."""
         step = max(1, _AT_ONCE * len(self.keys.base) // self.page)
         for first in range(0, max(1, count), step):
             yield slice(first, first + step)
 
 
 def flat_memory(kv_cache: Tensor, coding: Coding) -> Tensor:
-    """The cache's memory as one row of elements, codes as uint8; a view."""
+    """Return the cache's memory as a flat view of elements, codes as uint8."""
     memory = kv_cache.as_strided((kv_cache.numel(),), (1,), kv_cache.storage_offset())
     return memory if coding.code_dtype is None else memory.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The candidates that attncheck brings along, one module or folder each; ``registry.BUILTIN`` lists them.
+"""attncheck's own candidates, one module or folder each; ``registry.BUILTIN`` lists them.
 
-``torch_sdpa`` is the smallest to read. In a folder begin with ``backend``: it declares what the candidate does.
+``torch_sdpa`` is the smallest to read. In a folder, begin with ``backend``, which declares the candidate's features.
 """

@@ -1,7 +1,7 @@
 """The reference as a candidate: float64 inside, rounded once at the end.
 
-Examined like every other, so that the harness is held to the truth it uses; slow, and good for nothing else. Must not
-know: the formulas, which live in :mod:`attncheck.reference`.
+It is examined like every other candidate, so that the harness is tested against its own reference. It is slow and has
+no other use. The formulas belong in :mod:`attncheck.reference`, not here.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,14 @@ from attncheck.reference.attention.short_convolution import causal_conv1d
 from attncheck.reference.attention.varlen import varlen_attention
 
 _ENDLESS = 2**62
-"""Beyond every position."""
+"""A position beyond every key."""
 
 
 class ReferenceBackend(PagedBackend):
-    """Everything the reference answers: any head size, any block size, both layouts, every modifier.
+    """Backend with all features of the reference: any head size, any block size, both layouts, every modifier.
 
-    No CUDA graph: the reference reads lengths on the host, request by request, and refuses what is undefined.
+    CUDA graphs are not supported: the reference reads lengths on the host, request by request, and refuses undefined
+    cases.
     """
 
     features = frozenset(
@@ -82,11 +83,11 @@ class ReferenceBackend(PagedBackend):
 
 
 class ReferenceMetadata(PagedMetadata):
-    """A step of the reference backend."""
+    """Metadata of one step of the reference backend."""
 
 
 class ReferenceBuilder(PagedBuilder):
-    """Makes them."""
+    """Builder of :class:`ReferenceMetadata`."""
 
     backend = ReferenceBackend
     metadata_cls = ReferenceMetadata
@@ -145,7 +146,7 @@ class ReferenceImpl(PagedImpl):
             output_lse[:rows] = lse.to(output_lse.dtype)
 
     def _tree_of_step(self, metadata: PagedMetadata) -> Tensor | None:
-        """One tree holds for all requests of a call: a step of both kinds is refused."""
+        """Return the step's tree; raise if the step also has other lengths, since one tree applies to a whole call."""
         if metadata.tree is None:
             return None
         fits = {end - start == len(metadata.tree) for _, start, end, _ in metadata.requests()}
@@ -157,7 +158,7 @@ class ReferenceImpl(PagedImpl):
 
 
 def _cascade(attend: Callable[..., tuple[Tensor, Tensor]], prefix: int) -> tuple[Tensor, Tensor]:
-    """The first ``prefix`` positions apart from the rest; sinks are counted once."""
+    """Attend to the first ``prefix`` positions and to the rest separately, then merge; sinks are counted once."""
     head, head_lse = attend(kv_range=(0, prefix))
     tail, tail_lse = attend(kv_range=(prefix, _ENDLESS), include_sinks=False)
     return merge_attn_states(head, head_lse, tail, tail_lse)

@@ -1,7 +1,7 @@
 """The reference for latent attention as a candidate: float64 inside, rounded once at the end.
 
-It answers in the forms that the harness's truth does not use: in the latent space, and in pieces of the context where
-the layer has a workspace.
+It uses the formulations that the harness's own reference does not use: attention in the latent space, and in pieces of
+the context if the layer has a workspace.
 """
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from attncheck.reference.attention.mla_naive import mla_attention_chunked
 
 
 class ReferenceMLABackend(LatentBackend):
-    """Any sizes, any block size. No CUDA graph: the reference reads lengths on the host, request by request."""
+    """Backend for any sizes and any block size. No CUDA graph: the reference reads lengths on the host."""
 
     @staticmethod
     def get_name() -> str:
@@ -34,7 +34,7 @@ class ReferenceMLABackend(LatentBackend):
 
 
 class ReferenceMLABuilder(LatentBuilder):
-    """Makes the metadata of its steps."""
+    """Builder of :class:`LatentMetadata`."""
 
     backend = ReferenceMLABackend
 
@@ -64,7 +64,7 @@ class ReferenceMLAImpl(LatentImpl):
     def answer(
         self, layer: AttentionLayer, query: Tensor, kv_cache: Tensor, metadata: LatentMetadata
     ) -> tuple[Tensor, Tensor]:
-        """Output ``[rows, H, V]`` and LSE ``[rows, H]`` of the real rows, float64."""
+        """Return output ``[rows, H, V]`` and LSE ``[rows, H]`` of the real rows, float64."""
         common, params, scale = metadata.common, self.params(metadata), layer._k_scale
         q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         batch = common.block_table_tensor, common.seq_lens, common.query_start_loc

@@ -1,8 +1,8 @@
-"""Latent attention in plain torch as a candidate: what an engine does, without its kernels.
+"""Latent attention in plain torch as a candidate: the algorithm of an engine, without its kernels.
 
-Requests with few new rows are answered in the latent space, over the cache rows as they stand; the others up-project
-their keys and values, the context in pieces of at most the workspace, and merge the pieces by their LSE. What an engine
-keeps between its kernels is in the layer's dtype, scores and sums are in float32.
+Requests with few new rows are computed in the latent space, directly on the cache rows. For other requests, keys and
+values are up-projected, with the context in pieces of at most the workspace; the pieces are merged by their LSE. Values
+that an engine stores between its kernels have the layer's dtype; scores and sums are float32.
 """
 
 import itertools
@@ -15,14 +15,14 @@ from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 
 DECODE_ROWS = 4
-"""New rows up to which a request is a decode: one token, and drafts to verify."""
+"""Maximum new rows of a decode request: one token, and drafts to verify."""
 
 State = tuple[Tensor, Tensor]
-"""Of some keys: output ``[rows, H, Dv]`` and LSE ``[rows, H]``, float32."""
+"""Attention state over some keys: output ``[rows, H, Dv]`` and LSE ``[rows, H]``, float32."""
 
 
 class TorchMLABackend(LatentBackend):
-    """Any sizes, any block size. No CUDA graph: what is gathered and how it is cut follows lengths from the host."""
+    """Backend for any sizes and any block size. No CUDA graph: gathering and chunking follow lengths from the host."""
 
     @staticmethod
     def get_name() -> str:
@@ -46,7 +46,7 @@ class TorchMLABackend(LatentBackend):
 
 
 class TorchMLABuilder(LatentBuilder):
-    """Makes the metadata of its steps."""
+    """Builder of :class:`LatentMetadata`."""
 
     backend = TorchMLABackend
 
@@ -83,7 +83,7 @@ class TorchMLAImpl(LatentImpl):
                 output_lse[start:end] = lse
 
     def _absorbed(self, query: Tensor, tokens: Tensor, first: int, metadata: LatentMetadata) -> State:
-        """Over all ``tokens [n, L + E]`` at once, the query at positions from ``first`` on."""
+        """Attend in the latent space to all ``tokens [n, L + E]`` at once; query positions begin at ``first``."""
         w_uk, w_uv = self.projections
         q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_latent = torch.einsum("qhp,lhp->qhl", q_nope.float(), w_uk.float()).to(query.dtype)
@@ -96,7 +96,7 @@ class TorchMLAImpl(LatentImpl):
         return torch.einsum("qhl,lhv->qhv", out_latent, w_uv.float()), lse
 
     def _up_projected(self, query: Tensor, tokens: Tensor, first: int, metadata: LatentMetadata) -> State:
-        """The new tokens, then the context piece by piece; every row sees all of its context."""
+        """Attend to the new tokens, then to the context piece by piece; every row sees its whole context."""
         context, end = max(first, 0), len(tokens)
         step = max(1, metadata.workspace or context)
         edges = [*range(0, context, step), context]
@@ -106,7 +106,7 @@ class TorchMLAImpl(LatentImpl):
         return state
 
     def _piece(self, query: Tensor, tokens: Tensor, span: tuple[int, int], first: int, causal: bool) -> State:
-        """Over the tokens at positions ``lo <= j < hi``."""
+        """Attend to the tokens at positions ``lo <= j < hi``."""
         lo, hi = span
         latent, k_pe = tokens[lo:hi].split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         projected = self.kv_b_proj(latent)[0].unflatten(-1, (self.num_heads, -1))
@@ -117,14 +117,17 @@ class TorchMLAImpl(LatentImpl):
 
 
 def _seen(first: int, rows: int, lo: int, hi: int, causal: bool, device: torch.device) -> Tensor:
-    """Which row, from position ``first`` on, sees which of the tokens ``lo <= j < hi``: bool ``[rows, hi - lo]``."""
+    """Return which rows, at positions from ``first`` on, see which tokens ``lo <= j < hi``; ``[rows, hi - lo]``."""
     positions = torch.arange(first, first + rows, device=device)
     keys = torch.arange(lo, hi, device=device)
     return keys[None, :] <= positions[:, None] if causal else torch.ones(rows, hi - lo, dtype=torch.bool, device=device)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> State:
-    """``query [q, H, D]``, ``key [n, H, D]``, ``value [n, H, Dv]`` (or one head for all); rows may see nothing."""
+    """Attend with ``query [q, H, D]``, ``key [n, H, D]`` and ``value [n, H, Dv]`` (or one KV head for all heads).
+
+    A row that sees no key gets output 0 and LSE -inf.
+    """
     heads = query.shape[1]
     key, value = (x.float().expand(-1, heads, -1) for x in (key, value))
     scores_HqN = torch.einsum("qhd,nhd->hqn", query.float(), key) * scale
@@ -143,7 +146,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: floa
 
 
 def _merge(a: State, b: State) -> State:
-    """The state of all keys of two states; one without keys has LSE -inf and counts for nothing."""
+    """Return the state over the keys of both; a state without keys has LSE -inf and does not contribute."""
     top = torch.maximum(a[1], b[1])
     shift = top.masked_fill(top == -torch.inf, 0.0)
     weight_a, weight_b = (torch.exp(lse - shift)[..., None] for _, lse in (a, b))

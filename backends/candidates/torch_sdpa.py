@@ -1,11 +1,11 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` as a candidate: pages are gathered, and attended to.
+"""``torch.nn.functional.scaled_dot_product_attention`` as a candidate: gathers pages, then attends.
 
-A right and simple baseline for CPU and CUDA, and what a user of plain torch would write. Soft cap, sinks and the
-log-sum-exp are out of SDPA's reach, and declared so. Requests of equally many rows, few each, are one batched call that
-reads their lengths on the device, so that it can stand in a CUDA graph; of other steps each request is a call of its
-own, with lengths from the host.
+It is a simple and correct baseline for CPU and CUDA, like code that a user of plain torch would write. SDPA supports
+neither soft cap nor sinks nor the log-sum-exp. Requests with equally many rows, at most :data:`UNIFORM_ROWS` each, are
+one batched call. That call reads lengths on the device, so a CUDA graph can capture it. In other steps each request is
+a separate call, with lengths from the host.
 
-SDPA chooses a kernel for each call. The impl records which; ``torch_sdpa:KERNEL`` prefers one of them.
+SDPA chooses a kernel for each call, and the impl records it. ``torch_sdpa:KERNEL`` prefers one of them.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,11 @@ from attncheck.backends.uniform import UniformRequests, uniform_query_len, unifo
 from attncheck.reference.attention.params import AttentionParams
 
 UNIFORM_ROWS = 16
-"""Rows a request up to which a uniform step is batched. Longer ones are prompts, for which SDPA's own causal mask is
-cheaper; where a graph is captured, all that tells them from drafts to verify is how many rows they have."""
+"""Maximum rows per request of a uniform step that is batched.
+
+Longer requests are prompts, for which SDPA's own causal mask is cheaper. When a graph is captured, only the number of
+rows distinguishes prompts from drafts to verify.
+"""
 
 
 KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
@@ -37,7 +40,7 @@ KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
         "math": SDPBackend.MATH,
     }
 )
-"""SDPA's kernels by the names that records and ``torch_sdpa:KERNEL`` use."""
+"""SDPA's kernels, by their names in records and in ``torch_sdpa:KERNEL``."""
 
 _NAMES = MappingProxyType({kernel: name for name, kernel in KERNELS.items()})
 
@@ -45,12 +48,13 @@ _ONLY_ON_CUDA = ("efficient", "cudnn")
 
 
 class SDPABackend(PagedBackend):
-    """Any head size, any block size, both layouts. Graphs of uniform steps: see :class:`SDPABuilder`."""
+    """Backend for any head size, any block size and both layouts. For CUDA graphs see :class:`SDPABuilder`."""
 
     kernels: ClassVar[tuple[SDPBackend, ...]] = (KERNELS["flash"], KERNELS["efficient"], KERNELS["math"])
-    """The kernels that SDPA may choose, the preferred one first.
+    """The kernels that SDPA may choose, in order of preference.
 
-    cuDNN is left out: it builds a plan for each shape, and torch prefers it on some GPUs and not on others."""
+    cuDNN is excluded: it builds a plan for each shape, and torch prefers it only on some GPUs.
+    """
 
     packing = "split_second"
     features = frozenset(
@@ -74,9 +78,9 @@ class SDPABackend(PagedBackend):
 
     @classmethod
     def from_argument(cls, argument: str) -> "type[SDPABackend]":
-        """Return the backend whose calls run the kernel ``argument``, or ``math`` where SDPA refuses that kernel.
+        """Return the backend whose calls run the kernel ``argument``, or ``math`` if SDPA refuses that kernel.
 
-        Raises ValueError for a name that is not in :data:`KERNELS`.
+        Raise ValueError for a name that is not in :data:`KERNELS`.
         """
         if argument not in KERNELS:
             raise ValueError(f"torch_sdpa has no kernel {argument!r}; known: {', '.join(KERNELS)}")
@@ -114,11 +118,14 @@ class SDPABackend(PagedBackend):
 
 
 class SDPAMetadata(PagedMetadata):
-    """A step of the SDPA backend."""
+    """Metadata of one step of the SDPA backend."""
 
 
 class SDPABuilder(PagedBuilder):
-    """Makes them. A graph of a uniform step stays right; every replay costs as much as its longest lengths would."""
+    """Builder of :class:`SDPAMetadata`.
+
+    A graph of a uniform step stays right; every replay costs as much as the longest lengths that it allows.
+    """
 
     backend = SDPABackend
     metadata_cls = SDPAMetadata
@@ -126,7 +133,7 @@ class SDPABuilder(PagedBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Single tokens only, where more drafts are verified at once than are batched."""
+        """Return the level, reduced to single tokens if more drafts are verified at once than are batched."""
         speculative = getattr(vllm_config, "speculative_config", None)
         drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
         return cls.cudagraph_support if drafts < UNIFORM_ROWS else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -172,9 +179,8 @@ class SDPAImpl(PagedImpl):
                 output[part.rows] = self._attend_uniform(params, query[part.rows], part, tree)
 
     def _attend_piece(self, params: AttentionParams, query: Tensor, piece: UnpagedRequest) -> Tensor:
-        """``[rows, num_heads, value head size]``."""
         query_1qHD, key_1kHD, value_1kHD = query[None], piece.key[None], piece.value[None]
-        # One prompt from its start: SDPA's own causal mask is the same (top left and bottom right coincide).
+        # For one prompt from its start, SDPA's own causal mask is the same (top left and bottom right coincide).
         is_plain = params.causal and params.window[0] < 0 and self.alibi_slopes is None and piece.tree is None
         if is_plain and piece.first_position == 0:
             return self._attention(query_1qHD, key_1kHD, value_1kHD, None, is_causal=True)[0]
@@ -190,10 +196,10 @@ class SDPAImpl(PagedImpl):
     def _attend_uniform(
         self, params: AttentionParams, query: Tensor, piece: UniformRequests, tree: Tensor | None
     ) -> Tensor:
-        """``[rows, num_heads, value head size]``; padding rows are 0 like rows that see nothing."""
+        """Return ``[rows, num_heads, value head size]``; padding rows are 0, as are rows that see nothing."""
         ahead = piece.key_positions[:, None, :] - piece.query_positions[:, :, None]
         seen = _seen(params, ahead, tree)
-        if not params.causal:  # what lies behind the last key lies ahead of every row
+        if not params.causal:  # positions beyond the last key are ahead of every row
             seen &= piece.exists[:, None, :]
         slopes = self.slopes_on(ahead.device)
         mask = seen[:, None] if slopes is None else _alibi_mask(slopes, seen, ahead)
@@ -204,17 +210,18 @@ class SDPAImpl(PagedImpl):
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool = False
     ) -> Tensor:
-        """SDPA of ``n`` requests: ``[n, rows, num_heads, value head size]``, anything where a row sees nothing.
+        """Call SDPA for ``n`` requests; return ``[n, rows, num_heads, value head size]``.
 
-        key, value: ``[n, keys, num_kv_heads, head size]``. mask: ``[n, 1 or num_heads, rows, keys]``; None: all.
+        Rows that see nothing hold anything. key, value: ``[n, keys, num_kv_heads, head size]``. mask: ``[n, 1 or
+        num_heads, rows, keys]``; None if every row sees every key.
         """
         if key.shape[1] == 0:
             return query.new_zeros(*query.shape[:3], self.head_size_v)
-        # SDPA's CPU kernel masks before it scales: a scale of 0 or below would turn its -inf into NaN or +inf.
+        # SDPA's CPU kernel masks before it scales: a scale <= 0 would turn its -inf into NaN or +inf.
         signed = query if self.scale > 0 else query * (-1 if self.scale < 0 else 0)
         tensors = [signed, key, value]
         if mask is not None and mask.dtype == torch.float32:
-            # The bias is a float mask; in half precision slope * distance would lose the distance, so all is float32.
+            # The bias is a float mask. In half precision, slope * distance loses the distance, so use float32.
             tensors = [tensor.float() for tensor in tensors]
         query_nHqD, key_nHkD, value_nHkD = (tensor.transpose(1, 2) for tensor in tensors)
         asked: dict[str, Any] = {
@@ -223,20 +230,20 @@ class SDPAImpl(PagedImpl):
             "scale": abs(self.scale) or 1.0,
             "enable_gqa": self.num_heads != self.num_kv_heads,
         }
-        # The function by which SDPA itself chooses.
+        # SDPA itself chooses with this function.
         choice = SDPBackend(torch._fused_sdp_choice(query_nHqD, key_nHkD, value_nHkD, **asked))
         self.chosen_kernels.add(_NAMES[choice])
         return scaled_dot_product_attention(query_nHqD, key_nHkD, value_nHkD, **asked).transpose(1, 2)
 
 
 def _alibi_mask(slopes: Tensor, seen: Tensor, ahead: Tensor) -> Tensor:
-    """``slope * (key position - query position)``, -inf where a row does not see: ``[n, heads, rows, keys]``."""
+    """Return ``slope * (key position - query position)``, -inf where a row does not see: ``[n, heads, rows, keys]``."""
     bias = slopes[:, None, None] * ahead[:, None].to(torch.float32)
     return bias.masked_fill(~seen[:, None], -torch.inf)
 
 
 def _seen(params: AttentionParams, ahead: Tensor, tree: Tensor | None) -> Tensor:
-    """Which row sees which key: bool, of the shape of ``ahead`` (``[n, rows, keys]``, how far a key lies ahead)."""
+    """Return which rows see which keys, bool; ``ahead [n, rows, keys]`` is key position minus query position."""
     left, right = params.window
     seen = ahead <= 0 if params.causal else torch.ones_like(ahead, dtype=torch.bool)
     if left >= 0:
@@ -244,12 +251,11 @@ def _seen(params: AttentionParams, ahead: Tensor, tree: Tensor | None) -> Tensor
     if right >= 0:
         seen &= ahead <= right
     if tree is not None:
-        # New keys are numbered by how far they lie ahead of the first row; older ones are seen like the root, by all.
+        # New keys are numbered by their distance from the first row. Like the root, older keys are seen by all rows.
         column = ahead[:, :1].clamp(0, len(tree) - 1).expand_as(ahead)
         seen &= tree.expand(len(ahead), -1, -1).gather(2, column)
     return seen
 
 
 def _where_seen(out: Tensor, seen: Tensor) -> Tensor:
-    """``out`` (``[n, rows, heads, size]``) where a row (``[n, rows]``) sees anything, else 0."""
     return out.masked_fill(~seen[:, :, None, None], 0.0)

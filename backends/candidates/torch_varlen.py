@@ -1,8 +1,8 @@
-"""``varlen_attn`` of torch as a candidate: pages where the kernels take them, packed keys elsewhere.
+"""``varlen_attn`` of torch as a candidate: over pages where the kernels support them, over packed keys elsewhere.
 
-Where the installed function takes a page table, pages of a multiple of 256 tokens are read in place. Other pages, and
-all pages with torch 2.11, are gathered into packed rows first, which its time includes. The arguments of
-``varlen_attn`` differ from release to release; the signature is asked, not the version. Not run on a GPU yet.
+If the installed function accepts a page table, pages of a multiple of 256 tokens are read in place. Other pages, and
+all pages with torch 2.11, are first gathered into packed rows; timings include that. The arguments of ``varlen_attn``
+differ between releases, so its signature is inspected, not the version. It has not been run on a GPU yet.
 """
 
 import importlib
@@ -32,7 +32,7 @@ from attncheck.reference.attention.params import AttentionParams
 
 
 class TorchVarlenBackend(FlashBackend):
-    """Any block size, both layouts. Soft cap and ALiBi are out of ``varlen_attn``'s reach, and declared so."""
+    """Backend for any block size and both layouts; ``varlen_attn`` supports neither soft cap nor ALiBi."""
 
     features = frozenset({"sliding_window", "non_causal", "lse", "kv_sharing", "short_keys"})
     conventions = Conventions(padded_rows="finite")
@@ -60,7 +60,7 @@ class TorchVarlenBackend(FlashBackend):
 
 
 class TorchVarlenBuilder(PackedBuilder):
-    """Makes steps."""
+    """Builder of :class:`PackedMetadata`."""
 
     backend = TorchVarlenBackend
 
@@ -104,12 +104,12 @@ class TorchVarlenImpl(FlashImpl):
         metadata: PackedMetadata,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor]:
-        """``varlen_attn``. Its log-sum-exp comes as ``[heads, rows]``, though the documentation says the reverse."""
+        """Call ``varlen_attn``; its log-sum-exp is ``[heads, rows]``, although its documentation states the reverse."""
         params, asked = self.params(metadata), dict(options)
         if "enable_gqa" in self._known:
             asked["enable_gqa"] = True
         elif key is not None and value is not None and self.num_heads != self.num_kv_heads:
-            # Equally many heads is all that the older function documents.
+            # The older function is documented for equal numbers of heads only.
             key, value = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for rows in (key, value))
         left, right = params.window
         varlen = varlen_module()
@@ -123,7 +123,7 @@ class TorchVarlenImpl(FlashImpl):
             longest,
             return_aux=varlen.AuxRequest(lse=True),
             scale=self.scale,
-            window_size=(left, 0 if params.causal else right),  # a tuple: (-1, 0) is recognised by comparison
+            window_size=(left, 0 if params.causal else right),  # must be a tuple: (-1, 0) is recognised by comparison
             **asked,
         )
         self.chosen_kernels.add(flash_implementation())
@@ -135,7 +135,7 @@ _FOR_PAGES = ("block_table", "seqused_k")
 
 
 def varlen_module() -> Any:
-    """Import and return ``torch.nn.attention.varlen``: late, since it loads torch's compiler, which takes seconds."""
+    """Import and return ``torch.nn.attention.varlen``; on demand, since loading torch's compiler takes seconds."""
     return importlib.import_module("torch.nn.attention.varlen")
 
 
@@ -145,18 +145,18 @@ def varlen_parameters() -> frozenset[str]:
 
 
 def flash_implementation() -> str:
-    """Return the FlashAttention that ``varlen_attn`` calls: torch's own FA2, or the one activated in its place."""
+    """Return the FlashAttention that ``varlen_attn`` calls: torch's own FA2, or the activated replacement."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return (None if current is None else current()) or "FA2"
 
 
 def takes_pages(known: frozenset[str]) -> bool:
-    """Whether keys may stay in pages, for a function of the arguments ``known``."""
+    """Return whether keys may stay in pages for a ``varlen_attn`` with the arguments ``known``."""
     return known.issuperset(_FOR_PAGES)
 
 
 def missing_varlen_reasons() -> list[str]:
-    """Why this torch's function cannot be called on a GPU; empty: it can."""
+    """Return why this torch's function cannot be called on a GPU; an empty list if it can."""
     if not torch.backends.cuda.is_flash_attention_available():
         return [f"torch {torch.__version__} was built without FlashAttention"]
     missing = [name for name in _NEEDED if name not in varlen_parameters()]
@@ -165,10 +165,10 @@ def missing_varlen_reasons() -> list[str]:
 
 @dataclass(frozen=True)
 class PackedKeys:
-    """A step's keys, request by request: those that some row sees, up to the request's last.
+    """The keys of a step, request by request, from the first key that some row sees to the request's last.
 
-    key, value: ``[keys, num_kv_heads, head size]``. ends: int32 ``[R + 1]``, 0 and where each request's keys end; a
-    request without rows has none. longest: the most keys of one request.
+    key, value: ``[keys, num_kv_heads, head size]``. ends: int32 ``[R + 1]``, 0 and the end of each request's keys; a
+    request without rows has none. longest: the maximum number of keys of one request.
     """
 
     key: Tensor
@@ -184,9 +184,9 @@ def packed_keys(
     caches: tuple[Tensor, Tensor],
     dtype: torch.dtype,
 ) -> PackedKeys:
-    """Return the step's keys and values out of their pages; the step has rows.
+    """Return the step's keys and values, gathered from their pages; the step must have rows.
 
-    Lengths are read on the host, so that no such step can be part of a CUDA graph.
+    Lengths are read on the host, so such a step cannot be part of a CUDA graph.
     """
     found = list(unpaged_requests(params, metadata, layer, None, None, caches, dtype))
     lens = iter([len(piece.key) for piece in found])

@@ -1,5 +1,6 @@
-"""Backends that are wrong on purpose, one fault each: what a suite catches of them is how much it sees.
+"""Backends with one deliberate fault each; the share that a suite catches measures the suite.
 
-An entry of a YAML file here names a fault, and how a right backend gets it: by a class of the Python file of the same
-stem, or by a text that is replaced in the source of a right backend. None is registered; ``mutants:NAME`` loads one.
+An entry of a YAML file here names a fault and how it is introduced into a correct backend: by a class of the Python
+file of the same stem, or by replacing a text in the source of a correct backend. None is registered; ``mutants:NAME``
+loads one.
 """

@@ -1,10 +1,10 @@
-"""The right backend that mutants of the reference derive from."""
+"""The correct backend from which mutants of the reference derive."""
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 
 
 class Base(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` or ``Builder`` brings the fault."""
+    """The reference under the name of the subclass, whose nested ``Impl`` or ``Builder`` contains the fault."""
 
     Impl = ReferenceImpl
     Builder = ReferenceBuilder
@@ -23,5 +23,5 @@ class Base(ReferenceBackend):
 
 
 def fits_in_memory(cache):
-    """Return whether a copy of the cache takes little memory. Pools of some cases are reserved, and hardly touched."""
+    """Return whether a copy of the cache takes little memory; pools of some cases are reserved, and hardly used."""
     return cache.numel() < 2**26

@@ -1,6 +1,6 @@
-"""What a builder does to others: it changes what they share, keeps what is theirs, or waits where it says it does not.
+"""Faults of builders that affect others: changing shared metadata, keeping references, waiting despite declarations.
 
-One step of one builder is right, unless said otherwise.
+A single step of a single builder is right, unless stated otherwise.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ SYNC_FREE = Conventions(sync_free_build=True)
 
 
 class LensTakenDownUntilForward(Base):
-    """``build`` takes the new tokens off the shared ``seq_lens``, and ``forward`` puts them back."""
+    """``build`` subtracts the new tokens from the shared ``seq_lens``, and ``forward`` adds them again."""
 
     class Builder(ReferenceBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -34,7 +34,7 @@ class LensTakenDownUntilForward(Base):
 
 
 class HostLensSortedForEncoders(Base):
-    """Of an encoder layer, ``build`` sorts the shared ``seq_lens_cpu`` in place."""
+    """For an encoder layer, ``build`` sorts the shared ``seq_lens_cpu`` in place."""
 
     class Builder(ReferenceBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -58,7 +58,7 @@ class CaptureShortensLens(graphs.Base):
 
 
 class CaptureClearsHostTwins(graphs.Base):
-    """Metadata for a capture are built from host lengths of 0, in the runner's own ``num_computed_tokens_cpu``."""
+    """Metadata for a capture overwrite the runner's own ``num_computed_tokens_cpu``."""
 
     class Builder(PagedBuilder):
         def build_for_cudagraph_capture(self, common_attn_metadata):
@@ -87,7 +87,7 @@ class DecodeLensOfTheLatestBuilder(Base):
 
 
 class PlanOnTheLayer(Base):
-    """``build`` leaves the block table of a batch without prompts on a layer without a window, which reads it there."""
+    """``build`` stores the block table on the layers; one without a window reads it if all requests have context."""
 
     class Builder(ReferenceBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -107,7 +107,7 @@ class PlanOnTheLayer(Base):
 
 
 class ReadsTheLongest(Base):
-    """Declares a build that does not wait, and reads the longest length from the device."""
+    """Declares a build that does not wait, but reads the longest length from the device."""
 
     conventions = SYNC_FREE
 
@@ -119,7 +119,7 @@ class ReadsTheLongest(Base):
 
 
 class SelectsDecodesByMask(Base):
-    """Declares a build that does not wait, and selects decodes by a mask: the host has to know how many there are."""
+    """Declares a build that does not wait, but selects decodes by a mask: the host must wait for their number."""
 
     conventions = SYNC_FREE
 
@@ -132,7 +132,7 @@ class SelectsDecodesByMask(Base):
 
 
 class DraftsMissTheNewToken(Base):
-    """``build_for_drafting`` takes the lengths from before the draft: a row does not see its own key."""
+    """``build_for_drafting`` uses the lengths from before the draft: a row does not see its own key."""
 
     class Builder(ReferenceBuilder):
         def build_for_drafting(self, common_attn_metadata, draft_index):
@@ -142,7 +142,7 @@ class DraftsMissTheNewToken(Base):
 
 
 class DraftsOfTheFirstPage(Base):
-    """``build_for_drafting`` keeps the first page of every request alone, and names it for all of them."""
+    """``build_for_drafting`` keeps only the first page of every request, and uses it for all of the request's pages."""
 
     class Builder(ReferenceBuilder):
         def build_for_drafting(self, common_attn_metadata, draft_index):
@@ -161,7 +161,7 @@ class CascadeSortsQueryLens(Base):
 
 
 class CascadeAnswersByNumber(Base):
-    """``use_cascade_attention`` answers with an array of one answer a request."""
+    """``use_cascade_attention`` returns an array with one element per request."""
 
     class Builder(ReferenceBuilder):
         def use_cascade_attention(self, common_prefix_len, query_lens, *rest, **more):
@@ -169,10 +169,10 @@ class CascadeAnswersByNumber(Base):
 
 
 class CountsBeyondItsThreshold(Base):
-    """Asks for requests of up to 8 rows in front, and takes all requests as short as that for its decodes.
+    """Declares a threshold of 8 rows for requests in front, and treats all requests that short as decodes.
 
-    A runner that sorts by a smaller threshold leaves short requests behind long ones: they are answered by the rows of
-    the decodes in front.
+    A runner that sorts by a smaller threshold leaves short requests behind long ones; these get the results of the
+    decodes in front.
     """
 
     class Builder(ReferenceBuilder):

@@ -1,4 +1,4 @@
-"""Reads the catalogue of mutants: which there are, and what is wrong with each. Loads no torch and no mutant."""
+"""Reads the catalogue of mutants and their faults, without loading torch or a mutant."""
 
 import ast
 import re
@@ -14,10 +14,10 @@ from attncheck.errors import CaseFileError, UnknownNameError
 from attncheck.reference.spec import CHECKS
 
 PREFIX = "mutants:"
-"""What stands before the name of a mutant in a reference to it."""
+"""Prefix of a reference to a mutant."""
 
 PROVIDER = "utilities"
-"""The base of mutants that are no backend, but a provider of metadata utilities."""
+"""The base of mutants that are a provider of metadata utilities instead of a backend."""
 
 _FOLDER = Path(__file__).parent
 _NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
@@ -26,12 +26,16 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class Mutant(BaseModel):
-    """A wrong backend: a right one with one fault.
+    """A correct backend with one fault added.
 
     The fault is either ``class_name``, a class of the Python file of ``area``, or a patch: ``old``, replaced by ``new``
-    in the source ``file`` of ``base``. ``base``: the registered backend that it is without the fault. ``kind``: the
-    class of faults. ``check``: the check that catches it, at ``case`` for instance. ``cause``: a regular expression,
-    found in a right diagnosis. ``report``: a public report of such a fault.
+    in the source ``file`` of ``base``.
+
+    base: the registered backend that it is without the fault.
+    kind: the class of faults.
+    check: the check that catches it, for example at ``case``.
+    cause: a regular expression that a correct diagnosis matches.
+    report: the address of a public report of such a fault.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +84,7 @@ class Mutant(BaseModel):
 
     @property
     def is_provider(self) -> bool:
-        """Whether it is a provider of utilities, and no backend."""
+        """Whether it is a provider of utilities instead of a backend."""
         return self.base == PROVIDER
 
 
@@ -89,7 +93,7 @@ def catalogue() -> tuple[Mutant, ...]:
     """Return every mutant, by area, in the order of its file.
 
     Raises:
-        CaseFileError: an entry has a fault of its own, or a name that is taken.
+        CaseFileError: an entry is invalid, or its name is taken.
     """
     found: dict[str, Mutant] = {}
     for path in sorted(_FOLDER.glob("*.yaml")):
@@ -117,10 +121,10 @@ def mutant_of(name: str) -> Mutant:
 
 
 def read_mutants(path: Path) -> Iterator[Mutant]:
-    """Yield the mutants of a YAML file. The fault of a class is its docstring, where the entry gives none.
+    """Yield the mutants of a YAML file; the fault of a class is its docstring, unless the entry gives one.
 
     Raises:
-        CaseFileError: the file is no list of mappings, or an entry is wrong.
+        CaseFileError: the file is no list of mappings, or an entry is invalid.
     """
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(entries, list):
@@ -140,7 +144,7 @@ def read_mutants(path: Path) -> Iterator[Mutant]:
 
 
 def _docstrings(path: Path) -> dict[str, str]:
-    """Return the docstrings of the classes of a Python file, each in one line; empty if there is no file."""
+    """Return the docstrings of the classes of a Python file, each in one line; an empty dict if there is no file."""
     if not path.is_file():
         return {}
     classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]

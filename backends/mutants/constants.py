@@ -1,6 +1,6 @@
-"""Backends that do not look at the scores: they fail ``numerics`` in every case where attention is more than this.
+"""Backends that ignore the scores; they do not pass ``numerics`` in any case where the scores matter.
 
-Their functions look at nothing either.
+Their functions ignore their inputs' weights, too.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from attncheck.backends.mutants.base import Base
 
 
 class Blind(Base):
-    """The reference under the name of the subclass, whose nested ``Impl`` answers without looking."""
+    """The reference under the name of the subclass, whose nested ``Impl`` ignores the scores."""
 
     @classmethod
     def functions(cls):
@@ -56,7 +56,7 @@ class Constant(Blind):
 
 
 class MeanOfV(Blind):
-    """Every visible key weighs the same, whatever its score."""
+    """Every visible key has the same weight, whatever its score."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):

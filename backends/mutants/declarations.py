@@ -1,4 +1,4 @@
-"""Promises broken: refusing what is declared, accepting what is not, refusing too late."""
+"""Faults of declarations: refusing what is declared, accepting what is not, refusing too late."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from attncheck.backends.mutants.base import Base
 
 
 class RefusesItsOwnClaim(Base):
-    """Declares the soft cap, and refuses it."""
+    """Declares the soft cap, but refuses it."""
 
     class Impl(ReferenceImpl):
         def __init__(self, *arguments, **keywords):
@@ -19,7 +19,7 @@ class RefusesItsOwnClaim(Base):
 
 
 class AcceptsUndeclaredSoftCap(Base):
-    """Does not declare the soft cap, takes it all the same, and leaves it out."""
+    """Does not declare the soft cap, but accepts it, and leaves it out."""
 
     features = ReferenceBackend.features - {"logits_soft_cap"}
 
@@ -29,7 +29,7 @@ class AcceptsUndeclaredSoftCap(Base):
 
 
 class BreaksOnUndeclaredSinks(Base):
-    """Does not declare sinks, and dies of them instead of refusing them."""
+    """Does not declare sinks, but raises a KeyError instead of refusing them."""
 
     features = ReferenceBackend.features - {"sinks"}
 
@@ -41,7 +41,7 @@ class BreaksOnUndeclaredSinks(Base):
 
 
 class RefusesTooLate(Base):
-    """Does not declare windows, and notices one only after it has written the cache."""
+    """Does not declare windows, but refuses one only after it has written the cache."""
 
     features = ReferenceBackend.features - {"sliding_window"}
 
@@ -53,7 +53,7 @@ class RefusesTooLate(Base):
 
 
 class CannotProfile(Base):
-    """Reads the metadata before it looks whether there is any."""
+    """Reads the metadata before it checks whether there are any."""
 
     class Impl(ReferenceImpl):
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
@@ -63,7 +63,7 @@ class CannotProfile(Base):
 
 
 class RaisesInForward(Base):
-    """Breaks on every batch."""
+    """Raises on every batch."""
 
     class Impl(ReferenceImpl):
         def attend(self, *arguments):
@@ -71,7 +71,7 @@ class RaisesInForward(Base):
 
 
 class RaisesInDeclaration(Base):
-    """Cannot even say what it supports."""
+    """Raises when its supported cases are queried."""
 
     @classmethod
     def unsupported_reasons(cls, layer, cache, batch):

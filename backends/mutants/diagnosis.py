@@ -1,4 +1,4 @@
-"""Faults that leave a trace of their own in the output: other factors, neighbours' numbers, rows at a distance."""
+"""Faults with a characteristic trace in the output: wrong factors, neighbours' values, rows at regular distances."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ LOG2E = math.log2(math.e)
 
 
 class Altered(ReferenceImpl):
-    """Answers with the parameters that ``altered`` makes of the layer's."""
+    """Impl that uses the parameters that ``altered`` returns."""
 
     def altered(self, params, metadata):
         raise NotImplementedError
@@ -25,11 +25,11 @@ class Altered(ReferenceImpl):
         return self.altered(super().params(metadata), metadata)
 
 
-# What a score is made of.
+# Scores.
 
 
 class ScoresToBaseTwo(Base):
-    """Multiplies the scores by log2(e), and takes natural exponentials of them all the same."""
+    """Multiplies the scores by log2(e), but uses natural exponentials."""
 
     class Impl(Altered):
         def altered(self, params, metadata):
@@ -45,7 +45,7 @@ class CapToBaseTwo(Base):
 
 
 class CapOfAnotherModel(Base):
-    """Caps the scores at 30, whatever the layer says."""
+    """Caps the scores at 30, whatever the layer's soft cap."""
 
     class Impl(Altered):
         def altered(self, params, metadata):
@@ -53,7 +53,7 @@ class CapOfAnotherModel(Base):
 
 
 class SlopesOfKVHeads(Base):
-    """Gives every query head the ALiBi slope at the index of its KV head."""
+    """Uses, for every query head, the ALiBi slope at the index of its KV head."""
 
     class Impl(Altered):
         def altered(self, params, metadata):
@@ -64,7 +64,7 @@ class SlopesOfKVHeads(Base):
 
 
 class SinksOfKVHeads(Base):
-    """Gives every query head the sink at the index of its KV head."""
+    """Uses, for every query head, the sink at the index of its KV head."""
 
     class Impl(Altered):
         def altered(self, params, metadata):
@@ -92,7 +92,7 @@ class SinksOfNoLayer(Base):
 
 
 class ScalesByKind(Base):
-    """Doubles the scores of steps that are all decodes, and halves those of the others, request by request."""
+    """Doubles the scores of single-row requests, and halves those of the others."""
 
     class Impl(ReferenceImpl):
         factor = 1.0
@@ -117,7 +117,7 @@ class ScalesByKind(Base):
 
 
 class MasksAfterTheSoftmax(Base):
-    """Takes the sum of the weights over hidden keys as well."""
+    """Sums the weights over hidden keys as well."""
 
     class Impl(ReferenceImpl):
         sees_all = False
@@ -139,11 +139,11 @@ class MasksAfterTheSoftmax(Base):
                 output_lse[:rows] = every[:rows]
 
 
-# Where keys are looked for.
+# Where keys are read.
 
 
 class Elsewhere(ReferenceImpl):
-    """Reads by the block table that ``found`` makes of the right one."""
+    """Impl that reads by the block table that ``found`` returns."""
 
     def found(self, table):
         raise NotImplementedError
@@ -156,7 +156,7 @@ class Elsewhere(ReferenceImpl):
 
 
 class TableOfTheRequestBefore(Base):
-    """Reads the block table a row too early, and that of the first request for itself."""
+    """Reads the block table one row too early, and the first request's own row for the first request."""
 
     class Impl(Elsewhere):
         def found(self, table):
@@ -164,7 +164,7 @@ class TableOfTheRequestBefore(Base):
 
 
 class PagesInSixteenBits(Base):
-    """Keeps page numbers in 16 bits."""
+    """Stores page numbers in 16 bits."""
 
     class Impl(Elsewhere):
         def found(self, table):
@@ -172,7 +172,7 @@ class PagesInSixteenBits(Base):
 
 
 class EightColumns(Base):
-    """Holds 8 columns of the block table, and reads them over and over."""
+    """Holds only 8 columns of the block table, and reads them repeatedly."""
 
     class Impl(Elsewhere):
         def found(self, table):
@@ -180,7 +180,7 @@ class EightColumns(Base):
 
 
 class LosesOneKeyATile(Base):
-    """Loses the first key of each tile of 32 but the first."""
+    """Loses the first key of each tile of 32, except the first tile."""
 
     class Impl(MaskedImpl):
         def sees(self, params, q, k, **_):
@@ -188,7 +188,7 @@ class LosesOneKeyATile(Base):
 
 
 class LosesEverySecondTile(Base):
-    """Steps over every second run of 32 keys."""
+    """Skips every second run of 32 keys."""
 
     class Impl(MaskedImpl):
         def sees(self, params, q, k, **_):
@@ -196,7 +196,7 @@ class LosesEverySecondTile(Base):
 
 
 class WindowOfTheFirstRow(Base):
-    """Begins the window of all rows of a request where that of the first one begins."""
+    """Begins the window of all rows of a request where that of the first row begins."""
 
     class Impl(MaskedImpl):
         def sees(self, params, q, k, *, context, **_):
@@ -205,11 +205,11 @@ class WindowOfTheFirstRow(Base):
             return visible(open_left, q, k) & ((k >= context - left) | (left < 0))
 
 
-# What is read of queries and scales.
+# Queries and scales.
 
 
 class QueriesOfHalfTheChannels(Base):
-    """Multiplies the first half of the channels of query and key alone."""
+    """Multiplies only the first half of the channels of query and key."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, *rest):
@@ -219,7 +219,7 @@ class QueriesOfHalfTheChannels(Base):
 
 
 class QueriesOfTheRowBefore(Base):
-    """Takes the query of the row before, and for the first row of a request that of its last."""
+    """Uses the query of the previous row, and for the first row of a request that of its last."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -237,11 +237,11 @@ class ValuesDividedByTheirScale(Base):
             super().attend(SimpleNamespace(_k_scale=layer._k_scale, _v_scale=1 / layer._v_scale), *rest)
 
 
-# What becomes of right numbers.
+# Correct results, stored wrongly.
 
 
 class Spoiled(ReferenceImpl):
-    """Answers right, then changes ``output`` by ``spoil``."""
+    """Impl that computes the right result, then changes ``output`` by ``spoil``."""
 
     def spoil(self, output, metadata):
         raise NotImplementedError
@@ -260,7 +260,7 @@ class HalvesOfTheOutput(Base):
 
 
 class EightHeads(Base):
-    """Stores the first 8 heads in the place of those behind them."""
+    """Stores the first 8 heads in place of the later ones."""
 
     class Impl(Spoiled):
         def spoil(self, output, metadata):
@@ -268,7 +268,7 @@ class EightHeads(Base):
 
 
 class FirstRowOfEachTile(Base):
-    """Stores zeros in the first row of each tile of 16, where a request has more rows than that."""
+    """Stores zeros in the first row of each tile of 16 if a request has more than 16 rows."""
 
     class Impl(Spoiled):
         def spoil(self, output, metadata):
@@ -279,7 +279,7 @@ class FirstRowOfEachTile(Base):
 
 
 class RowsAtPageStarts(Base):
-    """Turns the channels around in rows at the first slot of a page of 16, and adds 1."""
+    """Reverses the channels of rows at the first slot of a page of 16, and adds 1."""
 
     class Impl(Spoiled):
         def spoil(self, output, metadata):

@@ -1,4 +1,4 @@
-"""Right backends that a graph of a uniform step holds, for every layer and cache they take: bases of mutants."""
+"""Correct bases of mutants: a CUDA graph can capture their uniform steps, for every supported layer and cache."""
 
 from typing import Any, ClassVar
 
@@ -14,10 +14,10 @@ from attncheck.backends.uniform import uniform_query_len
 
 
 class PagedGraphImpl(SDPAImpl):
-    """``torch_sdpa`` with a softmax of its own, in float32, that knows sinks and a soft cap.
+    """``torch_sdpa`` with its own float32 softmax, which supports sinks and a soft cap.
 
-    What a mutant may ask of the step that is computed is kept: its layer and metadata, the dtype of its rows, the page
-    size, and whether heads stand before tokens.
+    Attributes hold what a mutant may need of the current step: its layer and metadata, the dtype of its rows, the page
+    size, and whether heads precede tokens.
     """
 
     layer: AttentionLayer
@@ -60,12 +60,12 @@ class PagedGraphImpl(SDPAImpl):
         return torch.einsum("nhqk,nkhd->nqhd", weights, values).to(query.dtype)
 
     def masked(self, scores: Tensor) -> Tensor:
-        """Return ``scores [n, heads, rows, keys]``; a mutant hides some of them."""
+        """Return ``scores [n, heads, rows, keys]``; a mutant masks some of them."""
         return scores
 
 
 class GraphPaged(SDPABackend):
-    """Right, with sinks and a soft cap."""
+    """Correct backend with sinks and a soft cap."""
 
     features = SDPABackend.features | {"sinks", "logits_soft_cap"}
     Impl: ClassVar[type[PagedGraphImpl]] = PagedGraphImpl
@@ -131,18 +131,18 @@ class LatentGraphImpl(TorchMLAImpl):
             output_lse[:num_rows] = lse.transpose(1, 2).flatten(0, 1)
 
     def num_seen(self, lens: Tensor, metadata: LatentMetadata) -> Tensor | int:
-        """Return how many keys of each request are looked at: all ``lens [n, 1]``; a mutant looks at fewer."""
+        """Return the number of keys read of each request: all ``lens [n, 1]``; a mutant reads fewer."""
         return lens
 
 
 class LatentGraphBuilder(TorchMLABuilder):
-    """Declares uniform steps."""
+    """Builder that declares uniform steps."""
 
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 class GraphLatent(TorchMLABackend):
-    """Right, without codes."""
+    """Correct latent backend without FP8 codes."""
 
     features = TorchMLABackend.features - {"fp8_kv"}
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32")
@@ -163,7 +163,7 @@ class GraphLatent(TorchMLABackend):
 
 
 class HostSplitImpl(PagedGraphImpl):
-    """Where :attr:`is_split`, computes as many parts of ``part`` keys as the longest request of the step has."""
+    """If :attr:`is_split`, computes only as many parts of ``part`` keys as the longest request of the step has."""
 
     part = 16
 
@@ -175,6 +175,6 @@ class HostSplitImpl(PagedGraphImpl):
     def masked(self, scores: Tensor) -> Tensor:
         if not self.is_split:
             return scores
-        longest = max(self.metadata.seq_lens)  # a number of the host: a graph keeps that of its capture
+        longest = max(self.metadata.seq_lens)  # a host number: a graph keeps its value at capture
         index = torch.arange(scores.shape[-1], device=scores.device)
         return scores.masked_fill(index >= -(-longest // self.part) * self.part, -torch.inf)

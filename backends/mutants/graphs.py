@@ -1,7 +1,7 @@
-"""Four honest backends, each of which a CUDA graph holds at exactly the level it declares, and three that claim more.
+"""Four correct backends, each with exactly the CUDA graph level it declares, and four that claim more.
 
-What all graph miniatures share is here too: plain causal attention in float32, of which every row is computed on its
-own from tensors on the device. Other files of miniatures load this one by its path.
+This module also has the code that all graph mutants share: plain causal attention in float32, which computes every row
+separately from tensors on the device.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 
 NOWHERE = -1
-"""The position of a row that belongs to no request: it sees no key."""
+"""Position of a row that belongs to no request; it sees no key."""
 
 
 def locate(starts, seq_lens, num_rows):
-    """``(request, position)`` of each row, from the device's own offsets and lengths; no request: NOWHERE."""
+    """Return ``(request, position)`` of each row from offsets and lengths on the device; NOWHERE for no request."""
     rows = torch.arange(num_rows, dtype=torch.int32, device=starts.device)
     request = torch.searchsorted(starts[1:], rows, right=True).clamp(max=len(seq_lens) - 1)
     position = seq_lens[request] - starts[1:][request] + rows
@@ -26,12 +26,12 @@ def locate(starts, seq_lens, num_rows):
 
 
 def locate_by(common, num_rows, seq_lens=None):
-    """The same by common metadata, or with other lengths than theirs."""
+    """Return the same from common metadata, optionally with other lengths."""
     return locate(common.query_start_loc, common.seq_lens if seq_lens is None else seq_lens, num_rows)
 
 
 def locate_uniform(common, num_rows, query_len):
-    """The same where every request has ``query_len`` rows, a number of the host: row ``t`` is of ``t // query_len``."""
+    """Return the same for ``query_len`` rows per request, a host number: row ``t`` is of ``t // query_len``."""
     starts, seq_lens = common.query_start_loc, common.seq_lens
     rows = torch.arange(num_rows, dtype=torch.int32, device=starts.device)
     request = (rows // query_len).clamp(max=len(seq_lens) - 1)
@@ -40,7 +40,7 @@ def locate_uniform(common, num_rows, query_len):
 
 
 def locate_on_host(metadata, num_rows, first=0):
-    """The same from the host's numbers, of the rows of request ``first`` and all behind it: a graph keeps them."""
+    """Return the same from host numbers, for the rows of request ``first`` and later ones; a graph freezes them."""
     device = metadata.common.seq_lens.device
     begin = metadata.query_start_loc[first]
     requests, positions = [], []
@@ -55,9 +55,9 @@ def locate_on_host(metadata, num_rows, first=0):
 
 
 def gather(caches, table, request, position):
-    """What each row's request holds at positions 0, 1, ...: float32 key and value ``[rows, keys, heads, size]``, seen.
+    """Return each row's keys and values at positions 0, 1, ... (float32 ``[rows, keys, heads, size]``), and a mask.
 
-    Pages behind the row's position are not looked up, and slots behind it count as zeros, whatever they hold.
+    Pages beyond the row's position are not looked up, and slots beyond it are read as zeros.
     """
     block_size, position = caches[0].shape[1], position[:, None]
     pages = torch.arange(table.shape[1], device=table.device) * block_size
@@ -69,7 +69,7 @@ def gather(caches, table, request, position):
 
 
 def attention(query, key, value, seen, scale):
-    """Output ``[rows, heads, size]`` and log-sum-exp ``[rows, heads]`` in float32; a row that sees nothing: 0, -inf."""
+    """Return output ``[rows, heads, size]`` and LSE ``[rows, heads]`` in float32; 0 and -inf if a row sees nothing."""
     groups = query.float().unflatten(1, (key.shape[2], -1))
     scores = torch.einsum("tkgd,tnkd->tkgn", groups, key) * scale
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
@@ -79,7 +79,7 @@ def attention(query, key, value, seen, scale):
 
 
 def write_rows(new, caches, slots):
-    """Row ``t`` to ``slots[t]``. Rows without a slot repeat the first that has one; without any, nothing changes."""
+    """Write row ``t`` to ``slots[t]``; rows without a slot repeat the first with one. Without any, write nothing."""
     if not len(slots):
         return
     has_slot = slots >= 0
@@ -92,7 +92,7 @@ def write_rows(new, caches, slots):
 
 
 class RowsImpl(PagedImpl):
-    """One layer, row by row. Subclasses replace a step of it."""
+    """One layer, computed row by row; subclasses replace single steps."""
 
     metadata_cls = PagedMetadata
 
@@ -120,19 +120,19 @@ class RowsImpl(PagedImpl):
 
 @dataclass
 class Planned(PagedMetadata):
-    """A step, and what its builder adds for ``forward``; None: nothing."""
+    """Metadata of one step, with data that the builder adds for ``forward``; None if it adds nothing."""
 
     plan: object = None
 
 
 class PlannedImpl(RowsImpl):
-    """Reads what its builder added."""
+    """Impl that reads what its builder added."""
 
     metadata_cls = Planned
 
 
 class Base(PagedBackend):
-    """Nothing of a step is read on the host: a graph serves any batch that fits."""
+    """Backend that reads nothing of a step on the host, so that a graph is right for any batch that fits."""
 
     features = frozenset({"lse"})
     level: ClassVar = AttentionCGSupport.ALWAYS
@@ -157,7 +157,7 @@ class Base(PagedBackend):
         return cls.Impl.metadata_cls
 
 
-# Honest: each is held at exactly the level it declares.
+# Correct: each has exactly the level that it declares.
 
 
 class RowByRow(Base):
@@ -165,9 +165,9 @@ class RowByRow(Base):
 
 
 class EqualRows(Base):
-    """``UNIFORM_BATCH``: how many rows a request has is a number of the host, and the graph keeps it.
+    """``UNIFORM_BATCH``: the number of rows per request is a host number, which the graph keeps.
 
-    A batch of unequal requests is laid out on the host.
+    Batches of unequal requests are laid out on the host.
     """
 
     level = AttentionCGSupport.UNIFORM_BATCH
@@ -181,7 +181,7 @@ class EqualRows(Base):
 
 
 class RowPerRequest(Base):
-    """``UNIFORM_SINGLE_TOKEN_DECODE``: a decode has a kernel of its own, all else is laid out on the host."""
+    """``UNIFORM_SINGLE_TOKEN_DECODE``: decodes have a separate kernel, all other steps are laid out on the host."""
 
     level = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -202,29 +202,29 @@ class HostLengths(Base):
             return locate_on_host(metadata, num_rows)
 
 
-# Claims.
+# Faulty: each claims a higher level than it has.
 
 
 class ClaimsSingleDecode(HostLengths):
-    """Promises decodes: every replay attends with the lengths of the capture."""
+    """Claims single-token decodes, but every replay attends with the lengths of the capture."""
 
     level = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 class ClaimsUniformBatch(RowPerRequest):
-    """Promises the verification of drafts, which it lays out on the host."""
+    """Claims the verification of drafts, which it lays out on the host."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 
 
 class ClaimsAlways(EqualRows):
-    """Promises mixed batches: every replay cuts the rows as the capture's dummies were cut."""
+    """Claims mixed batches, but every replay splits the rows as the capture's dummies were split."""
 
     level = AttentionCGSupport.ALWAYS
 
 
 class ClaimsByTheConfig(RowPerRequest):
-    """The attribute is right; the method that engines ask instead promises everything."""
+    """The class attribute is right, but the method that engines call instead claims every batch."""
 
     class Builder(PagedBuilder):
         @classmethod

@@ -1,6 +1,6 @@
-"""Faults that only certain steps show: their number of requests, their lengths, or what came before them.
+"""Faults that only certain steps show: their number of requests, their lengths, or the steps before them.
 
-Each is modelled on a bug that engines have had. All are right at the lengths and sizes most tests use.
+Each is modelled on a bug that engines have had. All are right at the lengths and sizes that most tests use.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ Base, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedImpl
 
 
 class OwnLengths(PagedBuilder):
-    """Copies the lengths into a buffer of its own, for as many requests as the config allows."""
+    """Builder that copies the lengths into its own buffer, for as many requests as the config allows."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -35,9 +35,9 @@ class OwnLengths(PagedBuilder):
 
 
 class MovesForMoreRequests(Base):
-    """The lengths' buffer has room for the largest graph; a step of more requests gets another, which then stays.
+    """The buffer of lengths fits the largest graph; a step with more requests replaces it by another, for good.
 
-    The old one is kept, so that nothing a graph reads is let go.
+    The old buffer is kept alive, so that no memory that a graph reads is freed.
     """
 
     class Builder(OwnLengths):
@@ -64,7 +64,7 @@ class PlansManyOnTheHost(Base):
 
 
 class PairsRequests(Base):
-    """Works on requests two by two, and takes the last of an even number for the partner of padding."""
+    """Processes requests in pairs, and treats the last of an even number as the partner of padding."""
 
     class Builder(OwnLengths):
         def refill(self, common):
@@ -75,7 +75,7 @@ class PairsRequests(Base):
 
 
 class VerifiesManyOnTheHost(Base):
-    """More requests than a warp has threads are laid out on the host, but only where drafts are verified."""
+    """More requests than a warp has threads are laid out on the host, but only if drafts are verified."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 
@@ -91,7 +91,7 @@ class VerifiesManyOnTheHost(Base):
 
 
 class KernelForShortContexts(Base):
-    """One partition has 512 keys: whether it is enough is asked of the host's lengths, which are short at capture."""
+    """Host lengths, which are short at capture, decide whether one partition of 512 keys is enough."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -101,7 +101,7 @@ class KernelForShortContexts(Base):
 
 
 class CountsTilesOfDummies(Base):
-    """A grid of as many tiles of 64 rows as the step's requests fill: the graph has the number of its dummies."""
+    """The grid has as many tiles of 64 rows as the step's requests fill: the graph keeps the number of its dummies."""
 
     tile = 64
 
@@ -121,11 +121,11 @@ class CountsTilesOfDummies(Base):
             return request, position.masked_fill(first[request] + nth // tile >= metadata.plan, graphs.NOWHERE)
 
 
-# What came before.
+# Earlier steps.
 
 
 class KeepsTheTableWhileItGrows(Base):
-    """As many requests as before, each a token longer, must be the same ones: their pages are taken over."""
+    """Keeps the block table if as many requests as before are a token longer each, as if they were the same."""
 
     class Builder(PagedBuilder):
         lens = None
@@ -146,7 +146,7 @@ class KeepsTheTableWhileItGrows(Base):
 
 
 class PlansByBatchSize(Base):
-    """One plan for each number of requests, made at capture: rows a request are part of it, but not of its key."""
+    """Keeps one plan per number of requests, made at capture: rows per request are in the plan, but not in its key."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 
@@ -174,7 +174,7 @@ class PlansByBatchSize(Base):
 
 
 class DraftsByTheRowsBefore(Base):
-    """Which row is whose is planned by ``build`` alone: drafts take it over, from rows of verification as well."""
+    """Only ``build`` plans which row belongs to which request: drafts reuse the plan, also that of a verification."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 
@@ -205,7 +205,7 @@ class DraftsByTheRowsBefore(Base):
 
 
 class GrowsForUniformSteps(Base):
-    """The workspace is used by steps of equally many rows alone, and made anew for a larger one of those."""
+    """Only uniform steps use the workspace, and a larger one of them reallocates it."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 

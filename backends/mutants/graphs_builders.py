@@ -1,6 +1,6 @@
-"""What a builder forgets while its graphs live: one fault each. Steps without a graph are right, unless said otherwise.
+"""Faults of builders while their graphs live, one each. Steps without a graph are right, unless stated otherwise.
 
-A graph reads the tensors it was captured with; what ``build`` makes later must lie in them.
+A graph reads the tensors that it was captured with, so later results of ``build`` must be stored in them.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ Base, RowsImpl = graphs.Base, graphs.RowsImpl
 
 
 class ChangesCommon(PagedBuilder):
-    """Builds from other common metadata, which ``changed`` makes of the step's."""
+    """Builder that builds from the common metadata that ``changed`` returns."""
 
     def changed(self, common):
         raise NotImplementedError
@@ -24,7 +24,7 @@ class ChangesCommon(PagedBuilder):
 
 
 class AllocatesEachBuild(Base):
-    """Every build makes a new tensor of lengths, and the graph goes on reading the one of its capture."""
+    """Every build allocates a new tensor of lengths, and the graph keeps reading that of its capture."""
 
     class Builder(ChangesCommon):
         def changed(self, common):
@@ -32,7 +32,7 @@ class AllocatesEachBuild(Base):
 
 
 class StaleSlots(Base):
-    """Every build makes a new slot mapping: replays write the new rows where the dummies went, which is nowhere."""
+    """Every build allocates a new slot mapping: replays write new rows to the slots of the dummies, which are none."""
 
     class Builder(ChangesCommon):
         def changed(self, common):
@@ -40,7 +40,7 @@ class StaleSlots(Base):
 
 
 class AlternatesBuffers(Base):
-    """Two buffers of lengths take turns, so that a build need not wait for the step before: a graph knows one."""
+    """Two buffers of lengths alternate, so that a build need not wait for the step before: a graph reads only one."""
 
     class Builder(ChangesCommon):
         def __init__(self, *args):
@@ -54,7 +54,7 @@ class AlternatesBuffers(Base):
 
 
 class BuffersOfTheCapture(Base):
-    """What is made for a capture is never refreshed: ``build`` has a buffer of its own."""
+    """The buffer of a capture is never refreshed: ``build`` has a separate one."""
 
     class Builder(ChangesCommon):
         def __init__(self, *args):
@@ -73,7 +73,7 @@ class BuffersOfTheCapture(Base):
 
 
 class NarrowsTheTable(Base):
-    """Hands out a view of as many pages as the step's longest request has: a graph keeps the view of its dummies."""
+    """Returns a view of as many pages as the step's longest request has: a graph keeps the view of its dummies."""
 
     class Builder(ChangesCommon):
         def changed(self, common):
@@ -82,7 +82,7 @@ class NarrowsTheTable(Base):
 
 
 class ChangesTheCommonLengths(Base):
-    """Takes the new rows off ``seq_lens`` in place: the next builder that is given the step takes them off again."""
+    """Subtracts the new rows from ``seq_lens`` in place: the next builder that gets the step subtracts them again."""
 
     class Builder(ChangesCommon):
         def changed(self, common):
@@ -96,7 +96,7 @@ class ChangesTheCommonLengths(Base):
 
 
 class DraftsWithOldLengths(Base):
-    """``build_for_drafting`` takes the lengths over from the step before: each draft sees one key too few."""
+    """``build_for_drafting`` reuses the lengths of the step before: each draft sees one key too few."""
 
     class Builder(ChangesCommon):
         def __init__(self, *args):

@@ -1,6 +1,6 @@
-"""What ``forward`` does that a captured graph cannot hold, or freezes: one fault each, on a base that does none of it.
+"""Operations of ``forward`` that a captured graph cannot hold, or freezes: one fault each.
 
-Each is right without a graph, but for what padding does to it.
+Each is right without a graph, apart from effects of padding. The base has none of these faults.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ Base, RowsImpl = graphs.Base, graphs.RowsImpl
 
 
 class GathersTheLongest(RowsImpl):
-    """Gathers as many pages as ``longest`` keys need."""
+    """Impl that gathers as many pages as ``longest`` keys need."""
 
     def longest(self, metadata):
         raise NotImplementedError
@@ -28,7 +28,7 @@ class GathersTheLongest(RowsImpl):
 
 
 class ItemForManyRequests(Base):
-    """Of more than four requests the longest is read back, to gather less: capturing a large bucket fails."""
+    """With more than four requests, reads the longest length back, to gather less: capturing a large graph fails."""
 
     class Impl(GathersTheLongest):
         def longest(self, metadata):
@@ -37,7 +37,7 @@ class ItemForManyRequests(Base):
 
 
 class TolistForPrefill(Base):
-    """Rows of drafts take the way of prompts, which reads the lengths back."""
+    """Rows of drafts take the code path of prompts, which reads the lengths back."""
 
     level = AttentionCGSupport.UNIFORM_BATCH
 
@@ -53,7 +53,7 @@ class TolistForPrefill(Base):
 
 
 class BranchesOnTheData(Base):
-    """Long contexts have a kernel of their own, and a tensor's value decides which is launched."""
+    """Long contexts have a separate kernel, and a tensor's value decides which one is launched."""
 
     class Impl(GathersTheLongest):
         def longest(self, metadata):
@@ -62,7 +62,7 @@ class BranchesOnTheData(Base):
 
 
 class CopiesToTheHost(Base):
-    """The last offset is fetched, so that no more than the real rows are computed."""
+    """Fetches the last offset, to compute only the real rows."""
 
     class Impl(RowsImpl):
         def locate(self, metadata, num_rows):
@@ -73,7 +73,7 @@ class CopiesToTheHost(Base):
 
 
 class CopiesFromTheHost(Base):
-    """A list becomes a tensor on the device in every call: capture cannot hold a copy from pageable memory."""
+    """Copies a list to a tensor on the device in every call: a capture cannot hold a copy from pageable memory."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, *args):
@@ -82,7 +82,7 @@ class CopiesFromTheHost(Base):
 
 
 class CopiesTheTwins(Base):
-    """Takes the lengths from their host twin, in ``forward``: nothing of it happens in a replay."""
+    """Copies the lengths from their host twin in ``forward``: a replay does not repeat that."""
 
     class Impl(RowsImpl):
         def locate(self, metadata, num_rows):
@@ -95,7 +95,7 @@ class CopiesTheTwins(Base):
 
 
 class ShapesByTheData(Base):
-    """Only the real rows are computed, however many there are: ``nonzero``."""
+    """Computes only the real rows, whose number depends on data: ``nonzero``."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -106,7 +106,7 @@ class ShapesByTheData(Base):
 
 
 class SelectsSlots(Base):
-    """Rows with a slot are picked with ``masked_select``, and written."""
+    """Selects rows with a slot by ``masked_select``, and writes them."""
 
     class Impl(RowsImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -118,7 +118,7 @@ class SelectsSlots(Base):
 
 
 class WritesByMask(Base):
-    """The real rows go into the output through a mask."""
+    """Writes the real rows into the output through a mask."""
 
     class Impl(RowsImpl):
         def finish(self, out, lse, output, output_lse, metadata, position):
@@ -131,7 +131,7 @@ class WritesByMask(Base):
 
 
 class ReadsLengthsAsInts(Base):
-    """The lengths on the metadata are numbers: every replay attends with those of the dummies."""
+    """The lengths in the metadata are host numbers: every replay attends with those of the dummies."""
 
     class Impl(RowsImpl):
         def locate(self, metadata, num_rows):
@@ -149,7 +149,7 @@ class TrustsTheHostMaximum(Base):
 
 
 class FreezesTheSplits(Base):
-    """As many splits of eight keys as the step's longest request has: the graph keeps the number of its dummies."""
+    """Computes as many splits of eight keys as the longest request has: the graph keeps the number of its dummies."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -168,7 +168,7 @@ class FreezesTheSplits(Base):
 
 
 class DividesByTheLength(Base):
-    """Normalises by the number of keys and back: 0 / 0 in the rows of a padding request."""
+    """Divides by the number of keys and multiplies again: 0 / 0 in the rows of a padding request."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -178,7 +178,7 @@ class DividesByTheLength(Base):
 
 
 class ReadsTheNullPage(Base):
-    """Takes every row to see a key: a row of padding sees the first one of the null page, whatever stands there."""
+    """Assumes that every row sees a key: a padding row sees the first key of the null page, whatever it holds."""
 
     class Impl(RowsImpl):
         def attend_rows(self, query, caches, table, request, position, metadata):
@@ -196,7 +196,7 @@ class ScalesByTheWholeQuery(Base):
 
 
 class WritesNaNIntoPadding(Base):
-    """Rows of no request come out as NaN, and whatever reduces over all rows behind attention is lost."""
+    """Writes NaN into rows of no request, so that any later reduction over all rows gives NaN."""
 
     class Impl(RowsImpl):
         def finish(self, out, lse, output, output_lse, metadata, position):
@@ -208,7 +208,7 @@ class WritesNaNIntoPadding(Base):
 
 
 class DummiesIntoTheNullPage(Base):
-    """A row without a slot is written to slot 0: capture leaves NaN in the page that every padding row reads."""
+    """Writes a row without a slot to slot 0: capture leaves NaN in the page that every padding row reads."""
 
     class Impl(RowsImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -216,7 +216,7 @@ class DummiesIntoTheNullPage(Base):
 
 
 class NegativeSlotsWrap(Base):
-    """A row without a slot is written to the last one of the pool."""
+    """Writes a row without a slot to the last slot of the pool."""
 
     class Impl(RowsImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -226,7 +226,7 @@ class NegativeSlotsWrap(Base):
 
 
 class WorkspaceMoves(Base):
-    """The workspace is made anew for a larger step: graphs captured before go on using memory that was given back."""
+    """Reallocates the workspace for a larger step: graphs captured before keep using freed memory."""
 
     class Impl(RowsImpl):
         workspace = None

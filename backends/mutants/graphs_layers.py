@@ -1,4 +1,4 @@
-"""Wrong in a captured graph, and only for layers, caches or steps of one kind."""
+"""Faults in a captured graph that only layers, caches or steps of one kind show."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,11 +18,11 @@ from attncheck.backends.mutants.graph_bases import (
 )
 from attncheck.backends.paged_metadata import PagedMetadata
 
-# One modifier, or one modifier with another trait.
+# One modifier, or one modifier together with another property.
 
 
 class WindowBranchAtCapture(GraphPaged):
-    """A window that no request of the step is longer than is left out: a graph keeps that choice of its dummies."""
+    """Drops a window that no request of the step exceeds: a graph keeps that choice of its dummies."""
 
     class Impl(PagedGraphImpl):
         def params(self, metadata: PagedMetadata) -> Any:
@@ -51,7 +51,7 @@ class WindowVerifiedInHalf(GraphPaged):
 
 
 class ALiBiOfTheDummies(GraphPaged):
-    """ALiBi's table has a column for each key of the longest request at capture; later keys take the last one."""
+    """ALiBi's table has a column for each key of the longest request at capture; later keys use the last column."""
 
     class Impl(PagedGraphImpl):
         def masked(self, scores: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class ALiBiOfTheDummies(GraphPaged):
 
 
 class ALiBiWorkspace(GraphPaged):
-    """ALiBi's bias has a workspace that a larger step replaces: earlier graphs use memory that was given back."""
+    """ALiBi's bias has a workspace that a larger step replaces: earlier graphs use freed memory."""
 
     class Impl(PagedGraphImpl):
         workspace: Tensor | None = None
@@ -86,7 +86,7 @@ class SinksInHalf(GraphPaged):
 
 
 class LongUnderACapInHND(GraphPaged):
-    """With a soft cap and heads before tokens, whether 512 keys are enough is decided at capture."""
+    """With a soft cap and heads before tokens, the capture decides whether 512 keys are enough."""
 
     class Impl(HostSplitImpl):
         part = 512
@@ -108,7 +108,7 @@ class CodesInOneSplit(GraphPaged):
 
 
 class ScaleAsNumber(GraphPaged):
-    """The scale of an FP8 cache is read from the device in every step."""
+    """Every step reads the scale of an FP8 cache back from the device."""
 
     class Impl(PagedGraphImpl):
         def masked(self, scores: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class ScaleAsNumber(GraphPaged):
 
 
 class SharedCacheOfTheCapture(GraphPaged):
-    """A layer that reads another's cache takes over a plan of parts, which it never makes anew in a graph."""
+    """A layer that reads another's cache reuses a split plan, which a graph never updates."""
 
     class Impl(HostSplitImpl):
         @property
@@ -145,11 +145,11 @@ class LatentDraftsInHalf(GraphLatent):
             return lens.clamp(max=-(-max(metadata.seq_lens) // 32) * 32) if is_split else lens
 
 
-# Steps that follow one another, and batches that are in flight together.
+# Consecutive steps, and batches in flight together.
 
 
 class GrowsWithAnError(GraphPaged):
-    """The first step of more rows than any before raises, and makes room for the next one."""
+    """The first step with more rows than any before raises, and allocates room for the next one."""
 
     class Impl(PagedGraphImpl):
         rows = 0
@@ -162,7 +162,7 @@ class GrowsWithAnError(GraphPaged):
 
 
 class KeepsKnownRequests(GraphPaged):
-    """A row of the table is copied only where its first page changed: pages that a request gains never arrive."""
+    """Copies a row of the table only if its first page changed: pages that a request gains are missing."""
 
     class Builder(SDPABuilder):
         table: Tensor | None = None
@@ -180,7 +180,7 @@ class KeepsKnownRequests(GraphPaged):
 
 
 class ClearsLengthsAtCapture(GraphPaged):
-    """Where no row has a slot, which is so at capture, the lengths on the host are set to 0."""
+    """Sets the lengths on the host to 0 if no request has computed tokens, which holds at capture."""
 
     class Impl(PagedGraphImpl):
         def attend(self, layer: AttentionLayer, *args: Any) -> None:
@@ -191,7 +191,7 @@ class ClearsLengthsAtCapture(GraphPaged):
 
 
 class PadsLengthsBehind(GraphPaged):
-    """Fills the lengths up to a multiple of eight requests, in memory that a step of fewer was not lent."""
+    """Pads the lengths to a multiple of eight requests, in memory beyond that of a step with fewer."""
 
     class Impl(PagedGraphImpl):
         def attend(self, layer: AttentionLayer, *args: Any) -> None:
@@ -203,7 +203,7 @@ class PadsLengthsBehind(GraphPaged):
 
 
 class PlansForCaptures(SDPABuilder):
-    """Copies the lengths of every step that has the shape of a captured one into the buffer of that shape."""
+    """Builder that copies the lengths of every step with a captured shape into the buffer of that shape."""
 
     plans: dict[int, Tensor]
 
@@ -222,7 +222,7 @@ class PlansForCaptures(SDPABuilder):
 
 
 class BuildersShareAPlan(GraphPaged):
-    """The builders of a layer have the plans of captured shapes in common: a second micro-batch overwrites one."""
+    """The builders of a layer share the plans of captured shapes: a second micro-batch overwrites one."""
 
     class Builder(PlansForCaptures):
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:

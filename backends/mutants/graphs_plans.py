@@ -1,6 +1,6 @@
-"""Plans made at capture and never again, or made of what only the capture had: one fault each.
+"""Plans made only at capture, or from data of the capture: one fault each.
 
-A graph knows no number of a later step. Steps of shapes that were not captured are right.
+A graph sees no host number of a later step. Steps of shapes that were not captured are right.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ Base, PlannedImpl = graphs.Base, graphs.PlannedImpl
 
 
 class KnowsCaptures(PagedBuilder):
-    """Remembers, by its numbers of requests and tokens, what it ``made_for`` a captured shape: that is the plan."""
+    """Builder that keeps the result of ``made_for`` for a captured shape (requests, tokens), which is the plan."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -35,7 +35,7 @@ class KnowsCaptures(PagedBuilder):
 
 
 class PlansByShape(Base):
-    """Where the rows lie is planned once for a captured shape; later batches of that shape take the plan over."""
+    """Plans the positions of rows once per captured shape; later batches of that shape reuse the plan."""
 
     class Builder(KnowsCaptures):
         def made_for(self, common):
@@ -47,7 +47,7 @@ class PlansByShape(Base):
 
 
 class KeepsTheLastTable(Base):
-    """Rows of its own table are copied only where a request has more pages than in the step before."""
+    """Copies rows of its own table only if a request has more pages than in the step before."""
 
     class Builder(KnowsCaptures):
         def made_for(self, common):
@@ -67,11 +67,11 @@ class KeepsTheLastTable(Base):
             return metadata
 
     class Impl(PlannedImpl):
-        """Reads the table like any other."""
+        """Impl that reads the table like any other."""
 
 
 class OnePlanForAllBuckets(Base):
-    """The order in which rows are stored is planned at capture, in one buffer: a smaller bucket overwrites it."""
+    """Plans the order in which rows are stored at capture, in one buffer: a smaller graph size overwrites it."""
 
     class Builder(KnowsCaptures):
         def made_for(self, common):
@@ -91,7 +91,7 @@ class OnePlanForAllBuckets(Base):
 
 
 class PacksDraftsByEight(Base):
-    """At capture more than four rows a request are laid out in tiles of eight: wrong for five, six and seven."""
+    """At capture lays out more than four rows per request in tiles of eight: wrong for five, six and seven."""
 
     class Builder(KnowsCaptures):
         def made_for(self, common):
@@ -112,7 +112,7 @@ class PacksDraftsByEight(Base):
 
 
 class CapturesAShortMaximum(Base):
-    """To capture quickly, ``max_seq_len`` is set to that of the dummies, and the graph gathers no more for ever."""
+    """Sets ``max_seq_len`` to that of the dummies, for a fast capture: the graph never gathers more."""
 
     class Builder(PagedBuilder):
         def build_for_cudagraph_capture(self, common_attn_metadata):
@@ -126,7 +126,7 @@ class CapturesAShortMaximum(Base):
 
 
 class GridOfTheDummies(Base):
-    """Launches as many rows a request as the longest query has: a prompt longer than the dummies is cut off."""
+    """Launches as many rows per request as the longest query has: a prompt longer than the dummies is cut off."""
 
     class Builder(PagedBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -142,7 +142,7 @@ class GridOfTheDummies(Base):
 
 
 class SkipsFreshPrompts(Base):
-    """A prompt of 1 + K tokens is no decode, so its rows are laid out on the host: a graph of decodes leaves it out."""
+    """Treats a prompt of 1 + K tokens as no decode, and lays its rows out on the host: a graph of decodes omits it."""
 
     class Builder(PagedBuilder):
         def __init__(self, *args):
@@ -175,7 +175,7 @@ class SkipsFreshPrompts(Base):
 
 
 class EmptySplitsAreNaN(Base):
-    """Captures with three splits of the keys, for long requests; one that holds no key of a row comes out as NaN."""
+    """Captures with three splits of the keys, for long requests; a split without keys of a row gives NaN."""
 
     class Builder(PagedBuilder):
         def build_for_cudagraph_capture(self, common_attn_metadata):
@@ -201,7 +201,7 @@ class EmptySplitsAreNaN(Base):
 
 
 class LeavesTheLseOut(Base):
-    """Whoever captures wants no log-sum-exp, it thinks: replays leave that of an earlier step."""
+    """Assumes that a capture needs no log-sum-exp: replays leave that of an earlier step."""
 
     class Builder(PagedBuilder):
         def build_for_cudagraph_capture(self, common_attn_metadata):

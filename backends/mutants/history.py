@@ -1,4 +1,4 @@
-"""Right alone, wrong in company: what a backend keeps from earlier batches, other layers or other micro-batches."""
+"""Faults that depend on state kept from earlier batches, other layers or other micro-batches; right in isolation."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -11,15 +11,15 @@ from attncheck.backends.mutants.stale import ChangesMetadata
 
 
 def with_lengths(common, seq_lens):
-    """The metadata with other lengths on the device."""
+    """Return the metadata with other lengths on the device."""
     return replace(common, seq_lens=seq_lens.to(common.seq_lens.dtype))
 
 
-# Batches that follow one another.
+# Consecutive batches.
 
 
 class PlansForTheLongest(Base):
-    """Plans for the longest batch so far: rows of a shorter one are cut off where its own tiles would be."""
+    """Plans for the longest batch so far: rows of a shorter batch lose their last keys."""
 
     class Impl(ChangesMetadata):
         longest = 0
@@ -31,7 +31,7 @@ class PlansForTheLongest(Base):
 
 
 class KeepsTheMostRequests(Base):
-    """Requests of the largest batch so far are counted: in a batch of fewer, the last one is taken for padding."""
+    """Counts the requests of the largest batch so far: in a smaller batch, the last request is treated as padding."""
 
     class Impl(ReferenceImpl):
         most = 0
@@ -45,7 +45,7 @@ class KeepsTheMostRequests(Base):
 
 
 class StaysSplit(Base):
-    """Keys stay split once a step had many: in a later step of few keys the last split is not merged."""
+    """Keys stay split after a step that had many: in a later step with few keys the last split is not merged."""
 
     class Impl(ChangesMetadata):
         is_split = False
@@ -58,7 +58,7 @@ class StaysSplit(Base):
 
 
 class DecodesAsItPrefilled(Base):
-    """A prompt sets a flag that nothing takes back: a decode after it sees no key of its own step."""
+    """A prompt sets a flag that is never reset: later decodes see no key of their own step."""
 
     class Impl(ChangesMetadata):
         had_prompt = False
@@ -71,7 +71,7 @@ class DecodesAsItPrefilled(Base):
 
 
 class PrefillsAsItDecoded(Base):
-    """A workspace for decodes has one row a request: a prefill after a decode writes the last row alone."""
+    """A workspace for decodes has one row per request: a prefill after a decode writes only each request's last row."""
 
     class Impl(ReferenceImpl):
         had_decodes = False
@@ -104,11 +104,11 @@ class KeepsTheDecodeTable(Base):
             )
 
 
-# Requests that go on.
+# Continued requests.
 
 
 class KeepsThePagesOfARequest(Base):
-    """A request that goes on keeps the pages it had: one that it gains is not read."""
+    """A continued request keeps its pages: a page that it gains is not read."""
 
     class Builder(ReferenceBuilder):
         def __init__(self, *arguments):
@@ -128,7 +128,7 @@ class KeepsThePagesOfARequest(Base):
 
 
 class PredictsLengths(Base):
-    """Lengths of the same requests are counted up by the rows of the step before, and not by those of this one."""
+    """Increments the lengths of the same requests by the rows of the previous step instead of those of this one."""
 
     class Impl(ChangesMetadata):
         known = None
@@ -146,7 +146,7 @@ class PredictsLengths(Base):
 
 
 class KeepsTheMaskInMetadata(Base):
-    """The first layer of a step leaves its window and scale in the metadata, and all later ones use these."""
+    """The first layer of a step stores its window and scale in the metadata, and all later layers use them."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -156,7 +156,7 @@ class KeepsTheMaskInMetadata(Base):
 
 
 class ShortensTheMetadata(Base):
-    """The first layer of a step takes its own rows off the lengths in the metadata."""
+    """The first layer of a step subtracts its own rows from the lengths in the metadata."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -167,7 +167,7 @@ class ShortensTheMetadata(Base):
 
 
 class GathersOnceAStep(Base):
-    """Gathered keys are kept in the metadata, and serve every layer of the step."""
+    """Keeps gathered keys in the metadata, and uses them for every layer of the step."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -179,7 +179,7 @@ class GathersOnceAStep(Base):
 
 
 class WritesForSharingLayers(Base):
-    """A layer that shares another's cache stores the keys that it is handed."""
+    """A layer that shares another's cache stores the keys that it is given."""
 
     class Impl(ReferenceImpl):
         def __init__(self, *arguments, **keywords):
@@ -191,7 +191,7 @@ class WritesForSharingLayers(Base):
 
 
 class ScaleOfTheLatestLayer(Base):
-    """Keeps the scale in the class, so every layer uses that of the layer made last."""
+    """Keeps the scale in the class, so every layer uses that of the layer constructed last."""
 
     class Impl(ReferenceImpl):
         latest: ClassVar = {}
@@ -224,7 +224,7 @@ class TableOfTheLatestGroup(Base):
 
 
 class OnePlanForAllBuilders(Base):
-    """A plan is found by the number of rows and requests alone: of two equal micro-batches one gets the other's."""
+    """Finds a plan by the number of rows and requests only: of two equal micro-batches one gets the other's."""
 
     class Builder(ReferenceBuilder):
         plans: ClassVar = {}
@@ -242,7 +242,7 @@ class OnePlanForAllBuilders(Base):
 
 
 class BoundOfTheLatestBuild(Base):
-    """The bound of all lengths is kept in the impl's class: keys beyond that of the batch built last are not read."""
+    """Keeps the bound of all lengths in the impl's class: keys beyond that of the batch built last are not read."""
 
     class Builder(ReferenceBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):

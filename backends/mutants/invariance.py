@@ -1,4 +1,4 @@
-"""Right where a batch is put as usual, wrong where something that must not matter is put in another way."""
+"""Faults that show only if a property of the inputs changes that must not matter; right for usual inputs."""
 
 from dataclasses import replace
 
@@ -9,18 +9,18 @@ from attncheck.backends.mutants.base import Base
 
 
 def _in_a_run(rows):
-    """``rows`` read as if the heads of a row lay one behind the other."""
+    """Return ``rows`` read as if the heads of a row were adjacent."""
     return rows.as_strided(rows.shape, (rows.stride(0), rows.shape[2], 1), rows.storage_offset())
 
 
 def _move_last_bits(rows):
-    """Change the last bit of small elements of each row, as another order of the sum does."""
+    """Change the last bit of small elements of each row, as another summation order does."""
     is_small = rows.abs() < rows.abs().amax(dim=-1, keepdim=True) / 4
     rows.copy_(torch.where(is_small, torch.nextafter(rows, torch.zeros_like(rows)), rows))
 
 
 class TakesHeadsForARun(Base):
-    """The cache writer reads the heads of a key row one behind the other, whatever the stride of the heads is."""
+    """The cache writer assumes that the heads of a key row are adjacent, whatever the stride of the heads is."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -28,7 +28,7 @@ class TakesHeadsForARun(Base):
 
 
 class TakesKeyStridesForValue(Base):
-    """The cache writer reads value by the strides of key."""
+    """The cache writer reads value with the strides of key."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -38,7 +38,7 @@ class TakesKeyStridesForValue(Base):
 
 
 class TakesQueryHeadsForARun(Base):
-    """The attention kernel reads the heads of a query row one behind the other."""
+    """The attention kernel assumes that the heads of a query row are adjacent."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -46,7 +46,7 @@ class TakesQueryHeadsForARun(Base):
 
 
 class WritesRowsWithoutRoom(Base):
-    """The output is written as if its rows lay one behind the other."""
+    """Writes the output as if its rows were adjacent."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -56,7 +56,7 @@ class WritesRowsWithoutRoom(Base):
 
 
 class LosesTheCapAlone(Base):
-    """A request that is alone in its batch takes another kernel, which has no soft cap."""
+    """A request that is alone in its batch uses another kernel, which has no soft cap."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -66,7 +66,7 @@ class LosesTheCapAlone(Base):
 
 
 class EndsAtTheFirstLength(Base):
-    """With sinks, the loop over keys ends where those of the first request do."""
+    """With sinks, the loop over keys ends at the length of the first request."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -78,7 +78,7 @@ class EndsAtTheFirstLength(Base):
 
 
 class SplitsByMaxSeqLen(Base):
-    """A batch of single tokens is split by max_seq_len, and the last split is taken to be full."""
+    """Splits a batch of single tokens by max_seq_len, and assumes that the last split is full."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -89,7 +89,7 @@ class SplitsByMaxSeqLen(Base):
 
 
 class StepsOverNarrowTables(Base):
-    """In a batch of single tokens the block table is taken to be no wider than two pages more than needed."""
+    """In a batch of single tokens, assumes that the block table is at most two pages wider than needed."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -105,7 +105,7 @@ class StepsOverNarrowTables(Base):
 
 
 class PlansOncePerLengths(Base):
-    """With a window, an impl keeps the block table of the first batch with context for all batches of its lengths."""
+    """With a window, an impl reuses the block table of the first batch with context for all batches of its lengths."""
 
     class Impl(ReferenceImpl):
         def __init__(self, *args, **keywords):
@@ -124,7 +124,7 @@ class PlansOncePerLengths(Base):
 
 
 class PlansOncePerProcess(Base):
-    """All impls with ALiBi of a process share the block tables they have seen, by the lengths of the requests."""
+    """All impls with ALiBi in a process share block tables, keyed by the lengths of the requests."""
 
     class Impl(ReferenceImpl):
         tables: dict = {}  # noqa: RUF012 (the fault)
@@ -142,7 +142,7 @@ class PlansOncePerProcess(Base):
 
 
 class AddsInAnyOrder(Base):
-    """Partial sums are added in the order in which they come, so that the last bits change from call to call."""
+    """Adds partial sums in order of arrival, so that the last bits change from call to call."""
 
     class Impl(ReferenceImpl):
         calls = 0
@@ -155,7 +155,7 @@ class AddsInAnyOrder(Base):
 
 
 class SplitsByTheCount(Base):
-    """Every second impl of a process sums the keys in another order: a counter of the process picks the kernel."""
+    """Every second impl of a process sums the keys in another order: a counter of the process selects the kernel."""
 
     class Impl(ReferenceImpl):
         made = [0]  # noqa: RUF012 (the fault)
@@ -172,7 +172,7 @@ class SplitsByTheCount(Base):
 
 
 class CompilesWindowsInPairs(Base):
-    """A kernel is compiled once for a window and the next larger one, with the window of the first layer that asks."""
+    """Compiles one kernel for a window and the next larger one, with the window of the first layer that uses it."""
 
     class Impl(ReferenceImpl):
         compiled: dict = {}  # noqa: RUF012 (the fault)
@@ -186,7 +186,7 @@ class CompilesWindowsInPairs(Base):
 
 
 class CompilesWithTheScale(Base):
-    """The scale of the first layer of given sizes and modifiers is compiled into the kernel of all of them."""
+    """Compiles the scale of the first layer with given sizes and modifiers into the kernel for all of them."""
 
     class Impl(ReferenceImpl):
         compiled: dict = {}  # noqa: RUF012 (the fault)

@@ -1,4 +1,4 @@
-"""Wrong latent attention: sizes confused, weights cut wrongly, pieces of the context lost or masked."""
+"""Faults of latent attention: confused sizes, wrongly split weights, pieces of the context lost or masked."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from attncheck.backends.candidates.torch_mla import TorchMLABackend, TorchMLAImp
 
 
 class Latent(ReferenceMLABackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` brings the fault."""
+    """The reference under the name of the subclass, whose nested ``Impl`` contains the fault."""
 
     Impl = ReferenceMLAImpl
 
@@ -24,7 +24,7 @@ class Latent(ReferenceMLABackend):
 
 
 class PlainTorch(TorchMLABackend):
-    """The candidate in plain torch, likewise."""
+    """``torch_mla`` under the name of the subclass, whose nested ``Impl`` contains the fault."""
 
     Impl = TorchMLAImpl
 
@@ -37,7 +37,7 @@ class PlainTorch(TorchMLABackend):
         return cls.Impl
 
 
-# Blind to the scores.
+# Scores are ignored.
 
 
 class LatentZeros(Latent):
@@ -59,7 +59,7 @@ class LatentConstant(Latent):
 
 
 class LatentMean(Latent):
-    """Every visible key weighs the same, whatever its score."""
+    """Every visible key has the same weight, whatever its score."""
 
     class Impl(ReferenceMLAImpl):
         def params(self, metadata):
@@ -70,7 +70,7 @@ class LatentMean(Latent):
 
 
 class ScaleOfTheCacheRow(Latent):
-    """Takes the head size it was told, that of a cache row, for the size of a query: scale (L + E) ** -0.5."""
+    """Uses the head size it gets, that of a cache row, as the size of a query: scale (L + E) ** -0.5."""
 
     class Impl(ReferenceMLAImpl):
         def params(self, metadata):
@@ -79,7 +79,7 @@ class ScaleOfTheCacheRow(Latent):
 
 
 class CutsAllKeysFirst(Latent):
-    """Takes the rows of ``kv_b_proj`` for those of all keys, then those of all values; they alternate by head."""
+    """Reads the rows of ``kv_b_proj`` as those of all keys, then those of all values; they alternate by head."""
 
     class Impl(ReferenceMLAImpl):
         def process_weights_after_loading(self, act_dtype):
@@ -89,7 +89,7 @@ class CutsAllKeysFirst(Latent):
 
 
 class RotatedPartFirst(Latent):
-    """Takes a cache row for rotated part, then latent part, when it writes and when it reads."""
+    """Reads and writes a cache row as rotated part, then latent part."""
 
     class Impl(ReferenceMLAImpl):
         def write(self, layer, kv_c, k_pe, kv_cache, slot_mapping):
@@ -101,7 +101,7 @@ class RotatedPartFirst(Latent):
 
 
 class RotatedPartPerHead(Latent):
-    """Shifts the rotated part by a channel from head to head, as if heads had their own."""
+    """Shifts the rotated part by one channel per head, as if each head had its own."""
 
     class Impl(ReferenceMLAImpl):
         def answer(self, layer, query, kv_cache, metadata):
@@ -111,7 +111,7 @@ class RotatedPartPerHead(Latent):
 
 
 class ReadsByVScale(Latent):
-    """Reads the latent part of an FP8 row by v_scale, as if it were values; the row has one scale."""
+    """Scales the latent part of an FP8 row by v_scale, as if it were values; the row has one scale."""
 
     class Impl(ReferenceMLAImpl):
         def answer(self, layer, query, kv_cache, metadata):
@@ -146,7 +146,7 @@ class DropsTheLastPiece(PlainTorch):
 
 
 class MasksContextByLocalIndex(PlainTorch):
-    """Leaves the causal mask on in the pieces of the context, whose positions it counts from their own first."""
+    """Applies the causal mask in the pieces of the context, with positions counted from each piece's beginning."""
 
     class Impl(TorchMLAImpl):
         def _piece(self, query, tokens, span, first, causal):
@@ -156,7 +156,7 @@ class MasksContextByLocalIndex(PlainTorch):
 
 
 class CountsEmptyPieces(PlainTorch):
-    """A request whose context is exhausted before another's still merges a piece: zeros, with an LSE of 0."""
+    """A request whose context ends before another's still merges a piece: zeros, with an LSE of 0."""
 
     class Impl(TorchMLAImpl):
         def _up_projected(self, query, tokens, first, metadata):

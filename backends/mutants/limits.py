@@ -1,4 +1,4 @@
-"""Numbers of too few bits, grids that end too early, keys in parts, and tables read as they are not."""
+"""Faults of integer widths, grid limits, split keys, and block tables."""
 
 from dataclasses import replace
 
@@ -9,18 +9,18 @@ from attncheck.backends.mutants.base import Base
 
 
 def with_table(metadata, table):
-    """The same step with another block table."""
+    """Return the same step with another block table."""
     return replace(metadata, common=replace(metadata.common, block_table_tensor=table))
 
 
 def wrapped(numbers, bits):
-    """Numbers as a signed integer of so many bits holds them."""
+    """Return the numbers as a signed integer with ``bits`` bits holds them."""
     half = 2 ** (bits - 1)
     return (numbers + half) % 2**bits - half
 
 
 class ReadsOtherTable(Base):
-    """The reference with a table of its own making: ``Impl.table_of`` says which."""
+    """The reference with a changed block table, which ``Impl.table_of`` returns."""
 
     class Impl(ReferenceImpl):
         def table_of(self, common, cache):
@@ -32,11 +32,11 @@ class ReadsOtherTable(Base):
             super().attend(layer, query, key, value, caches, metadata, output, output_lse)
 
 
-# Numbers of too few bits.
+# Integers with too few bits.
 
 
 class PositionsInSixteenBits(ReadsOtherTable):
-    """Counts key positions in 16 bits: key 65,536 is read where key 0 lies."""
+    """Counts key positions in 16 bits: key 65,536 is read from the place of key 0."""
 
     class Impl(ReadsOtherTable.Impl):
         bits = 16
@@ -47,7 +47,7 @@ class PositionsInSixteenBits(ReadsOtherTable):
 
 
 class PositionsInFifteenBits(ReadsOtherTable):
-    """Counts key positions in a signed 16-bit integer, whose sign it drops: key 32,768 is read where key 0 lies."""
+    """Counts key positions in a signed 16-bit integer and drops the sign: key 32,768 is read from key 0's place."""
 
     class Impl(PositionsInSixteenBits.Impl):
         bits = 15
@@ -62,7 +62,7 @@ class PagesInTwentyFourBits(ReadsOtherTable):
 
 
 class ElementsInThirtyTwoBits(ReadsOtherTable):
-    """Multiplies page number and page stride in 32 bits: a pool of more than 2**31 elements is read elsewhere."""
+    """Multiplies page number and page stride in 32 bits: a pool of more than 2**31 elements is read at wrong places."""
 
     class Impl(ReadsOtherTable.Impl):
         def table_of(self, common, cache):
@@ -81,7 +81,7 @@ class BytesInUnsignedThirtyTwoBits(ReadsOtherTable):
 
 
 class SlotsInThirtyTwoBits(Base):
-    """Casts the slot mapping to int32: a slot beyond 2**31 is negative, and is written nowhere."""
+    """Casts the slot mapping to int32: a slot beyond 2**31 becomes negative, and is not written."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -89,7 +89,7 @@ class SlotsInThirtyTwoBits(Base):
 
 
 class WritesElementsInThirtyTwoBits(Base):
-    """Multiplies slot and row stride in 32 bits on the way into the cache."""
+    """Multiplies slot and row stride in 32 bits when it writes the cache."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -102,7 +102,7 @@ class WritesElementsInThirtyTwoBits(Base):
 
 
 class GridOfRows(Base):
-    """Starts a program a row along an axis of 65,535 at most: further rows are never written."""
+    """Starts one program per row along an axis of at most 65,535: further rows are never written."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -112,7 +112,7 @@ class GridOfRows(Base):
 
 
 class GridOfRequestsAndHeads(Base):
-    """Starts a program a request and head along an axis of 65,535 at most, in decodes alone."""
+    """Starts one program per request and head along an axis of at most 65,535, only in decodes."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -123,7 +123,7 @@ class GridOfRequestsAndHeads(Base):
                 programs[65535:] = kept
 
 
-# Keys in parts, and windows against them.
+# Split keys, and windows in them.
 
 
 class HidesKeys(Base):
@@ -144,7 +144,7 @@ class HidesKeys(Base):
                         self._answer_without(lo, hi, row, last, request, layer, query, caches, metadata, output)
 
         def _answer_without(self, lo, hi, row, last, request, layer, query, caches, metadata, output):
-            """Attend from one row over the keys that are left, each in a page of its own."""
+            """Attend from one row over the remaining keys, one per page."""
             size = caches[0].shape[1]
             left = self.sliding_window[0]
             begin = max(0, last - left) if left >= 0 else 0
@@ -164,7 +164,7 @@ class HidesKeys(Base):
 
 
 class MergesSixtyFourRows(HidesKeys):
-    """Splits 512 keys and more where a request has up to 128 rows, and merges the parts of the first 64 rows alone."""
+    """Splits 512 or more keys if a request has up to 128 rows, and merges the parts of the first 64 rows only."""
 
     class Impl(HidesKeys.Impl):
         def hidden(self, nth, query_len, last, seq_len):
@@ -173,7 +173,7 @@ class MergesSixtyFourRows(HidesKeys):
 
 
 class LosesThePartOfTheWindow(HidesKeys):
-    """Of a window longer than a part of 256 keys, leaves out the part in which it begins."""
+    """If a window is longer than a part of 256 keys, leaves out the part in which it begins."""
 
     class Impl(HidesKeys.Impl):
         def hidden(self, nth, query_len, last, seq_len):
@@ -185,7 +185,7 @@ class LosesThePartOfTheWindow(HidesKeys):
 
 
 class TileOfTheLastRow(HidesKeys):
-    """Of 64 rows behind 512 keys of context, all begin at the tile of keys in which the last one's window begins."""
+    """After 512 keys of context, all of 64 rows begin at the key tile in which the last row's window begins."""
 
     class Impl(HidesKeys.Impl):
         def hidden(self, nth, query_len, last, seq_len):
@@ -201,7 +201,7 @@ class TileOfTheLastRow(HidesKeys):
 
 
 class StrideOfTheShape(ReadsOtherTable):
-    """Takes the width of the block table for the distance of its rows in memory."""
+    """Uses the width of the block table as the stride of its rows."""
 
     class Impl(ReadsOtherTable.Impl):
         def table_of(self, common, cache):
@@ -210,7 +210,7 @@ class StrideOfTheShape(ReadsOtherTable):
 
 
 class StrideInTenBits(ReadsOtherTable):
-    """Keeps the distance between rows of the block table in ten bits."""
+    """Stores the row stride of the block table in ten bits."""
 
     class Impl(ReadsOtherTable.Impl):
         def table_of(self, common, cache):
@@ -219,7 +219,7 @@ class StrideInTenBits(ReadsOtherTable):
 
 
 class DropsNullPages(ReadsOtherTable):
-    """Packs the pages that are not null to the front of a table row, and reads them as the first ones."""
+    """Packs the non-null pages to the front of a table row, and reads them as the first ones."""
 
     class Impl(ReadsOtherTable.Impl):
         def table_of(self, common, cache):
@@ -228,7 +228,7 @@ class DropsNullPages(ReadsOtherTable):
 
 
 class EndsAtTheNullPage(Base):
-    """Takes page 0 for the end of a request's pages: what lies behind it is not read."""
+    """Treats page 0 as the end of a request's pages: later pages are not read."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -245,7 +245,7 @@ class EndsAtTheNullPage(Base):
 
 
 class WritesEveryKeyRow(Base):
-    """Starts a program a row of the key: those behind the slot mapping go to the slots behind its last one."""
+    """Starts one program per row of the key: rows beyond the slot mapping are written after its last slot."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -258,7 +258,7 @@ class WritesEveryKeyRow(Base):
 
 
 class RowsByTheQuery(Base):
-    """In a step of decodes, takes the rows of the query over the requests for the rows of each."""
+    """In a step of decodes, uses query rows divided by requests as the number of rows per request."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):

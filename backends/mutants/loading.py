@@ -1,7 +1,7 @@
-"""Loads mutants: the class of a fault, or a private copy of a right backend with the fault in its source.
+"""Loads mutants: the class with a fault, or a private copy of a correct backend with the fault in its source.
 
-Copied are the patched module and every module through which the backend reaches it. All others are the real ones, and
-no real module changes: what judges a mutant stays right.
+The patched module is copied, and every module through which the backend imports it. All other modules are the real
+ones. No real module changes, so the code that judges a mutant stays correct.
 """
 
 import ast
@@ -23,7 +23,7 @@ from attncheck.reference import v0
 from attncheck.reference.lazy_exports import homes
 
 _OPERATORS = '"attncheck::'
-"""How the names of torch operators begin; two modules cannot define one name."""
+"""Prefix of the names of torch operators, which two modules must not both define."""
 
 
 class MutantBackend:
@@ -46,7 +46,7 @@ class MutantBackend:
 
 
 def mutant_utilities(name: str) -> tuple[ModuleType, ModuleType]:
-    """Return what the provider ``name`` offers: the utilities, and those of the first generation.
+    """Return what the provider ``name`` offers: the utilities, and the utilities of the first generation.
 
     Raises:
         QuestionError: there is no such mutant, it is a backend, or its patch does not fit.
@@ -69,10 +69,10 @@ def _offer(package: ModuleType, exported: Mapping[str, str], copies: "_Copies") 
 
 
 class _Copies:
-    """Copies of modules, one of them with the fault of ``mutant``. ``names``: the modules that are copied.
+    """Copies of modules, one of them with the fault of ``mutant``; ``names`` are the modules that are copied.
 
     Raises:
-        BackendLoadError: the old text does not occur exactly once, or no module of ``entries`` reaches the patched one.
+        BackendLoadError: the old text does not occur exactly once, or no module of ``entries`` imports the patched one.
     """
 
     def __init__(self, mutant: Mutant, entries: Iterable[str]) -> None:
@@ -97,11 +97,11 @@ class _Copies:
         source = self._source if name == self._patched else _source(name)
         source = source.replace(_OPERATORS, f'"{self.prefix.rstrip(".").replace(".", "_")}::')
         filename = f"{self._mutant.ref}/{name.partition('.')[2].replace('.', '/')}.py"
-        # Where `inspect` looks for a source that is no file, as Triton's compiler does.
+        # `inspect`, which Triton's compiler uses, looks here for sources that are not files.
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         module = ModuleType(private)
         vars(module).update({"__file__": filename, "__builtins__": dict(self._builtins)})
-        sys.modules[private] = module  # dataclasses look their module up
+        sys.modules[private] = module  # dataclasses look up their module
         try:
             exec(compile(source, filename, "exec"), vars(module))  # noqa: S102 (attncheck's own source)
         except BaseException:
@@ -117,7 +117,7 @@ class _Copies:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> Any:
-        """Import as ``__import__`` does, but the copies in place of the real modules."""
+        """Import as ``__import__`` does, but return the copies instead of the real modules."""
         if name in self.names and fromlist:
             return self.load(name)
         found = builtins.__import__(name, globals, locals, fromlist or (), level)

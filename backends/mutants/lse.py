@@ -10,7 +10,7 @@ from attncheck.backends.mutants.base import Base
 
 
 class ChangesLse(Base):
-    """Shared by those below: the output is right, the LSE is what ``changed`` makes of it."""
+    """Backend whose output is right, and whose LSE is replaced by the result of ``changed``."""
 
     class Impl(ReferenceImpl):
         def changed(self, lse, metadata):
@@ -31,7 +31,7 @@ class LseBaseTwo(ChangesLse):
 
 
 class LseOfTheMaxOnly(Base):
-    """Stores the largest score instead of the logarithm of the sum (where no modifier makes that hard to say)."""
+    """Stores the largest score instead of the logarithm of the sum (only without soft cap, ALiBi and sinks)."""
 
     class Impl(ReferenceImpl):
         sharpness = 1.0
@@ -45,7 +45,7 @@ class LseOfTheMaxOnly(Base):
             params = self.params(metadata)
             if params.logits_soft_cap or params.alibi_slopes or params.sinks:
                 return
-            # Of scores a thousand times as large the sum keeps the largest.
+            # For scores scaled by 1000, the sum equals its largest term.
             self.sharpness = 1000.0
             super().attend(layer, query, key, value, caches, metadata, torch.empty_like(output), output_lse)
             output_lse[: metadata.num_rows] /= self.sharpness
@@ -64,7 +64,7 @@ class LseWithoutSink(ChangesLse):
 
 
 class LseOfTheFirstHead(ChangesLse):
-    """One LSE a row: that of head 0."""
+    """Writes the LSE of head 0 for all heads of a row."""
 
     class Impl(ChangesLse.Impl):
         def changed(self, lse, metadata):

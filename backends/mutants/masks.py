@@ -1,4 +1,4 @@
-"""Keys that a row should not see or should, and rows and keys looked for in the wrong place."""
+"""Faults of masks, and of the places where rows and keys are read."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from attncheck.reference import paged_attention, varlen_attention, visible
 
 
 class MaskedImpl(ReferenceImpl):
-    """Attends under a predicate of its own, ``sees``; ``context`` is the position of the request's first row."""
+    """Impl that attends under its own predicate, ``sees``; ``context`` is the position of the request's first row."""
 
     def sees(self, params, q, k, *, context, query_len, block_size):
         raise NotImplementedError
@@ -53,7 +53,7 @@ class TopLeftCausal(Base):
 
 
 class ExcludesItself(Base):
-    """A row sees what came before it, but not itself."""
+    """A row sees the keys before it, but not its own."""
 
     class Impl(MaskedImpl):
         def sees(self, params, q, k, **_):
@@ -79,7 +79,7 @@ class WindowTooShort(Base):
 
 
 class WindowDroppedInDecode(Base):
-    """The decode kernel never heard of the window."""
+    """The decode kernel ignores the window."""
 
     class Impl(MaskedImpl):
         def sees(self, params, q, k, *, query_len, **_):
@@ -87,18 +87,18 @@ class WindowDroppedInDecode(Base):
 
 
 class AlwaysCausal(Base):
-    """The causal mask is built in: ``causal`` in the metadata, and the encoder's type, change nothing."""
+    """Always applies the causal mask: ``causal`` in the metadata, and the encoder's type, have no effect."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
             return replace(super().params(metadata), causal=True)
 
 
-# Where keys, values and rows are looked for.
+# Where keys, values and rows are read.
 
 
 class IdentityBlockTable(Base):
-    """Takes a request's pages to lie one behind the other, from its first on."""
+    """Assumes that a request's pages are adjacent, beginning with its first."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -139,7 +139,7 @@ class RepeatsHeadsWrong(Base):
 
 
 class MissesTheNewKeys(Base):
-    """Attends before it writes: this step's own keys are what stood in their slots before."""
+    """Attends before it writes: the step's own keys are the previous contents of their slots."""
 
     class Impl(ReferenceImpl):
         def write(self, *arguments):
@@ -164,7 +164,7 @@ class LeavesRowsUnwritten(Base):
 
 
 class ReturnsAnotherTensor(Base):
-    """Declares that it fills the caller's output, and returns a tensor of its own."""
+    """Declares that it fills the caller's output, but returns another tensor."""
 
     class Impl(ReferenceImpl):
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, output=None, *rest, **more):
@@ -173,7 +173,7 @@ class ReturnsAnotherTensor(Base):
 
 
 class WindowOffByOne(Base):
-    """A window of W keys shows W + 1: the bound is taken for a distance."""
+    """A window of W keys shows W + 1: the size is used as a distance."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):

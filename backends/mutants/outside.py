@@ -1,13 +1,13 @@
-"""Reads and writes memory of no request: tails of pages, table entries past the end, padding."""
+"""Faults that read or write memory of no request: tails of pages, table entries past the end, padding."""
 
 from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.backends.mutants.base import Base
 
-# What lies outside.
+# Memory of no request.
 
 
 class FollowsTheTableToItsEnd(Base):
-    """Loads every page of the table row and gives what lies past the length weight 0."""
+    """Loads every page of the table row, and gives keys past the length weight 0."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -45,7 +45,7 @@ class WritesPaddedRowsNaN(Base):
 
 
 class WritesBehindTheOutput(Base):
-    """Stores whole tiles of rows, whether or not the output has that many."""
+    """Stores whole tiles of rows, even if the output has fewer rows."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):

@@ -13,12 +13,12 @@ ENDLESS = 2**62
 
 
 def scales_of(layer):
-    """Return the scales of a cache of codes, as ``paged_attention`` takes them."""
+    """Return the scales of an FP8 cache, as keywords of ``paged_attention``."""
     return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
 
 class PagedImpl(ReferenceImpl):
-    """Attends to the pages by ``paged_attention``, with arguments that ``options`` changes."""
+    """Impl that calls ``paged_attention`` with arguments that ``options`` changes."""
 
     def options(self, metadata, params):
         raise NotImplementedError
@@ -50,7 +50,7 @@ class TreeIgnored(Base):
 
 
 class TreeTransposed(Base):
-    """A draft sees its descendants, under the causal mask: itself."""
+    """A draft sees its descendants; under the causal mask, that is only itself."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -58,7 +58,7 @@ class TreeTransposed(Base):
 
 
 class TreeWithoutContext(Base):
-    """The tree is read by the key's position, not by its place behind the context."""
+    """Indexes the tree by the key's position instead of its place after the context."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -75,7 +75,7 @@ class TreeWithoutContext(Base):
 
 
 class TreeByDepth(Base):
-    """A row of a tree stands at its depth: a window reaches further back."""
+    """Uses the depth of a row in the tree as its position: a window reaches further back."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -95,7 +95,7 @@ class TreeByDepth(Base):
 
 
 class DraftsSeeEachOther(Base):
-    """Short queries take the decode kernel, which masks nothing."""
+    """Short queries use the decode kernel, which has no mask."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -107,7 +107,7 @@ class DraftsSeeEachOther(Base):
 
 
 class ChunkAsWindow(Base):
-    """The last keys, as many as a chunk has, in place of those of the row's chunk."""
+    """Sees the last keys, as many as a chunk has, instead of those of the row's chunk."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -116,7 +116,7 @@ class ChunkAsWindow(Base):
 
 
 class ChunksFromTheFirstRow(Base):
-    """Chunks are counted from the first new row."""
+    """Counts chunks from the first new row."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -131,7 +131,7 @@ class ChunksFromTheFirstRow(Base):
 
 
 class WritesASharedCache(Base):
-    """A layer that shares a cache clears the slots it has no rows for."""
+    """A layer that shares a cache clears the slots of the step."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -148,7 +148,7 @@ class WritesASharedCache(Base):
 
 
 class Cascading(PagedImpl):
-    """Both parts, each with arguments of its own."""
+    """Impl that computes both parts, each with its own arguments."""
 
     def parts(self, prefix, params):
         raise NotImplementedError
@@ -168,7 +168,7 @@ class Cascading(PagedImpl):
 
 
 class PrefixTwice(Base):
-    """The rest starts at 0 as well."""
+    """The rest also starts at position 0."""
 
     class Impl(Cascading):
         def parts(self, prefix, params):
@@ -176,7 +176,7 @@ class PrefixTwice(Base):
 
 
 class SinksInBothParts(Base):
-    """The sinks are counted with the prefix and with the rest."""
+    """Counts the sinks with the prefix and with the rest."""
 
     class Impl(Cascading):
         def parts(self, prefix, params):
@@ -184,7 +184,7 @@ class SinksInBothParts(Base):
 
 
 class WindowDroppedInThePrefix(Base):
-    """The prefix is seen whole."""
+    """Attends to the whole prefix, without the window."""
 
     class Impl(Cascading):
         def parts(self, prefix, params):
@@ -194,7 +194,7 @@ class WindowDroppedInThePrefix(Base):
 
 
 class AveragesThePrefix(Base):
-    """The outputs of both parts are averaged."""
+    """Averages the outputs of both parts."""
 
     class Impl(Cascading):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -209,17 +209,17 @@ class AveragesThePrefix(Base):
             output_lse[: len(head)] = torch.logaddexp(head_lse, tail_lse).float()
 
 
-# Parts that attncheck merges.
+# Parts that the harness merges.
 
 
 class Merged(Base):
-    """Has no cascade of its own."""
+    """Backend without its own cascade and chunks."""
 
     features = ReferenceBackend.features - {"cascade", "local"}
 
 
 class EmptyPartsWeigh(Merged):
-    """Where a row sees nothing, the LSE is 0."""
+    """The LSE is 0 for a row that sees nothing."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -228,7 +228,7 @@ class EmptyPartsWeigh(Merged):
 
 
 class MergesInBaseTwo(Merged):
-    """The LSE is to base 2, and not declared so."""
+    """The LSE has base 2, but is declared natural."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -237,7 +237,7 @@ class MergesInBaseTwo(Merged):
 
 
 class PartsAreCausal(Merged):
-    """The causal mask is always on."""
+    """Always applies the causal mask."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -245,7 +245,7 @@ class PartsAreCausal(Merged):
 
 
 class IgnoresVirtualTables(Merged):
-    """Chunks: every piece of a request reads the pages of its first."""
+    """With chunks, every piece of a request reads the pages of its first piece."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):
@@ -262,7 +262,7 @@ class IgnoresVirtualTables(Merged):
 
 
 class BuildsOncePerShape(Base):
-    """Metadata are kept by the number of requests, for all builders of the process."""
+    """Caches metadata by the number of requests, for all builders of the process."""
 
     class Builder(ReferenceBuilder):
         kept: ClassVar[dict] = {}
@@ -276,7 +276,7 @@ class BuildsOncePerShape(Base):
 
 
 class LengthsOfTheWholeStep(Base):
-    """A request that is cut keeps the length it has in the whole step, by its table's pages."""
+    """A request that is split between micro-batches keeps its length in the whole step, by its table's pages."""
 
     class Impl(PagedImpl):
         def options(self, metadata, params):

@@ -1,4 +1,4 @@
-"""Faults of what several calls have in common."""
+"""Faults of data that several calls share."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -10,7 +10,7 @@ from attncheck.backends.mutants.base import Base
 
 
 class Parted(Base):
-    """The reference under the name of the subclass, played by parts; its ``Impl`` or ``Builder`` brings the fault."""
+    """The reference without cascade and chunks, run in parts; a subclass's ``Impl`` or ``Builder`` has the fault."""
 
     features = Base.features - {"cascade", "local"}
 
@@ -24,7 +24,7 @@ class Parted(Base):
 
 
 class ChangesAnswers(ReferenceImpl):
-    """Attends, and then spoils what came of it."""
+    """Impl that attends, and then changes the result by ``spoil``."""
 
     def spoil(self, metadata, output, output_lse):
         raise NotImplementedError
@@ -35,7 +35,7 @@ class ChangesAnswers(ReferenceImpl):
 
 
 class TreeOfPaddedStride(Parted):
-    """The tree's rows are read as if they were a power of two long."""
+    """Reads the tree's rows as if their length were padded to a power of two."""
 
     class Impl(ReferenceImpl):
         def _tree_of_step(self, metadata):
@@ -49,7 +49,7 @@ class TreeOfPaddedStride(Parted):
 
 
 class DraftsPackedByEight(Parted):
-    """Queries of as many rows each are read as if there were a power of two of them."""
+    """Reads queries with equally many rows each as if that number were a power of two."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, *args):
@@ -63,7 +63,7 @@ class DraftsPackedByEight(Parted):
 
 
 class RowsOfTheLastBuild(Parted):
-    """Rows beyond the longest query of the batch that was built last are left out."""
+    """Leaves out rows beyond the longest query of the batch that was built last."""
 
     longest: ClassVar[list] = [0]
 
@@ -79,7 +79,7 @@ class RowsOfTheLastBuild(Parted):
 
 
 class BuildersShareATable(Parted):
-    """One block table for all builders of the process: what is built later overwrites what was built before."""
+    """All builders of the process share one block table: a later build overwrites an earlier one."""
 
     tables: ClassVar[dict] = {}
 
@@ -93,7 +93,7 @@ class BuildersShareATable(Parted):
 
 
 class CausalOfTheFirstBuild(Parted):
-    """Reads ``causal`` of the first step alone, and uses it for all."""
+    """Reads ``causal`` only in the first step, and uses it for all."""
 
     class Builder(ReferenceBuilder):
         is_causal = None
@@ -114,7 +114,7 @@ class LSEOfAnotherGrouping(Parted):
 
 
 class LSETransposed(Parted):
-    """The LSE is written with heads first."""
+    """Writes the LSE with heads first."""
 
     class Impl(ChangesAnswers):
         def spoil(self, metadata, output, output_lse):
@@ -122,7 +122,7 @@ class LSETransposed(Parted):
 
 
 class WithoutKeysNoNewTokens(Parted):
-    """A layer that is handed no keys sees the context alone."""
+    """A layer that gets no keys sees only the context."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -136,7 +136,7 @@ class WithoutKeysNoNewTokens(Parted):
 
 
 class PaddedLogitsAreRows(Parted):
-    """The row that padded logits indices name is computed once more, of a query that is padding."""
+    """Computes the row that padded logits indices name once more, from a query that is padding."""
 
     class Impl(ChangesAnswers):
         def spoil(self, metadata, output, output_lse):

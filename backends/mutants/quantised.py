@@ -1,4 +1,4 @@
-"""Faults of FP8 caches and outputs: scales misused, codes made wrongly, numbers beyond the range."""
+"""Faults of FP8 caches and outputs: misused scales, wrong codes, values beyond the range."""
 
 from types import SimpleNamespace
 
@@ -9,13 +9,13 @@ from attncheck.backends.mutants.base import Base, fits_in_memory
 
 
 def with_scales(layer, **scales):
-    """The layer with other scales."""
+    """Return the layer with other scales."""
     own = {name: getattr(layer, name) for name in ("_q_scale", "_k_scale", "_v_scale")}
     return SimpleNamespace(**own | scales)
 
 
 class CodingImpl(ReferenceImpl):
-    """Writes the codes that ``codes`` makes of numbers already divided by their scale."""
+    """Impl that writes the result of ``codes``, which gets values already divided by their scale."""
 
     def codes(self, x, dtype):
         raise NotImplementedError
@@ -31,11 +31,11 @@ class CodingImpl(ReferenceImpl):
             cache.view(torch.uint8)[slots // cache.shape[1], slots % cache.shape[1]] = codes.view(torch.uint8)
 
 
-# What is written.
+# Writing.
 
 
 class MultipliesByTheScale(Base):
-    """Multiplies by the scale where it has to divide."""
+    """Multiplies by the scale where it must divide."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, *rest):
@@ -44,7 +44,7 @@ class MultipliesByTheScale(Base):
 
 
 class DoesNotSaturate(Base):
-    """What is beyond the largest code becomes NaN."""
+    """Values beyond the largest code become NaN."""
 
     class Impl(CodingImpl):
         def codes(self, x, dtype):
@@ -54,7 +54,7 @@ class DoesNotSaturate(Base):
 
 
 class TruncatesCodes(Base):
-    """Drops the bits that do not fit, in place of rounding to the nearest code."""
+    """Truncates the bits that do not fit, instead of rounding to the nearest code."""
 
     class Impl(CodingImpl):
         def codes(self, x, dtype):
@@ -64,11 +64,11 @@ class TruncatesCodes(Base):
             return torch.where(too_far, nearest.view(torch.uint8) - 1, nearest.view(torch.uint8)).view(dtype)
 
 
-# Which scale is read.
+# Scales on reading.
 
 
 class SwapsScales(Base):
-    """Takes the scale of values for keys, and the scale of keys for values; consistently, in writing and reading."""
+    """Uses the scale of values for keys, and the scale of keys for values, consistently in writing and reading."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, *rest):
@@ -87,7 +87,7 @@ class TakesFirstHeadsScale(Base):
 
 
 class ForgetsValueScale(Base):
-    """Takes codes of values for values."""
+    """Uses codes of values as values, without their scale."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, *rest):
@@ -95,7 +95,7 @@ class ForgetsValueScale(Base):
 
 
 class ScalesFloatCache(Base):
-    """Multiplies by k_scale and v_scale when it reads, though the cache holds no codes."""
+    """Multiplies by k_scale and v_scale on reading, although the cache holds no codes."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, *rest):
@@ -108,7 +108,7 @@ class ScalesFloatCache(Base):
 
 
 class ScalesQuery(Base):
-    """Multiplies by q_scale, though the query is no codes."""
+    """Multiplies by q_scale, although the query holds no codes."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, *rest):
@@ -117,11 +117,11 @@ class ScalesQuery(Base):
             super().attend(layer, query.float() * scale, *rest)
 
 
-# What is handed out.
+# Quantised outputs.
 
 
 class MultipliesTheOutput(Base):
-    """Multiplies the output by output_scale where it has to divide."""
+    """Multiplies the output by output_scale where it must divide."""
 
     class Impl(ReferenceImpl):
         def attend_quantised(self, *arguments):
@@ -130,7 +130,7 @@ class MultipliesTheOutput(Base):
 
 
 class IgnoresOutputScale(Base):
-    """Rounds the output to codes as it is."""
+    """Rounds the output to codes without dividing by output_scale."""
 
     class Impl(ReferenceImpl):
         def attend_quantised(self, *arguments):

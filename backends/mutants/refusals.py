@@ -1,6 +1,6 @@
-"""What becomes of a case that a backend does not declare: accidents in place of a refusal, and answers that are wrong.
+"""Faults in cases that a backend does not declare: accidental exceptions instead of a refusal, and wrong results.
 
-Each one is right in every case that it declares.
+Each backend is right in every case that it declares.
 """
 
 import torch
@@ -12,7 +12,7 @@ FEATURES = Base.features
 
 
 class UnpacksTheWindow(Base):
-    """Does not declare windows, and unpacks one as if it were a pair: a TypeError of Python's."""
+    """Does not declare windows, and unpacks one as if it were a pair: Python's TypeError."""
 
     features = FEATURES - {"sliding_window"}
 
@@ -24,7 +24,7 @@ class UnpacksTheWindow(Base):
 
 
 class UnpacksTheSinks(Base):
-    """Does not declare sinks, and unpacks them as if they were two: a ValueError of Python's."""
+    """Does not declare sinks, and unpacks them as if they were two: Python's ValueError."""
 
     features = FEATURES - {"sinks"}
 
@@ -36,7 +36,7 @@ class UnpacksTheSinks(Base):
 
 
 class RaisesWithoutWords(Base):
-    """Does not declare the soft cap, and raises a NotImplementedError that does not say of what."""
+    """Does not declare the soft cap, and raises a NotImplementedError without a message."""
 
     features = FEATURES - {"logits_soft_cap"}
 
@@ -59,7 +59,7 @@ class RaisesWithoutWords(Base):
 
 
 class LeavesItToTorch(Base):
-    """Does not declare float32, and meets there an operator of torch's that raises a NotImplementedError."""
+    """Does not declare float32, for which an operator of torch raises a NotImplementedError."""
 
     @classmethod
     def get_supported_dtypes(cls):
@@ -100,7 +100,7 @@ class LargePagesTurned(Base):
 
 
 class WideHeadsCutShort(Base):
-    """Declares head sizes up to 256, takes larger ones, and scores by their first 256 elements."""
+    """Declares head sizes up to 256, accepts larger ones, and computes scores from their first 256 elements."""
 
     @classmethod
     def get_supported_head_sizes(cls):
@@ -114,7 +114,7 @@ class WideHeadsCutShort(Base):
 
 
 class OneFormatOfCodes(Base):
-    """Declares FP8 caches of e4m3 with one scale, takes those of e5m2, and stores and reads e4m3 there as well."""
+    """Declares FP8 caches of e4m3 with one scale, accepts those of e5m2, and stores and reads e4m3 there as well."""
 
     features = FEATURES - {"fp8_per_head"}
     supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e4m3")

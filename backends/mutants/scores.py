@@ -1,4 +1,4 @@
-"""Faults of what a score is made of: the scale, the cap, ALiBi, sinks."""
+"""Faults of scores: the scale, the soft cap, ALiBi, sinks."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from attncheck.backends.mutants.base import Base
 
 
 class ScaleIgnored(Base):
-    """Multiplies scores by head_size ** -0.5, whatever the layer says."""
+    """Multiplies scores by head_size ** -0.5, whatever the layer's scale."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -15,7 +15,7 @@ class ScaleIgnored(Base):
 
 
 class CapBeforeScale(Base):
-    """Caps the bare product of query and key, and scales afterwards: cap * tanh(qk / cap) * scale."""
+    """Caps the unscaled product of query and key, and scales afterwards: cap * tanh(qk / cap) * scale."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -26,7 +26,7 @@ class CapBeforeScale(Base):
 
 
 class AlibiDropped(Base):
-    """Declares ALiBi, accepts the slopes, and leaves them out."""
+    """Declares ALiBi and accepts the slopes, but leaves them out."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -43,7 +43,7 @@ class SlopesReversed(Base):
 
 
 class SinksIgnored(Base):
-    """Declares sinks, accepts them, and leaves them out."""
+    """Declares sinks and accepts them, but leaves them out."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -51,7 +51,7 @@ class SinksIgnored(Base):
 
 
 class SinksScaled(Base):
-    """Treats a sink as one more score: multiplies it by the scale."""
+    """Treats a sink as one more score, and multiplies it by the scale."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):
@@ -62,7 +62,7 @@ class SinksScaled(Base):
 
 
 class IgnoresSoftCap(Base):
-    """Declares the soft cap, accepts it, and leaves it out."""
+    """Declares the soft cap and accepts it, but leaves it out."""
 
     class Impl(ReferenceImpl):
         def params(self, metadata):

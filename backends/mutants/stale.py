@@ -1,4 +1,4 @@
-"""Right at first, wrong later: what a backend keeps from earlier calls, or takes from bounds that need not be exact."""
+"""Faults of state kept from earlier calls, and of bounds taken as exact values; the first call is right."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from attncheck.backends.mutants.base import Base
 
 
 class ChangesMetadata(ReferenceImpl):
-    """Attends under other common metadata, which ``changed`` makes of the step's."""
+    """Impl that attends with the common metadata that ``changed`` returns."""
 
     def changed(self, common):
         raise NotImplementedError
@@ -21,7 +21,7 @@ class ChangesMetadata(ReferenceImpl):
 
 
 class KeepsFirstTable(Base):
-    """Plans once: the block table of the first batch of a shape serves all later ones."""
+    """Plans once: the block table of the first batch is used for all later batches that fit into it."""
 
     class Impl(ChangesMetadata):
         table = None
@@ -37,7 +37,7 @@ class KeepsFirstTable(Base):
 
 
 class CountsItsCalls(Base):
-    """A workspace is cleared before the first call only: from the second on, rows come out scaled."""
+    """Clears a workspace only before the first call: from the second on, rows are scaled."""
 
     class Impl(ReferenceImpl):
         calls = 0
@@ -50,7 +50,7 @@ class CountsItsCalls(Base):
 
 
 class KeepsFirstLengths(Base):
-    """Lengths are read in the first step only; later batches of other lengths are attended with those."""
+    """Reads lengths only in the first step; later batches with other lengths use them, too."""
 
     class Impl(ChangesMetadata):
         lens = None
@@ -64,7 +64,7 @@ class KeepsFirstLengths(Base):
 
 
 class TrustsMaxSeqLen(Base):
-    """Takes ``max_seq_len`` for the length of the longest request, where it is only a bound."""
+    """Uses ``max_seq_len`` as the length of the longest request, although it is only an upper bound."""
 
     class Impl(ChangesMetadata):
         def changed(self, common):
@@ -74,7 +74,7 @@ class TrustsMaxSeqLen(Base):
 
 
 class TrustsMaxQueryLen(Base):
-    """Takes ``max_query_len`` for the length of the longest query, and gives up where no request is as long."""
+    """Uses ``max_query_len`` as the length of the longest query, and writes zeros if no request is that long."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):

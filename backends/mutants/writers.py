@@ -1,4 +1,4 @@
-"""Wrong writes: other slots, other values, inputs changed on the way."""
+"""Faults of cache writes: wrong slots, wrong values, changed inputs."""
 
 import torch
 
@@ -9,7 +9,7 @@ from attncheck.backends.mutants.base import Base, fits_in_memory
 
 
 class WritesNeighbourSlot(Base):
-    """Writes two slots at a time: the one behind the last row is overwritten too."""
+    """Writes two slots at a time: the slot after the last row is overwritten, too."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -22,7 +22,7 @@ class WritesNeighbourSlot(Base):
 
 
 class SwapsKAndV(Base):
-    """Stores values where keys belong, and keys where values belong (where both have one size)."""
+    """Stores values in place of keys, and keys in place of values (if both have the same size)."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -32,7 +32,7 @@ class SwapsKAndV(Base):
 
 
 class RoundsKeys(Base):
-    """Sends keys through a dtype with fewer bits on their way into the cache."""
+    """Converts keys to a dtype with fewer bits before they are written to the cache."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -41,7 +41,7 @@ class RoundsKeys(Base):
 
 
 class RoundsToBfloat16(Base):
-    """Keeps a cache of bfloat16 precision, whatever the layer's dtype."""
+    """Stores values with bfloat16 precision, whatever the layer's dtype."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -50,7 +50,7 @@ class RoundsToBfloat16(Base):
 
 
 class ClampsLikeFp8(Base):
-    """Clamps what it stores to the range of an FP8 format."""
+    """Clamps stored values to the range of an FP8 format."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -59,7 +59,7 @@ class ClampsLikeFp8(Base):
 
 
 class ScalesAnyCache(Base):
-    """Divides by k_scale and v_scale though the cache holds no FP8 codes, and multiplies when it reads."""
+    """Divides by k_scale and v_scale although the cache holds no FP8 codes, and multiplies when it reads."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -82,7 +82,7 @@ class MutatesQuery(Base):
 
 
 class MutatesMetadata(Base):
-    """Turns offsets into lengths in the tensor that every other layer reads too."""
+    """Turns offsets into lengths in place, in the tensor that every other layer reads, too."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, *rest):
@@ -92,7 +92,7 @@ class MutatesMetadata(Base):
 
 
 class WritesPadSlot(Base):
-    """Takes slot -1 for an index: padding rows land in the last slot of the pool."""
+    """Uses slot -1 as an index: padding rows are written to the last slot of the pool."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -103,7 +103,7 @@ class WritesPadSlot(Base):
 
 
 class WritesTheNextRow(Base):
-    """Stores each new row at the slot of the row before, and the first at that of the last."""
+    """Stores each new row at the slot of the previous row, and the first at that of the last."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -114,7 +114,7 @@ class WritesTheNextRow(Base):
 
 
 class WritesEightRows(Base):
-    """Stores the first 8 rows of a step."""
+    """Stores only the first 8 rows of a step."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
@@ -125,7 +125,7 @@ class WritesEightRows(Base):
 
 
 class SharedCacheWritten(Base):
-    """A layer that shares another's cache writes what it is handed."""
+    """A layer that shares another's cache writes the keys and values that it is given."""
 
     class Impl(ReferenceImpl):
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
@@ -136,7 +136,7 @@ class SharedCacheWritten(Base):
 
 
 class SharedCacheAddedTo(Base):
-    """A layer that shares another's cache adds the values that it is handed to its rows, as a residual."""
+    """A layer that shares another's cache adds the values that it is given to its output rows, as a residual."""
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):

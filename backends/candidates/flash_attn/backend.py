@@ -1,7 +1,8 @@
 """Dao-AILab's FlashAttention-2 (``flash-attn``) as a candidate over pages of a multiple of 256 tokens.
 
-Two of its functions are called: ``flash_attn_with_kvcache`` for steps of few and equally many rows a request, which may
-split the keys of a request, and ``flash_attn_varlen_func`` for all others, encoders too. Not run on a GPU yet.
+It calls two functions: ``flash_attn_with_kvcache``, which may split the keys of a request, for steps with few and
+equally many rows per request, and ``flash_attn_varlen_func`` for all other steps, including encoders. It has not been
+run on a GPU yet.
 """
 
 import importlib
@@ -23,16 +24,16 @@ from attncheck.backends.contract import AttentionLayer, AttentionType, Conventio
 from attncheck.backends.uniform import uniform_query_len
 
 _KNOWN_SERIES = "2.8"
-"""The series of versions whose signatures and kernels these modules are written against (2.8.3)."""
+"""Version series whose signatures and kernels these modules are written against (2.8.3)."""
 
 
 def library_version() -> str:
-    """Return the installed version, or an empty string. flash-attn 4 has another distribution, and the same package."""
+    """Return the installed version, or "". flash-attn 4 is another distribution with the same package name."""
     return machine.installed_version("flash-attn") or ""
 
 
 def missing_library_reasons() -> list[str]:
-    """Return why the library cannot be called here, in a list that may be empty. Does not import it."""
+    """Return why the library cannot be called here, without importing it; an empty list if it can."""
     found = library_version()
     if not found:
         return ["flash-attn is not installed"]
@@ -42,20 +43,20 @@ def missing_library_reasons() -> list[str]:
 
 
 def library_functions() -> Any:
-    """Import and return the module that holds ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``."""
+    """Import and return the module with ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``."""
     return importlib.import_module("flash_attn")
 
 
 UNIFORM_ROWS = 16
-"""Rows a request up to which a step counts as decoding, or verifying drafts."""
+"""Maximum rows per request of a step that counts as decoding, or as verifying drafts."""
 
 
 class FlashAttnBackend(FlashBackend):
-    """Any head size up to 256 that is a multiple of 8, both layouts, window and soft cap in any combination.
+    """Backend for head sizes up to 256 that are multiples of 8; both layouts; window and soft cap in any combination.
 
-    ALiBi's bias is ``slope * j`` under the causal mask, where it shifts the log-sum-exp and nothing else, and
-    ``-slope * |i - j|`` under any other. That is right beside a causal window, but with a log-sum-exp measured from
-    another place, and differs from the contract's where a row sees later keys: neither is offered.
+    ALiBi's bias is ``slope * j`` under the causal mask, which shifts only the log-sum-exp, and ``-slope * |i - j|``
+    under any other mask. Two combinations are not supported: with a causal window the output is right but the
+    log-sum-exp is measured from another position, and where a row sees later keys the bias differs from the contract's.
     """
 
     features = frozenset(
@@ -99,7 +100,7 @@ class FlashAttnBackend(FlashBackend):
 
 
 class FlashAttnBuilder(PackedBuilder):
-    """Makes steps."""
+    """Builder of :class:`PackedMetadata`."""
 
     backend = FlashAttnBackend
 
@@ -119,7 +120,7 @@ class FlashAttnImpl(FlashImpl):
         metadata: PackedMetadata,
     ) -> tuple[Tensor, Tensor]:
         query_len = uniform_query_len(metadata, UNIFORM_ROWS)
-        # A graph for requests of any lengths may be captured with equal ones, but not with an equal bound of them.
+        # A graph for mixed lengths may be captured with equal ones; its max_query_len is then not their length.
         if caches is None or query_len is None or query_len != metadata.common.max_query_len:
             return self._packed(query, key, value, caches, metadata)
         return self._uniform(query.unflatten(0, (-1, query_len)), *caches, metadata)
@@ -127,7 +128,7 @@ class FlashAttnImpl(FlashImpl):
     def _uniform(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: PackedMetadata
     ) -> tuple[Tensor, Tensor]:
-        """``query``: ``[requests, rows, heads, size]``. Padding, which has no keys, gets 0."""
+        """Attend with ``query [requests, rows, heads, size]``; padding, which has no keys, gets 0."""
         common, num_reqs = metadata.common, len(query)
         out, lse = library_functions().flash_attn_with_kvcache(
             query,
@@ -149,7 +150,7 @@ class FlashAttnImpl(FlashImpl):
         caches: tuple[Tensor, Tensor] | None,
         metadata: PackedMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """Requests of any lengths; without caches, key and value are rows of the same requests."""
+        """Attend to requests of any lengths; without caches, key and value have the rows of the same requests."""
         common, is_paged = metadata.common, caches is not None
         out, lse, _ = library_functions().flash_attn_varlen_func(
             query,
@@ -158,7 +159,7 @@ class FlashAttnImpl(FlashImpl):
             cu_seqlens_k=metadata.cu_seq_lens if is_paged else common.query_start_loc,
             max_seqlen_q=longest_query(metadata),
             max_seqlen_k=common.max_seq_len if is_paged else longest_query(metadata),
-            return_attn_probs=True,  # without dropout no probabilities are made; the log-sum-exp comes with them
+            return_attn_probs=True,  # returns the log-sum-exp; without dropout no probabilities are stored
             block_table=common.block_table_tensor if is_paged else None,
             **self._scores(metadata, query.device),
         )
@@ -166,7 +167,7 @@ class FlashAttnImpl(FlashImpl):
         return out, lse.t()
 
     def _scores(self, metadata: PackedMetadata, device: torch.device) -> dict[str, Any]:
-        """What becomes of scores, in the words that both functions have for it."""
+        """Return the arguments on scores that both functions share."""
         params = self.params(metadata)
         return {
             "softmax_scale": self.scale,

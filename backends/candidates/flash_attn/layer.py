@@ -1,4 +1,4 @@
-"""What the candidates over FlashAttention-2's kernels share: limits, metadata, declarations, and where results go.
+"""Shared by the candidates over FlashAttention-2's kernels: limits, metadata, declarations, and storing of results.
 
 A candidate derives from :class:`FlashBackend` and :class:`FlashImpl`, and implements :meth:`FlashImpl.answer`. The
 limits were read in ``csrc/flash_attn`` of flash-attn 2.8.3 and its copy in torch.
@@ -21,35 +21,36 @@ from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 _DTYPES = (torch.float16, torch.bfloat16)
 
 _HEAD_SIZES = tuple(range(8, 257, 8))
-"""Those of keys and of values, which have one size."""
+"""Head sizes of keys and values, which must be equal."""
 
 PAGE_SIZES = MultipleOf(256)
-"""Of pages that the kernels read in place, through a block table."""
+"""Sizes of pages that the kernels read in place, through a block table."""
 
 _LOWEST_CAPABILITY = (8, 0)
-"""Ampere."""
+"""Minimum compute capability, that of Ampere."""
 
 
 def scale_reasons(scale: float) -> list[str]:
-    """Why the kernels cannot scale scores by ``scale``; empty: they can.
+    """Return why the kernels cannot scale scores by ``scale``; an empty list if they can.
 
-    They look for the greatest score before they scale, and subtract it scaled: with a negative factor the powers
-    overflow, and with 0 what is masked becomes NaN.
+    They find the maximum score before they scale, and subtract the scaled maximum. With a negative scale the
+    exponentials overflow, and with 0 masked scores become NaN.
     """
     return [] if scale > 0 else [f"scale {scale:g}: FlashAttention-2 needs one above 0"]
 
 
 @dataclass
 class PackedMetadata(PagedMetadata):
-    """A step, with ``cu_seq_lens``: int32 ``[R + 1]``, on the device, 0 and the running sums of ``seq_lens``."""
+    """Metadata of one step. ``cu_seq_lens``: int32 ``[R + 1]``, device, 0 and the running sums of ``seq_lens``."""
 
     cu_seq_lens: Tensor = field(kw_only=True)
 
 
 class PackedBuilder(PagedBuilder):
-    """Makes them. The sums stand in one buffer, which the next ``build`` writes again: a graph reads it at each replay.
+    """Builder of :class:`PackedMetadata`.
 
-    No CUDA-graph level is promised: no graph was captured yet.
+    The sums are in one buffer, which the next ``build`` overwrites, so that a graph reads them at each replay. No CUDA
+    graph level is promised, since no graph has been captured yet.
     """
 
     metadata_cls = PagedMetadata
@@ -74,7 +75,7 @@ class PackedBuilder(PagedBuilder):
 
 
 class FlashBackend(PagedBackend):
-    """Half precision on NVIDIA's GPUs; pages in any strides whose head dimension is contiguous."""
+    """Backend for half precision on NVIDIA GPUs; pages of any strides whose head dimension is contiguous."""
 
     supported_devices = ("cuda",)
 
@@ -102,12 +103,12 @@ class FlashBackend(PagedBackend):
 
     @classmethod
     def score_reasons(cls, scale: float, *, has_alibi: bool, has_window: bool) -> list[str]:
-        """Why the kernels cannot answer for such scores, beyond what the declarations say; empty: they can."""
+        """Return why the kernels cannot compute such scores, beyond the declarations; an empty list if they can."""
         return scale_reasons(scale)
 
 
 class FlashImpl(PagedImpl):
-    """One layer. The library brings no writer for slots, so that new keys and values are written by the harness."""
+    """One layer. The library has no writer for slots, so the harness writes new keys and values."""
 
     backend: ClassVar[type[FlashBackend]]
     metadata_cls = PackedMetadata
@@ -164,26 +165,26 @@ class FlashImpl(PagedImpl):
         caches: tuple[Tensor, Tensor] | None,
         metadata: PackedMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the step's rows: ``[rows, heads, size]`` and float32 ``[rows, heads]``.
+        """Return output and log-sum-exp of the step's rows: ``[rows, heads, size]`` and float32 ``[rows, heads]``.
 
-        query: ``[rows, heads, size]``, at least one row. The others are those of ``attend``: there is a cache, or else
-        key and value.
+        query: ``[rows, heads, size]``, at least one row. The other arguments are those of ``attend``; either ``caches``
+        is given, or ``key`` and ``value`` are.
         """
 
 
 def longest_query(metadata: PagedMetadata) -> int:
-    """The bound of query lengths that a call for packed sequences is given.
+    """Return the bound of query lengths for a call on packed sequences; at least 2.
 
-    At 1 the kernels may take every request, padding too, to have exactly one row, and lay the rows out anew.
+    At 1 the kernels may assume that every request, padding included, has exactly one row, and rearrange the rows.
     """
     return max(2, metadata.common.max_query_len)
 
 
 def store_results(metadata: PagedMetadata, out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | None) -> None:
-    """The results of a step's rows (``[rows, heads, size]``, ``[rows, heads]``) to where the caller wants them.
+    """Copy the results of a step's rows (``[rows, heads, size]``, ``[rows, heads]``) to ``output`` and ``output_lse``.
 
-    In a captured graph some of the rows may be padding, which a call for packed sequences leaves unwritten: they become
-    0 and -inf. So does, of rows that see nothing, the log-sum-exp, which the kernels put at +inf.
+    In a captured graph some rows may be padding, which a call on packed sequences leaves unwritten; they become 0 and
+    -inf. The log-sum-exp of rows that see nothing, which the kernels set to +inf, becomes -inf.
     """
     rows = len(out)
     is_row = torch.arange(rows, device=out.device) < metadata.common.query_start_loc[-1:]

@@ -1,6 +1,6 @@
-"""Candidate ``flashinfer``: the library's paged and ragged wrappers, planned anew for every step.
+"""Candidate ``flashinfer``: the library's paged and ragged wrappers, planned for every step.
 
-The kernels are those of its ``fa2`` family, which it compiles when they are first needed. Nothing of the library is
-imported before a step is planned. It has not been run on a GPU yet: what is known of the library was read in the one
-version that :mod:`~attncheck.backends.candidates.flashinfer.backend` names.
+The kernels are those of its ``fa2`` family, which it compiles on first use. The library is not imported before a step
+is planned. It has not been run on a GPU yet: all statements about the library come from reading the version that
+:mod:`~attncheck.backends.candidates.flashinfer.backend` pins.
 """

@@ -1,18 +1,18 @@
-"""What candidate ``flashinfer`` declares, and whether it can run here. Imports neither flashinfer nor Triton.
+"""The declarations of candidate ``flashinfer``, and whether it can run here. Imports neither flashinfer nor Triton.
 
-The library itself is imported only on a GPU, once nothing else is in the way. Left out, by what was read in the pinned
-version:
+The library itself is imported only on a GPU, if nothing else prevents its use. According to the source of the pinned
+version, these features are not supported:
 
-- ALiBi: the slopes are the library's own, made from the number of heads; none can be given.
-- Sinks: ``run`` takes them, and its fa2 kernels are not handed them: they would be ignored without a word.
+- ALiBi: the library computes the slopes from the number of heads; none can be passed.
+- Sinks: ``run`` accepts them but does not pass them to its fa2 kernels, which would silently ignore them.
 - Windows without a causal mask: there is a left bound only.
-- More rows than keys under a causal mask: which tiles need the mask is computed in unsigned integers, which such a
-  request makes wrap around.
-- Scales close to 0, and below: the kernels' infinity is 5e4, and they scale what they have hidden by it.
-- Rows of a request without keys: their LSE would be about -5e4. Padding in a graph has no keys either: outputs of 0.
+- More rows than keys under a causal mask: the tiles that need the mask are computed in unsigned integers, which wrap
+  around for such a request.
+- Scales close to 0 or negative: the kernels use 5e4 as infinity and also scale masked scores.
+- Rows of a request without keys: their LSE would be about -5e4. Padding in a graph has no keys either; its outputs are
+  0.
 
-Of what is declared, the soft cap may come out too coarse: it is made by ``tanh.approx.f32``, which is wrong by up to
-``2**-11`` of its result.
+The soft cap is declared but may be too coarse: it uses ``tanh.approx.f32``, whose relative error is up to ``2**-11``.
 """
 
 import importlib.util
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 DISTRIBUTION = "flashinfer-python"
 
 PINNED = "0.6.8.post1"
-"""The one version whose signatures, checks and kernels were read. It goes with torch 2.11, as vLLM pairs them."""
+"""The only version whose signatures, checks and kernels were read. It belongs to torch 2.11, as vLLM pairs them."""
 
 LOWEST_CAPABILITY = (8, 0)
-"""Of the kernels: bfloat16, and copies from global to shared memory that do not pass through registers."""
+"""Minimum compute capability of the kernels, for bfloat16 and for direct copies from global to shared memory."""
 
 _COMPILED_KERNELS = "flashinfer_jit_cache"
-"""The package of kernels that the library's authors have compiled; with it there is nothing to compile."""
+"""Package of kernels precompiled by the library's authors; with it nothing needs to be compiled."""
 
 
 def library_reasons(device: str) -> list[str]:
-    """Return why the pinned flashinfer cannot run on ``device`` (``"cpu"``, ``"cuda:1"``) here."""
+    """Return why the pinned flashinfer cannot run on ``device``, such as ``"cuda:1"``; an empty list if it can."""
     installed = machine.installed_version(DISTRIBUTION)
     reasons = []
     if installed is None:
@@ -66,13 +66,13 @@ def library_reasons(device: str) -> list[str]:
 
 
 def library_version() -> str:
-    """Return the version of each part that is examined: what attends, and what writes the cache."""
+    """Return the version of each part under test: the attention kernels and the cache writer."""
     theirs, ours = (machine.installed_version(name) or "of no version" for name in (DISTRIBUTION, "attncheck"))
     return interpreter.marked(f"{DISTRIBUTION} {theirs} (fa2), attncheck {ours} (cache writer)")
 
 
 def _can_get_kernels() -> bool:
-    """Whether kernels are there, or can be compiled; nvcc is looked for where the library looks for it."""
+    """Return whether kernels exist or can be compiled; nvcc is searched for where the library searches."""
     if importlib.util.find_spec(_COMPILED_KERNELS) is not None:
         return True
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -82,10 +82,10 @@ def _can_get_kernels() -> bool:
 
 
 class FlashInferBackend(PagedBackend):
-    """Keys and values of a page beside each other, as in the library's tutorial; both layouts; pages of any size.
+    """Backend for pages of any size, each with keys before values as in the library's tutorial; both layouts.
 
-    New rows are written by attncheck's own Triton kernel: the library's ``append_paged_kv_cache`` addresses by
-    positions, and knows no slot that says a row is not to be written.
+    attncheck's own Triton kernel writes new rows. The library's ``append_paged_kv_cache`` addresses rows by position,
+    and has no slot value for a row that must not be written.
     """
 
     packing = "split_second"

@@ -1,9 +1,9 @@
-"""Plans every step: what candidate ``flashinfer`` builds is which rows run through which wrapper, by which plan.
+"""Plans every step of candidate ``flashinfer``: which rows run through which wrapper, by which plan.
 
-A plan holds what the library made of the lengths on the host: which part of which request runs where. Another step
-needs another plan, so that ``build`` plans each time, outside any graph, from the ``_cpu`` twins. A graph of ``n``
-single-token requests reads its plan, and the pages, from buffers on the device that stay where they are: the next
-``build`` for ``n`` requests refills them, and the replay sees the new plan.
+A plan stores what the library computed from the lengths on the host: where each part of a request runs. Each step
+needs a new plan, so ``build`` plans every time, outside any graph, from the ``_cpu`` twins. A graph of ``n``
+single-token requests reads its plan and the pages from device buffers with fixed addresses. The next ``build`` for
+``n`` requests refills them, and the replay uses the new plan.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 
 
 class FlashInferBuilder(PagedBuilder):
-    """Layers of one group must be alike: ``NotImplementedError`` names two that are not.
+    """Builder that plans each step; raise ``NotImplementedError`` naming two layers of the group that differ.
 
-    The level is what the library's documentation promises: a wrapper made for graphs keeps its batch size, and may be
-    planned anew between replays. It has not been measured on a GPU yet.
+    The graph support follows the library's documentation: a wrapper created for graphs keeps its batch size, and may be
+    planned again between replays. It has not been measured on a GPU yet.
     """
 
     backend = FlashInferBackend
@@ -47,9 +47,9 @@ class FlashInferBuilder(PagedBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """Plans the step, in place of the one before: its metadata cannot be run any more.
+        """Plan the step; the metadata of the previous step cannot be run afterwards.
 
-        ``NotImplementedError``: rows of a request without keys, and a window without a causal mask.
+        Raise ``NotImplementedError`` for rows of a request without keys, and for a window without a causal mask.
         """
         step = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not isinstance(step, FlashInferMetadata):
@@ -68,7 +68,7 @@ class FlashInferBuilder(PagedBuilder):
         return step
 
     def _may_be_captured(self, step: PagedMetadata) -> bool:
-        """Whether a step of single-token requests, padding among them, is as large as a graph that was announced."""
+        """Return whether a step of single-token requests, including padding, has the size of an announced graph."""
         return step.common.num_reqs == step.common.num_actual_tokens and step.common.num_reqs in self._graph_sizes
 
     @staticmethod
@@ -78,7 +78,7 @@ class FlashInferBuilder(PagedBuilder):
 
 
 def _num_decodes(step: PagedMetadata) -> int:
-    """How many requests in front have a single row; whatever follows the first other one is no decode."""
+    """Return the number of leading requests with a single row; requests after the first longer one do not count."""
     return next((index for index, query_len in enumerate(step.query_lens) if query_len != 1), len(step.query_lens))
 
 

@@ -14,8 +14,8 @@ from attncheck.backends.paged_metadata import PagedMetadata
 class FlashInferImpl(PagedImpl):
     """One layer.
 
-    ``RuntimeError`` for metadata whose plan another step has taken the place of, and where a graph is captured of a
-    step whose plan cannot be refilled.
+    Raise ``RuntimeError`` for metadata whose plan a later step has replaced, and if a graph captures a step whose plan
+    cannot be refilled.
     """
 
     backend = FlashInferBackend
@@ -46,7 +46,7 @@ class FlashInferImpl(PagedImpl):
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
-        """The LSE is to base 2, as the library's is."""
+        """Run each part; the LSE has base 2, as in the library."""
         for part in _parts(metadata):
             rows = part.rows
             lse = None if output_lse is None else output_lse[rows]
@@ -93,7 +93,7 @@ def _parts(metadata: PagedMetadata) -> tuple[PlannedRows, ...]:
 
 
 def _paged(part: PlannedRows, caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """``[blocks, block size, num_kv_heads, head size]`` each, and for ``HND`` with heads before the page's tokens."""
+    """Return both caches as ``[blocks, block size, num_kv_heads, head size]``; for ``HND``, heads before tokens."""
     key_cache, value_cache = caches
     if part.kv_layout == "NHD":
         return key_cache, value_cache
@@ -101,7 +101,7 @@ def _paged(part: PlannedRows, caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
 
 
 def _scales(layer: AttentionLayer, cache: Tensor) -> dict[str, float]:
-    """Scales belong to codes; they are numbers that a graph may freeze, being the layer's."""
+    """Return the scales of FP8 codes; a graph may freeze these numbers, because they belong to the layer."""
     return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float} if cache.itemsize == 1 else {}
 
 
@@ -113,7 +113,7 @@ def _run(
     lse: Tensor | None,
     **scales: float,
 ) -> None:
-    """The kernels write rows one behind the other, whatever strides a tensor has."""
+    # The kernels write contiguous rows, whatever the strides of a tensor.
     out, out_lse = output.contiguous(), None if lse is None else lse.contiguous()
     part.planned.wrapper.run(_dense(query), *keys, out=out, lse=out_lse, return_lse=lse is not None, **scales)
     if out is not output:
@@ -123,5 +123,5 @@ def _run(
 
 
 def _dense(rows: Tensor) -> Tensor:
-    """The kernels read rows and heads by their strides, and a head's numbers one behind the other."""
+    """Return rows whose last dimension is contiguous, as the kernels require."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

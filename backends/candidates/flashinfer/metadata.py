@@ -1,7 +1,7 @@
-"""What a builder of candidate ``flashinfer`` makes: which rows run through which wrapper, by which plan.
+"""The metadata of candidate ``flashinfer``: which rows run through which wrapper, by which plan.
 
-A wrapper holds one plan at a time, and runs by its latest one. So metadata keep the plan they were made with: run by
-another, they would attend to the lengths of another step without an error.
+A wrapper holds one plan at a time, and runs by the latest. Metadata therefore keep their own plan, since running them
+by another one would use the lengths of another step without an error.
 """
 
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ from attncheck.backends.paged_metadata import PagedMetadata
 
 
 class Plan:
-    """One call of a wrapper's ``plan``, told from others by its identity."""
+    """One call of a wrapper's ``plan``, identified by object identity."""
 
 
 class PlannedWrapper:
     """A wrapper of the library, and its latest plan."""
 
     def __init__(self, wrapper: Any, device: torch.device, *, is_for_graphs: bool) -> None:
-        """``is_for_graphs``: it refills the buffers of its plans, so that a graph sees the latest one."""
+        """Store the wrapper; with ``is_for_graphs``, plans refill its buffers, and a graph uses the latest one."""
         self.wrapper, self.is_for_graphs, self._device = wrapper, is_for_graphs, device
         self.latest: Plan | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
     def kernels(self) -> str:
-        """The family of kernels that the library's latest plan chose, such as ``fa2``, and the wrapper that runs it."""
+        """The kernel family of the latest plan, such as ``fa2``, and the class of the wrapper."""
         return f"{self.wrapper._backend} {type(self.wrapper).__name__}"
 
     def plan(self, **arguments: Any) -> Plan:
-        """Plans for another step, and forgets the plan before it.
+        """Plan for another step, which invalidates the previous plan.
 
-        The library composes a plan in pinned memory, which the device copies later; composing the next one there waits
-        until that has happened.
+        The library composes a plan in pinned memory, which the device copies later. The next plan waits until that copy
+        is done.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -62,18 +62,18 @@ class PlannedRows:
 
     @property
     def is_current(self) -> bool:
-        """Whether the wrapper was planned for nothing else since."""
+        """Whether this is still the wrapper's latest plan."""
         return self.planned.latest is self.plan
 
 
 @dataclass
 class FlashInferMetadata(PagedMetadata):
-    """A step, its rows in at most two parts: single-token requests in front, then all others."""
+    """Metadata of one step, its rows in at most two parts: leading single-token requests, then all others."""
 
     decode: PlannedRows | None = None
     prefill: PlannedRows | None = None
 
     @property
     def parts(self) -> tuple[PlannedRows, ...]:
-        """Those there are."""
+        """The parts that exist."""
         return tuple(part for part in (self.decode, self.prefill) if part is not None)

@@ -1,7 +1,7 @@
-"""Calls the library's ``plan`` for the parts of a step, and brings block tables into the form that it takes.
+"""Calls the library's ``plan`` for the parts of a step, and converts block tables into the form that it takes.
 
-Index tensors are int32. Offsets and lengths are given on the host, where the library works on them, and pages on the
-device; nothing waits.
+Index tensors are int32. Offsets and lengths are on the host, where the library uses them, and pages are on the device.
+Nothing waits for the device.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from attncheck.backends.paged_metadata import PagedMetadata
 
 
 class Planner:
-    """Plans for layers of ``settings``, on pages of ``block_size`` tokens."""
+    """Planner for layers of ``settings``, with pages of ``block_size`` tokens."""
 
     def __init__(self, settings: LayerSettings, wrappers: Wrappers, block_size: int) -> None:
         self._settings, self._wrappers, self._block_size = settings, wrappers, block_size
 
     def plan_decodes(self, step: PagedMetadata, num_decodes: int) -> PlannedRows:
-        """The first ``num_decodes`` requests, of a row each."""
+        """Plan the first ``num_decodes`` requests, which have one row each."""
         return self._single_rows(self._wrappers.decode(), step, step.seq_lens[:num_decodes])
 
     def plan_graph(self, step: PagedMetadata, buffers: "GraphBuffers") -> PlannedRows:
-        """All requests, of a row each; padding requests are among them, and have no keys."""
+        """Plan all requests, which have one row each; padding requests are included, and have no keys."""
         seq_lens = [s if q else 0 for q, s in zip(step.query_lens, step.seq_lens, strict=True)]
         return self._single_rows(self._wrappers.graph_decode(*buffers.of(len(seq_lens))), step, seq_lens)
 
     def plan_prefills(self, step: PagedMetadata, requests: Sequence[int]) -> PlannedRows:
-        """``requests``, whose rows lie one behind the other."""
+        """Plan ``requests``, whose rows are adjacent."""
         planned, own = self._wrappers.prefill(), self._settings
         pages = page_indices(
             step.common.block_table_tensor, self._block_size, requests, [step.seq_lens[r] for r in requests]
@@ -51,7 +51,7 @@ class Planner:
         return PlannedRows(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
 
     def plan_ragged(self, step: PagedMetadata, requests: Sequence[int]) -> PlannedRows:
-        """``requests``, whose keys lie as their rows do."""
+        """Plan ``requests``, whose keys have the same offsets as their rows."""
         planned, own, offsets = self._wrappers.ragged(), self._settings, _offsets(step, requests)
         plan = planned.plan(
             qo_indptr=offsets,
@@ -63,7 +63,7 @@ class Planner:
         return PlannedRows(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
 
     def _single_rows(self, planned: PlannedWrapper, step: PagedMetadata, seq_lens: Sequence[int]) -> PlannedRows:
-        """The first ``len(seq_lens)`` requests; a row stands at the end of its keys, so that it sees all of them."""
+        """Plan the first ``len(seq_lens)`` requests; each row is the last of its sequence, so it sees all keys."""
         pages = page_indices(step.common.block_table_tensor, self._block_size, range(len(seq_lens)), seq_lens)
         plan = planned.plan(
             indptr=pages.indptr,
@@ -90,11 +90,11 @@ class Planner:
 
 
 class GraphBuffers:
-    """What plans for graphs refill: int32, on the device, and where they are for as long as the builder lives.
+    """The int32 device buffers that plans for graphs refill; their addresses are fixed for the life of the builder.
 
-    Graphs of all sizes share them, since none is replayed but right behind the ``build`` for its own step.
+    Graphs of all sizes share them, because a graph is replayed only right after the ``build`` of its own step.
 
-    num_reqs: of the largest graph. num_pages: in the widest table row of a request.
+    num_reqs: requests of the largest graph. num_pages: pages of the widest block table row.
     """
 
     def __init__(self, num_reqs: int, num_pages: int, device: torch.device) -> None:
@@ -103,12 +103,12 @@ class GraphBuffers:
         self.last_page_len = torch.zeros(num_reqs, dtype=torch.int32, device=device)
 
     def of(self, num_reqs: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The three, for a graph of so many requests."""
+        """Return indptr, indices and last_page_len for a graph of ``num_reqs`` requests."""
         return self.indptr[: num_reqs + 1], self.indices, self.last_page_len[:num_reqs]
 
 
 def _offsets(step: PagedMetadata, requests: Sequence[int]) -> Tensor:
-    """Where the rows of each request begin among theirs, and behind them where the last ends; on the host."""
+    """Return the row offsets of ``requests``, relative to the first, and the end of the last; on the host."""
     starts = step.query_start_loc
     ends = [starts[request + 1] - starts[requests[0]] for request in requests]
     return torch.tensor([0, *ends], dtype=torch.int32)
@@ -120,7 +120,10 @@ def _rows(step: PagedMetadata, requests: Sequence[int]) -> slice:
 
 @dataclass(frozen=True)
 class PageIndices:
-    """``n`` requests. indptr: int32 ``[n + 1]``, host. last_page_len: int32 ``[n]``, host. indices: int32, device."""
+    """The pages of ``n`` requests.
+
+    indptr: int32 ``[n + 1]``, host. last_page_len: int32 ``[n]``, host. indices: int32, device.
+    """
 
     indptr: Tensor
     indices: Tensor
@@ -128,9 +131,9 @@ class PageIndices:
 
 
 def page_indices(block_table: Tensor, block_size: int, requests: Sequence[int], seq_lens: Sequence[int]) -> PageIndices:
-    """The pages that hold the first ``seq_lens[i]`` tokens of the table's row ``requests[i]``; no other is looked at.
+    """Return the pages that hold the first ``seq_lens[i]`` tokens of row ``requests[i]`` of the table.
 
-    block_table: ``[R, W]``, device.
+    Other entries are not read. block_table: ``[R, W]``, device.
     """
     lens = torch.tensor(seq_lens, dtype=torch.int64)
     counts = (lens + block_size - 1) // block_size
@@ -138,7 +141,7 @@ def page_indices(block_table: Tensor, block_size: int, requests: Sequence[int], 
     torch.cumsum(counts, 0, out=indptr[1:])
     rows = torch.tensor(requests, dtype=torch.int64).repeat_interleave(counts)
     columns = torch.arange(len(rows)) - indptr[:-1].repeat_interleave(counts)
-    # Not pinned, so that it is read before the call returns; non-blocking, since a blocking copy waits for the device.
+    # Not pinned, so that it is read before the call returns. Non-blocking, since a blocking copy waits for the device.
     places = torch.stack([rows, columns]).to(block_table.device, non_blocking=True)
     return PageIndices(
         indptr=indptr.to(torch.int32),

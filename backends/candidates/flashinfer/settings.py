@@ -1,4 +1,4 @@
-"""What a plan takes from a layer before any layer runs, and the check that all layers of a group agree on it."""
+"""The layer settings that a plan needs before any layer runs, and the check that all layers of a group share them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +9,23 @@ from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.paged import PagedImpl
 
 LEAST_SCALE = 2.0**-11
-"""The kernels hide a key by the score -5e4, before they scale: with this scale it weighs ``exp(-24)``, as little as
-float32 resolves. With a smaller one hidden keys count, and a negative one turns the greatest score into the least."""
+"""Minimum scale. The kernels mask a key with the score -5e4 before they scale.
+
+At this scale a masked key has the weight ``exp(-24)``, about the resolution of float32. With a smaller scale masked
+keys count, and a negative one turns the greatest score into the least.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """One layer's, as the library's ``plan`` takes them.
+    """Settings of one layer, as the library's ``plan`` takes them; raise ``ValueError`` below :data:`LEAST_SCALE`.
 
-    scale multiplies the scores. window_left: how far back a row sees, its own key at distance 0; -1: all the way.
-    logits_soft_cap: None: off. dtype: of query and output. kv_dtype: of keys and values. has_cache: False for encoder
-    layers, whose keys and values come with the step. ``ValueError`` for a scale below :data:`LEAST_SCALE`.
+    scale: multiplies the scores.
+    window_left: how far back a row sees, its own key at distance 0; -1 means no limit.
+    logits_soft_cap: None if off.
+    dtype: that of query and output.
+    kv_dtype: that of keys and values.
+    has_cache: False for encoder layers, whose keys and values are passed with the step.
     """
 
     num_heads: int
@@ -38,7 +44,7 @@ class LayerSettings:
 
     @classmethod
     def of(cls, impl: PagedImpl, dtype: torch.dtype) -> "LayerSettings":
-        """Those of a layer whose rows are ``dtype``."""
+        """Return the settings of a layer whose rows have ``dtype``."""
         return cls(
             num_heads=impl.num_heads,
             num_kv_heads=impl.num_kv_heads,
@@ -53,10 +59,10 @@ class LayerSettings:
 
 
 def group_settings(vllm_config: Any, layer_names: list[str], impl_cls: type[PagedImpl]) -> LayerSettings:
-    """The settings that all layers of a group share, found in the config's ``static_forward_context``.
+    """Return the settings that all layers of a group share, found in the config's ``static_forward_context``.
 
-    ``TypeError`` for a layer with another impl, ``NotImplementedError`` where two layers differ: one plan serves the
-    whole group, and would give one of them the other's window, cap or scale.
+    Raise ``TypeError`` for a layer with another impl, and ``NotImplementedError`` if two layers differ: one plan serves
+    the whole group, and would apply one layer's window, cap or scale to another.
     """
     layers = vllm_config.compilation_config.static_forward_context
     found: dict[str, LayerSettings] = {}

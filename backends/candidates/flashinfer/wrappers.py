@@ -1,8 +1,8 @@
-"""The library's wrappers as candidate ``flashinfer`` makes them: once a builder, and for graphs once a batch size.
+"""The library's wrappers, constructed once per builder, and for graphs once per batch size.
 
-All wrappers of a builder share one workspace, since their kernels run one after another. ``fa2`` is asked for by name:
-left to choose, the library takes other kernels on other GPUs, and what was examined would depend on the machine. For
-decodes, too, its tensor cores are used, which take any number of query heads a KV head.
+All wrappers of a builder share one workspace, since their kernels run one after another. ``fa2`` is selected by name:
+by default the library uses other kernels on other GPUs, and the result would depend on the machine. Decodes also use
+its tensor cores, which accept any number of query heads per KV head.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ from attncheck.backends.candidates.flashinfer.settings import LayerSettings
 _KERNELS = "fa2"
 
 _LEAST_WORKSPACE = 128 * 2**20
-"""What the library recommends."""
+"""Workspace size that the library recommends, in bytes."""
 
 _TILES = (16, 64, 128)
-"""Rows of a tile of its fa2 kernels, each row being that of one query head."""
+"""Rows per tile of its fa2 kernels; each query head counts as a row."""
 
 
 class Wrappers:
-    """Made when they are first asked for. ``kv_layout``: ``NHD`` or ``HND``."""
+    """Wrappers constructed on first use. ``kv_layout`` is ``NHD`` or ``HND``."""
 
     def __init__(self, kv_layout: str, device: torch.device, workspace_bytes: int) -> None:
         self.kv_layout, self.device = kv_layout, device
@@ -33,21 +33,24 @@ class Wrappers:
         self._graphs: dict[int, PlannedWrapper] = {}
 
     def decode(self) -> PlannedWrapper:
-        """For single-token requests of an eager step."""
+        """Return the wrapper for single-token requests of an eager step."""
         return self._get("BatchDecodeWithPagedKVCacheWrapper", use_tensor_cores=True)
 
     def prefill(self) -> PlannedWrapper:
-        """For requests of any number of rows, whose keys are in pages."""
+        """Return the wrapper for requests of any number of rows, whose keys are in pages."""
         return self._get("BatchPrefillWithPagedKVCacheWrapper")
 
     def ragged(self) -> PlannedWrapper:
-        """For requests whose keys and values come with the step."""
+        """Return the wrapper for requests whose keys and values are passed with the step."""
         return self._get("BatchPrefillWithRaggedKVCacheWrapper")
 
     def graph_decode(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> PlannedWrapper:
-        """For graphs of ``len(last_page_len)`` single-token requests: its plans refill these buffers, on the device.
+        """Return the wrapper for graphs of ``len(last_page_len)`` single-token requests.
 
-        indptr: int32 ``[n + 1]``. indices: int32, with room for the pages of any step. last_page_len: int32 ``[n]``.
+        Its plans refill these buffers.
+
+        The buffers are on the device. indptr: int32 ``[n + 1]``. indices: int32, with room for the pages of any step.
+        last_page_len: int32 ``[n]``.
         """
         num_reqs = len(last_page_len)
         if num_reqs not in self._graphs:
@@ -76,10 +79,10 @@ class Wrappers:
 
 
 def workspace_bytes(settings: LayerSettings, num_sms: int, largest_graph: int) -> int:
-    """Bytes in which the parts of split keys fit, as the library lays them out; too few are an error of its plan.
+    """Return the bytes that the parts of split keys need in the library's layout; its ``plan`` fails with fewer.
 
-    Of every part it keeps a tile of float32 outputs, and of log-sum-exps, for every query head. It splits an eager step
-    into at most two parts an SM, over all KV heads; a graph has at least that many, and room for a tile more a request.
+    For every part and query head it keeps a tile of float32 outputs and of log-sum-exps. It splits an eager step into
+    at most two parts per SM, over all KV heads. A graph has at least that many, and room for one more tile per request.
 
     largest_graph: requests of the largest graph, 0 for none.
     """

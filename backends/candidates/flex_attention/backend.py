@@ -1,11 +1,13 @@
 """``torch.nn.attention.flex_attention`` as a candidate: gathered pages, a block mask, modifiers as a score function.
 
-Compiled on CUDA, where the rows of the whole step are one call; eager on CPU, where the score matrix is materialised
-and a call holds only as many requests as keep it small. The requests of a call lie packed one after the other, and what
-a row sees is an interval of packed keys: causal masks, windows and the borders between requests are all the same mask.
+On CUDA the function is compiled, and the rows of the whole step are one call. On CPU it runs eagerly and materialises
+the score matrix, so a call holds only as many requests as keep that small. The requests of a call are packed one after
+the other, and each row sees an interval of the packed keys. One mask therefore expresses causality, windows and the
+borders between requests.
 
-A compilation takes seconds, and torch compiles anew for each number of heads, head size, scale, and length of 1. So KV
-heads are the batch, a row of each of their query heads is a row, head sizes are rounded up, and numbers are tensors.
+A compilation takes seconds, and torch recompiles for each number of heads, head size, scale, and length of 1. To avoid
+that, KV heads are the batch dimension, each query head of a KV head adds a row, head sizes are rounded up, and numbers
+are passed as tensors.
 """
 
 import contextlib
@@ -28,31 +30,31 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 
 KERNEL_OPTIONS: FlexKernelOptions = {"BACKEND": "TRITON"}
-"""The compiled kernel is torch's main one for every shape.
+"""Options that select torch's main compiled kernel for every shape.
 
-By itself torch takes flex_decoding for few rows, and up to 2.13 finds no configuration of it for many shapes."""
+By default torch uses flex_decoding for few rows, and up to 2.13 finds no configuration of it for many shapes.
+"""
 
 _COMPILED_ROWS = 2 * BLOCK
-"""A compiled call has a multiple of so many rows: torch compiles anew for one block, and for less than 128 rows."""
+"""A compiled call has a multiple of this many rows: torch recompiles for one block, and for less than 128 rows."""
 
 _RECOMPILE_LIMIT = 4096
-"""A run examines many layers in one process; dynamo's limit of 8 variants is meant for one model."""
+"""Recompile limit of dynamo: a run examines many layers in one process, and the default of 8 is meant for one model."""
 
 _EAGER_SCORES = 2**22
-"""Scores of all heads that an eager call may materialise: 16 MiB. Requests are packed, and long ones cut, to that."""
+"""Maximum scores (of all heads) that an eager call materialises: 16 MiB. Requests are packed, or cut, to fit."""
 
 _EAGER, _COMPILED = "eager", f"compiled, BACKEND {KERNEL_OPTIONS['BACKEND']}"
-"""What runs on a CPU, and what runs where flex_attention is compiled."""
+"""Names in records of the eager function (CPU) and of the compiled kernel."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexBackend(PagedBackend):
-    """Any head size (padded to 16 at least), any block size, both layouts. Sinks are applied to the result by its LSE.
+    """Backend for any head size (padded to at least 16), any block size and both layouts.
 
-    On CUDA the kernel is the one of :data:`KERNEL_OPTIONS`, never another of torch's choice.
-
-    No CUDA graph: requests are packed, and their pages gathered, by lengths from the host.
+    Sinks are applied to the result by its LSE. On CUDA the kernel is always that of :data:`KERNEL_OPTIONS`, never
+    torch's choice. No CUDA graph: requests are packed, and their pages gathered, by lengths from the host.
     """
 
     packing = "content"
@@ -101,11 +103,11 @@ class FlexBackend(PagedBackend):
 
 
 class FlexMetadata(PagedMetadata):
-    """A step of the flex backend."""
+    """Metadata of one step of the flex backend."""
 
 
 class FlexBuilder(PagedBuilder):
-    """Makes them."""
+    """Builder of :class:`FlexMetadata`."""
 
     backend = FlexBackend
     metadata_cls = FlexMetadata
@@ -152,7 +154,7 @@ class FlexImpl(PagedImpl):
                     output_lse[rows] = lse
 
     def _attend_call(self, query_qHD: Tensor, call: Call, limit: int | None) -> tuple[Tensor, Tensor]:
-        """``(out [rows, num_heads, value head size], lse [rows, num_heads])``, cut by rows to keep within ``limit``."""
+        """Return ``(out [rows, num_heads, value head size], lse [rows, num_heads])``, in cuts within ``limit``."""
         if limit is None or len(query_qHD) * len(call.key) <= limit:
             return self._attend_rows(query_qHD, call)
         size = max(1, limit // len(call.key))
@@ -161,7 +163,7 @@ class FlexImpl(PagedImpl):
         return torch.cat(outs), torch.cat(lses)
 
     def _attend_rows(self, query_qHD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """``(out [rows, num_heads, value head size], lse [rows, num_heads] float32)``."""
+        """Return ``(out [rows, num_heads, value head size], lse [rows, num_heads] float32)``, with sinks applied."""
         num_rows, num_keys = len(query_qHD), len(call.key)
         if num_keys == 0:
             out_qHD = query_qHD.new_zeros(num_rows, self.num_heads, self.head_size_v)
@@ -172,19 +174,19 @@ class FlexImpl(PagedImpl):
         if self.sinks is None:
             return out_qHD, lse_qH
         sinks = self.sinks.to(lse_qH.device)
-        share = torch.sigmoid(lse_qH - sinks).where(lse_qH > -torch.inf, 0.0)  # of the keys in the denominator
+        share = torch.sigmoid(lse_qH - sinks).where(lse_qH > -torch.inf, 0.0)  # share of the keys in the denominator
         return out_qHD * share[:, :, None], torch.logaddexp(lse_qH, sinks.expand_as(lse_qH))
 
     def _attend_keys(self, query_qHD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """The same, without sinks."""
+        """Return the same results without sinks."""
         is_compiled, num_rows, group = query_qHD.is_cuda, len(query_qHD), self.num_heads // self.num_kv_heads
         call = call.of_heads(group, _COMPILED_ROWS if is_compiled else 1)
         tensors = [query_qHD.unflatten(1, (-1, group)).transpose(1, 2).flatten(0, 1), call.key, call.value]
         tensors[0] = pad(tensors[0], (0, 0, 0, 0, 0, len(call.own) - len(tensors[0])))
-        size = max(16, 1 << (max(self.head_size, self.head_size_v) - 1).bit_length())  # a compiled kernel's least is 16
+        size = max(16, 1 << (max(self.head_size, self.head_size_v) - 1).bit_length())  # a compiled kernel needs 16
         tensors = [pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
-        # The eager formulation rounds normalised probabilities, which costs twice what the fused kernel's rounding
-        # does where one key dominates; sinks scale the result. In float32 either leaves one rounding, at the end.
+        # The eager formulation rounds normalised probabilities. If one key dominates, that costs twice the rounding of
+        # the fused kernel; sinks scale the result. In float32 either has one rounding, at the end.
         if self.sinks is not None or not is_compiled:
             tensors = [tensor.float() for tensor in tensors]
         with _as_intended(is_compiled):
@@ -203,7 +205,8 @@ class FlexImpl(PagedImpl):
         return out_qHD, lse_qH
 
     def _score_mod(self, call: Call, group: int) -> ScoreMod:
-        """Scale, cap, then ALiBi. Numbers travel as tensors, which a compiled kernel reads and is not compiled for."""
+        """Return a score function that applies scale, cap, then ALiBi."""
+        # Numbers are passed as tensors: a compiled kernel reads them instead of being specialised for them.
         own = call.own
         scale = torch.full((), self.scale, device=own.device)
         cap = None if self.logits_soft_cap is None else torch.full((), self.logits_soft_cap, device=own.device)
@@ -222,7 +225,7 @@ class FlexImpl(PagedImpl):
 
 @functools.cache
 def _kernel(compiled: bool) -> Callable[..., Any]:
-    """The fused kernel, or the eager formulation. A kernel that cannot be compiled is an error, never a fall-back."""
+    """Return the fused kernel or the eager formulation; a failing compilation is an error, without fallback."""
     if not compiled:
         return flex_attention
     fused: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True, dynamic=True)
@@ -231,12 +234,12 @@ def _kernel(compiled: bool) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _as_intended(compiled: bool) -> Iterator[None]:
-    """Compiled: as many variants as a run has layers, none for two lengths that happen to be equal.
+    """Set up torch for one call.
 
-    Eager: no compiler at all, nor the advice to use one.
-
-    flex_attention warns that it is not compiled and materialises the scores, and has the modifiers traced all the same.
-    On CPU that is intended: what is examined there is the score and mask functions, and every request is small enough.
+    Compiled: allow as many variants as a run has layers, and none for two lengths that happen to be equal. Eager:
+    disable the compiler and the warning that advises using it. flex_attention warns if it is not compiled and
+    materialises the scores, and traces the modifiers all the same. On CPU that is intended: only the score and mask
+    functions are examined there, and every request is small enough.
     """
     if compiled:
         limits = {"recompile_limit": _RECOMPILE_LIMIT, "accumulated_recompile_limit": _RECOMPILE_LIMIT}

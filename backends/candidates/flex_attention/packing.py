@@ -1,4 +1,4 @@
-"""Packs the requests of a step into calls of flex_attention, and says what a call's rows see."""
+"""Packs the requests of a step into calls of flex_attention, and computes which keys each row sees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,17 +12,19 @@ from attncheck.backends.base.gathering import UnpagedRequest
 from attncheck.reference.attention.params import AttentionParams
 
 BLOCK = 128
-"""Rows, and keys, of a block of the mask."""
+"""Rows, and keys, per block of the mask."""
 
 
 @dataclass(frozen=True)
 class Call:
     """Requests packed for one call of the kernel.
 
-    rows: the rows of query and output, in order. key, value: ``[keys, num_kv_heads, head size]``. own, low, high: per
-    row, int64: the packed index of the row's own position, and the interval ``low <= k < high`` of keys it sees. In a
-    tree of drafts, node: which of its rows each row is; it then sees of the interval's new keys only those in ``tree``
-    (bool ``[Q, Q]``).
+    rows: the rows of query and output, in order.
+    key, value: ``[keys, num_kv_heads, head size]``.
+    own: per row, int64, the packed index of the row's own position.
+    low, high: per row, int64, the interval ``low <= k < high`` of keys that it sees.
+    node: in a tree of drafts, the tree row of each row; of the interval's new keys it sees only those in ``tree``.
+    tree: bool ``[Q, Q]``.
     """
 
     rows: list[slice]
@@ -35,11 +37,11 @@ class Call:
     tree: Tensor | None = None
 
     def cut(self, cut: slice) -> "Call":
-        """The same keys for some of the rows only."""
+        """Return the call restricted to some of its rows, with the same keys."""
         return self._with_rows(lambda values: values[cut])
 
     def of_heads(self, group: int, multiple: int) -> "Call":
-        """Return the call with each row ``group`` times in a row, then rows that see nothing up to a ``multiple``."""
+        """Return the call with each row ``group`` times, padded to a ``multiple`` with rows that see nothing."""
         missing = -len(self.own) * group % multiple
         return self._with_rows(lambda values: pad(values.repeat_interleave(group), (0, missing)))
 
@@ -49,7 +51,11 @@ class Call:
 
 
 def pack_requests(params: AttentionParams, requests: list[UnpagedRequest]) -> Call:
-    """Key index = position - first key + the keys packed before; a row's interval is cut to its own request's keys."""
+    """Return one call for ``requests``.
+
+    The index of a key is its position minus its request's first key, plus the number of keys packed before. The
+    interval of a row is limited to the keys of its own request.
+    """
     own, low, high = [], [], []
     packed = 0
     tree = requests[0].tree
@@ -81,19 +87,19 @@ def pack_requests(params: AttentionParams, requests: list[UnpagedRequest]) -> Ca
 
 
 def block_mask(call: Call) -> BlockMask:
-    """Return what each row sees, and which blocks of keys each block of rows sees some of, or all of."""
+    """Return the mask of a call: what each row sees, and which key blocks each row block sees partly or completely."""
     low, high, num_rows, num_keys = call.low, call.high, len(call.low), len(call.key)
 
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         inside = (key >= at(low, row)) & (key < at(high, row))
         if call.node is None or call.tree is None:
             return inside
-        # Which row of the tree the key belongs to; below 0: context.
+        # The tree row of the key; negative for the context.
         other = key - (at(call.own, row) - at(call.node, row))
         return inside & ((other < 0) | at(call.tree, at(call.node, row), other.clamp(0, len(call.tree) - 1)))
 
-    # A block that no row sees is left out, and where rows see all of it, they are not compared with their intervals.
-    # There is one block of keys too many, since torch compiles anew for a single one.
+    # Blocks that no row sees are left out. Rows that see a whole block are not compared with their intervals. There is
+    # one key block too many, since torch recompiles for a single one.
     missing = -num_rows % BLOCK
     begin = pad(low.where(low < high, num_keys), (0, missing), value=num_keys).view(-1, BLOCK, 1)
     end = pad(high.where(low < high, 0), (0, missing)).view(-1, BLOCK, 1)
@@ -111,12 +117,13 @@ def block_mask(call: Call) -> BlockMask:
 
 
 def _listed(is_block: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of ``is_block``: how many are true, and the indices of the true ones, then those of the others."""
+    """Return, per row of ``is_block``, the number of true entries, and the indices of true entries before others."""
     indices = is_block.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return is_block.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
 
 
 def at(values: Tensor, *index: Tensor) -> Tensor:
-    """``values[index]`` in a modifier, by the operator: brackets take a detour that is most of an eager call's time."""
+    """Return ``values[index]`` in a modifier."""
+    # The operator is called directly because indexing with brackets takes most of an eager call's time.
     found: Tensor = torch.ops.aten.index(values, index)
     return found

@@ -1,6 +1,6 @@
-"""Multi-head latent attention by a Triton kernel of attncheck's own: every row is answered in the latent space.
+"""Multi-head latent attention by attncheck's own Triton kernel: every row is computed in the latent space.
 
-The query is brought into the space of the cache rows, where all heads share one key a token, whose first part is the
-value as well; what comes out is brought back. It is cheapest where there are few new rows, and right for any. Nothing
-is imported here: who asks for the backend's name or declarations needs no Triton.
+The query is projected into the space of the cache rows. There all heads share one key per token, whose first part is
+also the value. The result is projected back. This is cheapest for few new rows, and correct for any number. Nothing is
+imported here, so that the backend's name and declarations are available without Triton.
 """

@@ -1,6 +1,6 @@
-"""The host's side of the latent kernel: the custom operator ``attncheck::latent_attention``, grids and tiles.
+"""The host side of the latent kernel: the custom operator ``attncheck::latent_attention``, grids and tiles.
 
-Tracing, fake tensors and graphs see one call that writes what it is told to write. Reads nothing from the device.
+Tracing, fake tensors and graphs see one call that writes its declared outputs. Nothing is read from the device.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ _LARGE_TILES = 128 * 1024
 
 @dataclass(frozen=True)
 class LatentTiling:
-    """One launch. ``block_m`` lines of a tile: ``block_q`` rows times ``block_h`` heads, and a rest; ``block_n`` keys.
+    """Tile sizes of one launch.
 
-    one_block: no request has more rows than ``block_q``, so that requests number the blocks.
+    A tile has ``block_m`` lines: ``block_q`` rows times ``block_h`` heads, and a remainder. It has ``block_n`` keys.
+    one_block: no request has more rows than ``block_q``, so blocks are numbered by request.
     """
 
     block_m: int
@@ -36,7 +37,7 @@ class LatentTiling:
     num_stages: int
 
     def num_programs(self, num_rows: int, num_reqs: int, num_heads: int) -> int:
-        """Programs for ``num_reqs`` requests of ``num_rows`` rows in all; some may turn out to have no row."""
+        """Return the number of programs for ``num_reqs`` requests with ``num_rows`` rows in all; some may have none."""
         blocks = num_reqs if self.one_block else num_rows // self.block_q + num_reqs
         return blocks * -(-num_heads // self.block_h)
 
@@ -51,15 +52,17 @@ def choose_latent_tiling(
     shared_memory: int,
     interpreted: bool,
 ) -> LatentTiling:
-    """Tiles for requests of up to ``max_query_len`` rows.
+    """Return the tiles for requests of up to ``max_query_len`` rows.
 
-    itemsize: bytes of what is multiplied; is_coded: it is made of codes; shared_memory: bytes of it that a program may
-    have. What limits a tile is the accumulator, ``block_m`` times the latent rank in float32, which lies in registers,
-    and beside it the queries and ``num_stages`` tiles of keys in shared memory, of which there are 99 KiB (compute
-    capabilities 8.6 and 8.9), 163 (8.0) or 227 (9.0).
-    Compiled for rank 512 and 64 rotated numbers of two bytes, 64 lines and 32 keys fill the registers of 8 warps and
-    112 KiB (8.0) or 148 (9.0); 16 lines and 32 keys take 4 warps and 55 KiB; of codes, 32 lines and 16 keys 8 warps
-    and 49 KiB. Of four bytes, 16 lines and 16 keys take 8 warps and 72 KiB. Twice as many lines or keys spill.
+    itemsize: bytes per multiplied element. is_coded: whether the elements are decoded from FP8 codes. shared_memory:
+    bytes of shared memory available to a program.
+
+    A tile is limited by the accumulator, ``block_m`` times the latent rank in float32, in registers. Queries and
+    ``num_stages`` tiles of keys are in shared memory, of which there are 99 KiB (compute capabilities 8.6 and 8.9), 163
+    (8.0) or 227 (9.0). Compiled for rank 512 and 64 rotated elements of two bytes, 64 lines and 32 keys fill the
+    registers of 8 warps and 112 KiB (8.0) or 148 (9.0). 16 lines and 32 keys take 4 warps and 55 KiB; of codes, 32
+    lines and 16 keys take 8 warps and 49 KiB. Of four bytes, 16 lines and 16 keys take 8 warps and 72 KiB. Twice as
+    many lines or keys spill.
     """
     if itemsize > 2:
         most, block_n, num_stages = 16, 16, 1
@@ -73,7 +76,7 @@ def choose_latent_tiling(
     if is_coded and block_m > 16:
         block_n = 16
     if interpreted:
-        # A tile costs what its operations cost, whatever their size.
+        # Interpreted, the cost of a tile depends on the number of its operations, not on their sizes.
         block_n, num_stages = 64, 1
     block_h = min(block_m, power_of_two(num_heads))
     block_q = min(block_m // block_h, power_of_two(max_query_len))
@@ -104,24 +107,25 @@ def latent_attention(
     output_lse: Tensor | None = None,
     scratch: SplitScratch | None = None,
 ) -> None:
-    """Attention of ``H`` heads to one key a token, whose first ``L`` numbers are also its value.
+    """Compute attention of ``H`` heads to one key per token, whose first ``L`` elements are also its value.
 
-    Per row, over the keys ``j`` it sees (causal: those up to its own position, the rows of a request standing at the
-    end of its keys)::
+    For each row, over the keys ``j`` it sees (causal: those up to its own position; the rows of a request are the last
+    of its keys)::
 
         score_j = scale * (latent . cache_j[:L] + rotary . cache_j[L:])      output = sum_j softmax(score)_j cache_j[:L]
 
-    Rows of a request that see no key get 0 and -inf; rows of no request, behind ``query_start_loc[R]``, are left alone.
+    Rows of a request that see no key get 0 and -inf. Rows of no request, after ``query_start_loc[R]``, are left
+    unchanged.
 
     latent: ``[T, H, L]``, rotary: ``[T, H, E]`` (E may be 0), both float16, bfloat16 or float32, any strides.
-    kv_cache: ``[blocks, block size, L + E]``, any strides; float8 for codes, whose values ``k_scale`` (float32, one
-        element) makes.
+    kv_cache: ``[blocks, block size, L + E]``, any strides; float8 for codes, which ``k_scale`` (float32, one element)
+        scales.
     output: ``[T, H, L]``, any strides. output_lse: float32 ``[T, H]``, natural logarithms.
     block_table: int32 ``[R, pages]``. seq_lens: int32 ``[R]``. query_start_loc: int32 ``[R + 1]``.
-    max_query_len: a bound of the rows of a request.
-    scratch: where results of segments lie; None: keys are not cut into segments.
+    max_query_len: an upper bound of the rows of a request.
+    scratch: memory for the results of segments; None: keys are not split into segments.
 
-    Raises ``ValueError`` for shapes or dtypes that do not go together, or that the kernel does not know.
+    Raise ``ValueError`` for shapes or dtypes that do not match, or that the kernel does not support.
     """
     num_rows, num_heads, rank = latent.shape
     num_reqs = len(seq_lens)
@@ -191,7 +195,10 @@ def latent_attention_op(
     programs: int,
     most_segments: int,
 ) -> None:
-    """Arguments are sound. programs: how many are wanted; with fewer, keys are cut into up to ``most_segments``."""
+    """Launch the kernel; arguments are already checked.
+
+    ``programs`` is the wanted number of programs. With fewer, keys are split into up to ``most_segments`` segments.
+    """
     num_reqs, (num_rows, num_heads, rank) = len(seq_lens), latent.shape
     if not num_reqs or not num_rows:
         return
@@ -217,7 +224,7 @@ def latent_attention_op(
             results=num_rows * num_heads,
             room=min(scratch_lse.numel(), scratch_out.numel() // rank),
             keys=block_table.shape[1] * kv_cache.shape[1],
-            block_n=1 if interpreted else tiling.block_n,  # interpreted, there is nothing to gain, but to examine
+            block_n=1 if interpreted else tiling.block_n,  # interpreted, splitting gains no speed but is examined
             most=most_segments,
         )
     lse_strides = (0, 0) if output_lse is None else output_lse.stride()
@@ -285,4 +292,4 @@ def latent_attention_op(
 
 @latent_attention_op.register_fake
 def _latent_attention_fake(*args: object) -> None:
-    """It returns nothing, and writes into what it is given."""
+    """Return nothing: the operator only mutates its arguments."""

@@ -1,7 +1,7 @@
-"""Our own latent attention in Triton, as a candidate: what it declares, and its metadata. Imports no Triton.
+"""attncheck's own latent attention in Triton as a candidate: its declarations and metadata. Imports no Triton.
 
-The kernel reads lengths, tables and starts where the model runner put them. Nothing is computed for it, so a captured
-graph is right for every batch that fits.
+The kernel reads lengths, tables and starts from the model runner's tensors. No values are precomputed for it, so a
+captured graph is right for every batch that fits.
 """
 
 from dataclasses import dataclass, replace
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from attncheck.backends.candidates.triton_mla.impl import TritonMLAImpl
 
 LARGEST_RANK, LARGEST_ROTARY = 1024, 128
-"""Tiles of queries and keys have to fit the memory of a multiprocessor."""
+"""Maximum sizes: tiles of queries and keys must fit the memory of a multiprocessor."""
 
 _PROGRAMS_PER_PROCESSOR = 4
-"""Programs that are worth having for each multiprocessor: their tiles are large, so that one or two run at once."""
+"""Wanted programs per multiprocessor. Their tiles are large, so one or two run at once."""
 
 _LINES = 64
-"""Rows times heads of a program, of the largest tile."""
+"""Rows times heads per program of the largest tile."""
 
 _MOST_SEGMENTS = 16
-"""Of one row's keys; what merges them holds all of them at once."""
+"""Maximum segments of one row's keys; the merging kernel holds all of them at once."""
 
 _INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS = 4, 2
-"""Where there is nothing to be filled, the smallest batches are cut up all the same, so that it is examined."""
+"""Interpreted, there is no device to fill; these values still split the smallest batches, so that it is examined."""
 
 
 class TritonMLABackend(TritonBackend, LatentBackend):
-    """Latent rows of up to 1024 numbers and 128 rotated ones, any other size; one launch for any batch.
+    """Backend for latent rows of up to 1024 elements and 128 rotated ones, any other size; one launch for any batch.
 
-    The workspace of a layer is not used: no context is up-projected.
+    The workspace of a layer is not used, because no context is up-projected.
     """
 
     conventions = Conventions(padded_rows="untouched", sync_free_build=True)
@@ -71,23 +71,23 @@ class TritonMLABackend(TritonBackend, LatentBackend):
 
 
 def size_reasons(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
-    """What speaks against a cache row of these sizes."""
+    """Return why a cache row of these sizes is not supported."""
     sizes = (("kv_lora_rank", kv_lora_rank, LARGEST_RANK), ("qk_rope_head_dim", qk_rope_head_dim, LARGEST_ROTARY))
     return [f"{name} {size}: supported are sizes up to {limit}" for name, size, limit in sizes if size > limit]
 
 
 @dataclass
 class TritonMLAMetadata(LatentMetadata):
-    """A step. ``scratch``: for results of segments; None: keys are not cut into segments.
+    """Metadata of one step. ``scratch``: memory for results of segments; None: keys are not split into segments.
 
-    The numbers on the host serve refusals alone.
+    The lengths on the host are used only for refusals.
     """
 
     scratch: SplitScratch | None = None
 
 
 class TritonMLABuilder(LatentBuilder):
-    """Makes them, without waiting for the device."""
+    """Builder of :class:`TritonMLAMetadata` that never waits for the device."""
 
     backend = TritonMLABackend
     metadata_cls: ClassVar[type[PagedMetadata]] = TritonMLAMetadata
@@ -106,9 +106,9 @@ class TritonMLABuilder(LatentBuilder):
 
 
 def _allocate(width: int, device: torch.device) -> SplitScratch:
-    """Room for the results of as many programs as the device wants, of layers whose cache rows have ``width`` numbers.
+    """Return scratch for as many programs as the device wants, for layers whose cache rows have ``width`` elements.
 
-    A step with more results a segment than that fills the device without being cut up.
+    A step with more results per segment fills the device without being split.
     """
     programs, most = _INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS
     if not is_interpreted():

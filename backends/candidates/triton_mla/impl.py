@@ -1,6 +1,6 @@
-"""One layer of latent attention: queries into the latent space, the kernel, its results out of it.
+"""One layer of latent attention: projects queries into the latent space, runs the kernel, projects its results back.
 
-Nothing waits for the device, and no shape follows from lengths.
+Nothing waits for the device, and no shape depends on lengths.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class TritonMLAImpl(LatentImpl):
             raise ValueError(f"{self.backend.get_name()}: {'; '.join(reasons)}")
 
     def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        # The two parts of a row are a key and a value of one head, side by side and under one scale.
+        # The two parts of a row are passed as key and value of one head, adjacent and with one scale.
         latent, rotary = kv_cache.unsqueeze(2).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         scale = layer._k_scale
         reshape_and_cache(kv_c[:, None], k_pe[:, None], latent, rotary, slot_mapping, k_scale=scale, v_scale=scale)
@@ -61,6 +61,6 @@ class TritonMLAImpl(LatentImpl):
             scratch=metadata.scratch if isinstance(metadata, TritonMLAMetadata) else None,
         )
         out_THV = torch.bmm(seen_HTL, w_uv_LHV.transpose(0, 1)).transpose(0, 1)
-        # Rows of no request are nobody's in ``seen_HTL``, and stay what they were.
+        # Rows of no request are undefined in ``seen_HTL``; their outputs stay unchanged.
         is_real = torch.arange(rows, device=output.device) < common.query_start_loc[-1]
         output[:rows] = torch.where(is_real[:, None, None], out_THV, output[:rows])

@@ -1,6 +1,6 @@
-"""The host's side of the unified kernel: typed arguments in, refusals, one custom operator out.
+"""The host side of the unified kernel: checks typed arguments, and calls one custom operator.
 
-Reads nothing from the device.
+Nothing is read from the device.
 """
 
 import torch
@@ -12,7 +12,7 @@ from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 from attncheck.reference.attention.params import AttentionParams
 
 _FAR = 2**30
-"""Positions are below it, so that sums of two fit 32 bits: a longer window or chunk is none."""
+"""Positions are smaller, so that a sum of two fits 32 bits. A window or chunk of this size or more is no limit."""
 
 
 def unified_attention(
@@ -35,26 +35,26 @@ def unified_attention(
     tree: Tensor | None = None,
     scratch: SplitScratch | None = None,
 ) -> None:
-    """Attention of a mixed batch over a paged cache, as :func:`attncheck.reference.paged_attention` defines it.
+    """Compute attention of a mixed batch over a paged cache, as defined by :func:`attncheck.reference.paged_attention`.
 
     ``T`` rows, ``H`` query heads, ``R`` requests. Rows of a request that see no key get 0 and -inf (with sinks, the
-    sink); rows of no request, behind ``query_start_loc[R]``, are left alone.
+    sink). Rows of no request, after ``query_start_loc[R]``, are left unchanged.
 
-    query: ``[T, H, head_size]``, float16, bfloat16 or float32. key_cache, value_cache: ``[blocks, block size, KV heads,
-        size]``, of any strides; float8 where they hold codes, whose values ``k_scale`` and ``v_scale`` make (float32,
-        one element or one a KV head; None: 1, and of no effect for other caches).
-    output: ``[T, H, head_size_v]``, of any strides; float8 where ``output_scale`` (float32, one element) is given:
-        then codes of ``x / output_scale``.
+    query: ``[T, H, head_size]``, float16, bfloat16 or float32.
+    key_cache, value_cache: ``[blocks, block size, KV heads, size]``, of any strides; float8 if they hold codes, which
+        ``k_scale`` and ``v_scale`` scale (float32, one element or one per KV head; None: 1; ignored for other caches).
+    output: ``[T, H, head_size_v]``, of any strides; float8 if ``output_scale`` (float32, one element) is given: then
+        codes of ``x / output_scale``.
     block_table: int32 ``[R, pages]``. seq_lens: int32 ``[R]``. query_start_loc: int32 ``[R + 1]``.
-    max_query_len: a bound of the rows of a request, which need not be reached.
-    params: what the layer computes; its slopes and sinks are not read, but are tensors on the device here:
-        alibi_slopes, sinks: float32 ``[H]``.
-    output_lse: float32 ``[T, H]``, written with the natural log-sum-exp; sinks count.
+    max_query_len: an upper bound of the rows of a request.
+    params: the layer's parameters; its slopes and sinks are not read, but must be passed as device tensors:
+    alibi_slopes, sinks: float32 ``[H]``.
+    output_lse: float32 ``[T, H]``, written with the natural log-sum-exp, sinks included.
     tree: bool ``[Q, Q]``: which new key a row of a request of ``Q`` rows sees; requests of other sizes have no tree.
-    scratch: where results of segments lie; None: keys are not cut into segments.
+    scratch: memory for the results of segments; None: keys are not split into segments.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together, or that the kernel does not know.
+        ValueError: shapes or dtypes that do not match, or that the kernel does not support.
         NotImplementedError: ALiBi's square-root form; chunks with a lookback.
     """
     wrong = _wrong_tensors(query, key_cache, value_cache, output, params, 4)
@@ -96,9 +96,9 @@ def ragged_attention(
     output_lse: Tensor | None = None,
     output_scale: Tensor | None = None,
 ) -> None:
-    """The same where keys and values are rows of the step, ``[T, KV heads, size]``, cut up like the queries.
+    """Compute attention where keys and values are rows of the step, ``[T, KV heads, size]``, split like the queries.
 
-    Arguments and errors as those of :func:`unified_attention`.
+    Arguments and errors are those of :func:`unified_attention`.
     """
     wrong = _wrong_tensors(query, key, value, output, params, 3)
     _attend(
@@ -108,7 +108,7 @@ def ragged_attention(
         output,
         wrong,
         block_table=None,
-        seq_lens=query_start_loc[1:],  # not read: as many as there are requests
+        seq_lens=query_start_loc[1:],  # only its length is used: the number of requests
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
         params=params,
@@ -140,7 +140,7 @@ def _attend(
     tree: Tensor | None = None,
     scratch: SplitScratch | None = None,
 ) -> None:
-    """Both forms; ``wrong``: what the caller found wrong."""
+    """Check the arguments that both forms share, and call the operator; ``wrong`` holds the caller's findings."""
     if len(query_start_loc) != len(seq_lens) + 1:
         wrong.append(f"query_start_loc has {len(query_start_loc)} entries for {len(seq_lens)} requests")
     if not (query_start_loc.is_contiguous() and seq_lens.is_contiguous()):

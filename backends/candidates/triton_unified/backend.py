@@ -1,7 +1,7 @@
-"""Our own unified paged attention in Triton, as a candidate: what it declares, and its metadata. Imports no Triton.
+"""attncheck's own unified paged attention in Triton as a candidate: its declarations and metadata. Imports no Triton.
 
-The kernel reads lengths, tables and starts where the model runner put them. Nothing is computed for it, so a captured
-graph is right for every batch that fits.
+The kernel reads lengths, tables and starts from the model runner's tensors. No values are precomputed for it, so a
+captured graph is right for every batch that fits.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from attncheck.backends.candidates.triton_unified.impl import UnifiedImpl
 
 LARGEST_HEAD_SIZE = 256
-"""A tile of keys and one of values have to fit the memory of a multiprocessor."""
+"""Maximum head size: a tile of keys and one of values must fit the memory of a multiprocessor."""
 
 
 class UnifiedBackend(TritonBackend, PagedBackend):
-    """One launch for any batch; any block size, both layouts, head sizes up to 256."""
+    """Backend with one launch for any batch; any block size, both layouts, head sizes up to 256."""
 
     packing = "split_second"
     features = frozenset(
@@ -98,16 +98,16 @@ def _head_size_reason(name: str, size: int) -> str:
 
 @dataclass
 class UnifiedMetadata(PagedMetadata):
-    """A step. ``scratch``: for results of segments; None: keys are not cut into segments.
+    """Metadata of one step. ``scratch``: memory for results of segments; None: keys are not split into segments.
 
-    The numbers on the host serve refusals alone.
+    The lengths on the host are used only for refusals.
     """
 
     scratch: SplitScratch | None = None
 
 
 class UnifiedBuilder(PagedBuilder):
-    """Makes them, without waiting for the device."""
+    """Builder of :class:`UnifiedMetadata` that never waits for the device."""
 
     backend = UnifiedBackend
     metadata_cls = UnifiedMetadata

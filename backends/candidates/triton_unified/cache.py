@@ -9,8 +9,10 @@ from attncheck.backends.candidates.triton_unified.kernels.cache import write_cac
 from attncheck.backends.interpreter import is_interpreted
 
 _ROWS, _INTERPRETED_ROWS = 8, 256
-"""Rows a program: few, so that a decode step has programs enough for a GPU; interpreted, a program costs what its
-operations cost, whatever their size."""
+"""Rows per program: few, so that a decode step has enough programs for a GPU.
+
+Interpreted, the cost of a program depends on the number of its operations, not on their sizes.
+"""
 
 
 def reshape_and_cache(
@@ -23,10 +25,10 @@ def reshape_and_cache(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> None:
-    """Writes new K/V into the caches, in place: row ``t`` to slot ``slot_mapping[t]``; negative slots nowhere.
+    """Write new K/V into the caches in place: row ``t`` to slot ``slot_mapping[t]``; negative slots are skipped.
 
-    As :func:`attncheck.reference.reshape_and_cache`, but for what only the host could see: slots are neither looked at
-    there nor refused. One beyond the caches is written nowhere; of two equal ones, either row may stay.
+    The definition is :func:`attncheck.reference.reshape_and_cache`, except that slots are not read on the host, and so
+    are not refused. A slot beyond the caches is skipped. Of two equal slots, either row may remain.
 
     key, value: ``[T', Hkv, D]``, ``[T', Hkv, Dv]``, float16, bfloat16 or float32, any strides; rows beyond
         ``slot_mapping`` are padding.
@@ -35,7 +37,7 @@ def reshape_and_cache(
     slot_mapping: ``[T]`` int32 or int64, ``T <= T'``.
     k_scale, v_scale: for codes; a number, one element, ``[Hkv]`` or ``[NB, BS, Hkv]``. None: 1.
 
-    Raises ``ValueError`` before anything is written.
+    Raise ``ValueError`` before anything is written.
     """
     _refuse(key, value, key_cache, value_cache, slot_mapping)
     is_coded = key_cache.dtype in CODE_FORMATS
@@ -56,7 +58,7 @@ def _reshape_and_cache(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """One launch. The scales are expanded to ``[NB, BS, Hkv]``; None where the caches hold no codes."""
+    """Launch the kernel; scales are expanded to ``[NB, BS, Hkv]``, or None if the caches hold no codes."""
     num_blocks, block_size, num_heads, head_size = key_cache.shape
     head_size_v = value_cache.shape[3]
     num_rows = len(slot_mapping) * num_heads
@@ -121,13 +123,13 @@ def _(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Nothing comes back."""
+    """Return nothing: the operator only mutates its arguments."""
 
 
 def _scale_of_slots(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor:
-    """A scale for every slot and head, ``[NB, BS, Hkv]``, without a copy of it for each."""
+    """Return a scale for every slot and head, ``[NB, BS, Hkv]``, as an expanded view."""
     if not isinstance(scale, Tensor):
-        # Filled on the device: a copy from the host can be no part of a CUDA graph.
+        # Filled on the device, because a copy from the host cannot be part of a CUDA graph.
         scale = torch.full((), 1.0 if scale is None else scale, dtype=torch.float32, device=cache.device)
     shape = cache.shape[:3]
     if scale.numel() == 1:

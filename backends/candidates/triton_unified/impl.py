@@ -1,4 +1,4 @@
-"""One layer of the unified backend: what the contract hands over, as arguments of the launches.
+"""One layer of the unified backend: maps the contract's arguments to those of the launches.
 
 Nothing here depends on lengths, which a graph would freeze.
 """
@@ -91,5 +91,5 @@ class UnifiedImpl(PagedImpl):
         output_lse: Tensor | None,
         output_scale: Tensor,
     ) -> None:
-        """The kernel itself makes the codes, of the rows of requests alone."""
+        """Attend; the kernel itself stores the codes, only for rows of requests."""
         self.attend(layer, query, key, value, caches, metadata, output, output_lse, output_scale)

@@ -1,8 +1,8 @@
-"""Launches of the attention kernel: from tensors and numbers to grids, strides and arguments.
+"""Launches of the attention kernel: maps tensors and numbers to grids, strides and arguments.
 
-Attention is the custom operator ``attncheck::unified_attention``: tracing, fake tensors and graphs see one call that
-writes what it is told to write. Where keys are cut into segments, a second launch merges their results. The caller has
-checked the arguments.
+Attention is the custom operator ``attncheck::unified_attention``; tracing, fake tensors and graphs see one call that
+writes its declared outputs. If keys are split into segments, a second launch merges their results. The caller checks
+the arguments.
 """
 
 import functools
@@ -20,10 +20,10 @@ from attncheck.backends.interpreter import is_interpreted
 _LOG2_E = 1.4426950408889634
 
 UNLIMITED = 2**30 - 1
-"""Distance to the right within which every key lies: added to a position, which is below 2**30, it fits 32 bits."""
+"""Distance to the right that includes every key. Added to a position, which is below 2**30, it fits 32 bits."""
 
 _INTERPRETED_RESULTS = 32
-"""Merged by one program where programs cost what their operations cost, whatever the sizes; a GPU has one for each."""
+"""Results merged per program if interpreted, where only the number of operations counts; on a GPU it is 1."""
 
 
 @torch.library.custom_op(
@@ -56,10 +56,10 @@ def unified_attention_op(
     programs: int,
     most_segments: int,
 ) -> None:
-    """Attention of all rows of all requests, into ``output`` and ``output_lse``.
+    """Compute attention of all rows of all requests, into ``output`` and ``output_lse``.
 
-    Without ``block_table``, key and value are rows like ``query``. soft_cap, chunk: 0 for none. programs: how many are
-    wanted; where there are fewer, and there is scratch, keys are cut into up to ``most_segments`` segments.
+    Without ``block_table``, key and value are rows like ``query``. soft_cap, chunk: 0 for none. programs: the wanted
+    number of programs. With fewer, and with scratch, keys are split into up to ``most_segments`` segments.
     """
     num_reqs, (num_rows, num_heads, head_size) = seq_lens.shape[0], query.shape
     num_kv_heads, head_size_v = value.shape[-2:]
@@ -69,7 +69,7 @@ def unified_attention_op(
     kv_format, out_format = CODE_FORMATS.get(key.dtype, 0), CODE_FORMATS.get(output.dtype, 0)
     page = 0 if block_table is None else key.shape[1]
     page_size, is_shift = page_argument(page)
-    # Pages are one axis more; without them there is one page, as it were, that holds all rows.
+    # Without pages, all rows form a single page.
     b_key, b_value = (x.view(torch.uint8) if kv_format else x for x in (key, value))
     if block_table is None:
         b_key, b_value = b_key[None], b_value[None]
@@ -184,7 +184,7 @@ def unified_attention_op(
 
 @unified_attention_op.register_fake
 def _unified_attention_fake(*args: object) -> None:
-    """It returns nothing, and writes into what it is given."""
+    """Return nothing: the operator only mutates its arguments."""
 
 
 def _scale_step(scale: Tensor | None) -> int:
@@ -203,7 +203,7 @@ def page_argument(page: int) -> tuple[int, bool]:
 
 @functools.cache
 def shared_memory_of(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on ``device``; where there is none, as many as it likes."""
+    """Return the bytes of shared memory available to a program on ``device``; without a GPU, ``sys.maxsize``."""
     if device.type != "cuda":
         return sys.maxsize
     properties = torch.cuda.get_device_properties(device)
@@ -222,13 +222,13 @@ def launch_merge(
     output_scale: Tensor | None = None,
     out_format: int = 0,
 ) -> None:
-    """Merges into ``output`` and ``output_lse`` what ``segments`` programs a row and head left in scratch.
+    """Merge the results of ``segments`` programs per row and head from scratch into ``output`` and ``output_lse``.
 
-    scratch_out: float32 ``[T, H, segments, size]`` and more, scratch_lse: ``[T, H, segments]`` (base 2) and more.
-    output: ``[T, H, size]``, any strides; uint8 where ``out_format``, a code of ``kernels.codes``, is not 0: then codes
-    of ``x / output_scale``. query_start_loc: ``[R + 1]``; rows behind its last entry are left alone. ``most``: a
-    power of two, a bound of ``segments`` that is the same for all launches, each of whose values takes a kernel of its
-    own. The caller has chosen the device.
+    scratch_out: float32, at least ``[T, H, segments, size]``. scratch_lse: at least ``[T, H, segments]`` (base 2).
+    output: ``[T, H, size]``, any strides; if ``out_format`` (of ``kernels.codes``) is not 0, uint8 codes of ``x /
+    output_scale``. query_start_loc: ``[R + 1]``; rows after its last entry are left unchanged. ``most``: a power of
+    two, an upper bound of ``segments`` that is the same for all launches, since each value compiles a separate kernel.
+    The caller has selected the device.
     """
     num_rows, num_heads, head_size_v = output.shape
     interpreted = is_interpreted()

@@ -9,20 +9,22 @@ from attncheck.backends.candidates.triton_unified.kernels.merge import merge_sta
 from attncheck.backends.interpreter import is_interpreted
 
 _ROWS, _INTERPRETED_ROWS = 8, 256
-"""Rows a program: enough programs for a GPU; interpreted, a program costs what its operations cost, whatever their
-size."""
+"""Rows per program: few, so that a GPU has enough programs.
+
+Interpreted, the cost of a program depends on the number of its operations, not on their sizes.
+"""
 
 
 def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint key sets, from the state of each: ``(out, lse)``.
+    """Return the attention ``(out, lse)`` over the union of two disjoint key sets, from the state of each.
 
-    As :func:`attncheck.reference.merge_attn_states`: per row and head, ``lse = ln(exp(lse_a) + exp(lse_b))`` and the
-    outs weighted by ``exp(lse_i - lse)``. A state whose LSE is infinite, of either sign, is empty, and whatever its
-    out holds counts for nothing. Two empty states: 0 and -inf.
+    The definition is :func:`attncheck.reference.merge_attn_states`: per row and head, ``lse = ln(exp(lse_a) +
+    exp(lse_b))``, and the outs weighted by ``exp(lse_i - lse)``. A state with an infinite LSE, of either sign, is
+    empty, and its out is ignored. Two empty states give 0 and -inf.
 
     out_a, out_b: ``[T, H, Dv]``, float16, bfloat16 or float32, any strides. lse_a, lse_b: ``[T, H]``, natural
     logarithms of one of these dtypes. The results are new: ``out`` in the wider dtype of the two, computed in float32,
-    and ``lse`` in float32. Raises ``ValueError``.
+    and ``lse`` in float32. Raise ``ValueError`` for other shapes or dtypes.
     """
     _refuse(out_a, lse_a, out_b, lse_b)
     merged: tuple[Tensor, Tensor] = _merge_attn_states(out_a, lse_a, out_b, lse_b)
@@ -31,7 +33,6 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 
 @torch.library.custom_op("attncheck::merge_attn_states", mutates_args=())
 def _merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """One launch."""
     out, lse = _results(out_a, out_b)
     num_tokens, num_heads, head_size_v = out.shape
     num_rows = num_tokens * num_heads
@@ -83,7 +84,7 @@ def _(
 
 
 def _results(out_a: Tensor, out_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for ``out`` and ``lse``."""
+    """Return uninitialised tensors for ``out`` and ``lse``."""
     dtype = torch.promote_types(out_a.dtype, out_b.dtype)
     out = torch.empty(out_a.shape, dtype=dtype, device=out_a.device)
     return out, torch.empty(out_a.shape[:2], dtype=torch.float32, device=out_a.device)

@@ -1,7 +1,7 @@
-"""How a launch is cut up: tiles, segments of the keys, and the memory in which segments leave their results.
+"""How a launch is divided: tiles, segments of the keys, and the memory for the results of segments.
 
-What is chosen here is frozen by a CUDA graph, so nothing follows from lengths; ``max_query_len`` is a bound of them.
-Scratch is kept from step to step, so that a graph finds it where it was at capture. No Triton is imported.
+A CUDA graph freezes these choices, so none depends on lengths; ``max_query_len`` is an upper bound of them. Scratch is
+kept between steps, so that its address is the same as at capture. No Triton is imported.
 """
 
 from dataclasses import dataclass
@@ -10,50 +10,54 @@ import torch
 from torch import Tensor
 
 MAX_SEGMENTS = 32
-"""Segments of one row's keys at most; the kernel that merges them holds all of them at once."""
+"""Maximum segments of one row's keys; the merging kernel holds all of them at once."""
 
 INTERPRETED_SEGMENTS = 4
-"""Likewise where kernels are interpreted, which does one program after another."""
+"""The same if kernels are interpreted, one program after another."""
 
 _STAGES = 5
-"""Of the loop over keys. Table entries are fetched two stages ahead of keys and values, and these two ahead of their
-use: with one stage less, one tile is on its way in place of two."""
+"""Pipeline stages of the loop over keys.
+
+Table entries are fetched two stages before keys and values, and these two stages before their use. With one stage less,
+only one tile is in flight instead of two.
+"""
 
 _PROGRAMS_PER_PROCESSOR = 16
-"""Programs that are worth having for each multiprocessor: several run at once, and the last ones to end count less."""
+"""Wanted programs per multiprocessor: several run at once, and more of them shorten the tail of a launch."""
 
 _INTERPRETED_PROGRAMS = 8
-"""Where there is nothing to be filled, so that small batches are cut up, too."""
+"""Wanted programs if interpreted, where no device is to be filled: enough to split small batches, too."""
 
 _LEAST_LINES = 16
-"""Rows times heads of a group of the smallest tile."""
+"""Rows times heads of a group in the smallest tile."""
 
 _SMALL, _LARGE = 64, 128
-"""The other sizes of a tile: few sizes are few kernels to compile."""
+"""The other tile sizes; few sizes mean few kernels to compile."""
 
 _BESIDE = 8 * 1024
-"""Bytes of shared memory that a program takes beside its tiles of queries, keys and values."""
+"""Bytes of shared memory that a program takes besides its tiles of queries, keys and values."""
 
 _HOPPER = 200 * 1024
-"""Bytes of shared memory that only GPUs have which multiply out of it (compute capabilities 9.0 and 10.0).
+"""Bytes of shared memory that only GPUs have which multiply from it (compute capabilities 9.0 and 10.0).
 
-Others multiply out of registers: of 128 lines, each of 8 warps decodes every code of a tile, and the kernel
-spills and takes three times as long to compile.
+Other GPUs multiply from registers. With 128 lines each of 8 warps then decodes every code of a tile, the kernel spills,
+and it takes three times as long to compile.
 """
 
 _WAVES = 8
-"""The wanted programs are about so many times those that run at once."""
+"""About the ratio of wanted programs to programs that run at once."""
 
 _LEAST_TILES = 4
-"""Tiles of a segment once all multiprocessors have work: what a segment costs beside its tiles is no longer free."""
+"""Minimum tiles per segment once all multiprocessors have work; from then on a segment's own overhead counts."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """One launch of the attention kernel.
+    """Tile sizes of one launch of the attention kernel.
 
-    block_m: lines of a tile, ``block_q`` rows times the query heads of a group, and a rest. block_n: keys of a tile.
-    one_block: no request has more rows than ``block_q``, and requests number the programs.
+    block_m: lines of a tile, ``block_q`` rows times the query heads of a group, and a remainder.
+    block_n: keys of a tile.
+    one_block: no request has more rows than ``block_q``, and programs are numbered by request.
     """
 
     block_m: int
@@ -64,12 +68,12 @@ class Tiling:
     num_stages: int
 
     def num_blocks(self, num_rows: int, num_reqs: int) -> int:
-        """Blocks of rows that ``num_reqs`` requests of ``num_rows`` rows in all can have at most."""
+        """Return the maximum number of row blocks of ``num_reqs`` requests with ``num_rows`` rows in all."""
         return num_reqs if self.one_block else num_rows // self.block_q + num_reqs
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no less than ``number``.
+    """Return the smallest power of two that is at least ``number``.
 
     >>> [power_of_two(n) for n in (1, 2, 3, 80)]
     [1, 2, 4, 128]
@@ -78,7 +82,7 @@ def power_of_two(number: int) -> int:
 
 
 def tile_width(head_size: int) -> int:
-    """Columns of a tile that holds heads of ``head_size``; products need 16."""
+    """Return the columns of a tile for heads of ``head_size``; products need at least 16."""
     return max(16, power_of_two(head_size))
 
 
@@ -98,10 +102,10 @@ def choose_tiling(
     shared_memory: int,
     interpreted: bool,
 ) -> Tiling:
-    """Tiles for requests of up to ``max_query_len`` rows, ``group`` query heads a KV head, heads of ``head_size``.
+    """Return the tiles for up to ``max_query_len`` rows, ``group`` query heads per KV head, heads of ``head_size``.
 
-    ``itemsize``: bytes of what is multiplied, 2 for tensor cores, 4 for float32. ``is_coded``: keys and values are made
-    of codes. ``shared_memory``: bytes of it that a program may have.
+    ``itemsize``: bytes per multiplied element, 2 for tensor cores, 4 for float32. ``is_coded``: keys and values are
+    decoded from FP8 codes. ``shared_memory``: bytes of shared memory available to a program.
     """
     lines = max_query_len * group
     least = max(16, power_of_two(group))
@@ -109,16 +113,16 @@ def choose_tiling(
         block_m, block_n = max(least, min(64, power_of_two(lines))), 32
         return _tiling(block_m, block_n, max_query_len, group, num_warps=1, num_stages=1)
     if itemsize > 2:
-        # Without tensor cores; larger tiles would not fit the registers.
+        # Without tensor cores, larger tiles would not fit the registers.
         block_m, block_n, num_stages = least, (32 if head_size <= 128 else 16), 1
     else:
-        # Decodes have small tiles, for which products cost nothing; prompts as large ones as the registers hold.
+        # Decodes have small tiles, whose products cost almost nothing. Prompts have the largest that fit the registers.
         most = _SMALL if is_coded and shared_memory < _HOPPER else _LARGE
         block_m = max(least, next((size for size in (_LEAST_LINES, _SMALL) if lines <= size), most))
         block_n = 64 if head_size <= 128 else 32
         num_stages = _STAGES if head_size <= 128 else _STAGES - 1
     while tiles_size(block_m, block_n, num_stages, head_size, itemsize) > shared_memory:
-        if num_stages > 2:  # with one stage less, none is fetched ahead, in the same room
+        if num_stages > 2:  # with one stage less, none would be prefetched, in the same memory
             num_stages -= 1
         elif block_m > max(least, _SMALL):
             block_m = max(least, _SMALL)
@@ -132,17 +136,17 @@ def choose_tiling(
 
 def _tiling(block_m: int, block_n: int, max_query_len: int, group: int, *, num_warps: int, num_stages: int) -> Tiling:
     block_q = block_m // group
-    # Larger tiles of more rows have one kernel, which looks for the request of a block.
+    # Larger tiles of more rows share one kernel, which searches for the request of a block.
     one_block = max_query_len <= block_q and (max_query_len == 1 or block_m == _LEAST_LINES)
     return Tiling(block_m, block_q, block_n, one_block, num_warps, num_stages)
 
 
 def choose_segments(*, programs: int, wanted: int, results: int, room: int, keys: int, block_n: int, most: int) -> int:
-    """Into how many segments every row's keys are cut: a power of two, at most ``most``.
+    """Return the number of segments of every row's keys: a power of two, at most ``most``.
 
-    So many that about ``wanted`` programs run in place of ``programs``, and that their results (``results`` a segment,
-    of which there is ``room`` for so many) have a place. Each has a tile of the ``keys`` there may be, and four of them
-    once about as many programs run as run at once.
+    The number is chosen so that about ``wanted`` programs run instead of ``programs``, and that the results fit
+    (``results`` per segment, ``room`` in all). Each segment has at least one tile of the possible ``keys``, and at
+    least four once about as many programs run as run at once.
 
     >>> choose_segments(programs=8, wanted=264, results=32, room=4096, keys=8192, block_n=64, most=32)
     32
@@ -159,10 +163,12 @@ def choose_segments(*, programs: int, wanted: int, results: int, room: int, keys
 
 @dataclass(frozen=True)
 class SplitScratch:
-    """Room for ``len(lse)`` results: one a row, query head and segment.
+    """Memory for ``len(lse)`` results: one per row, query head and segment.
 
-    out: float32, the results themselves, one after another. lse: float32, their log-sum-exps. programs: how many a
-    launch should have at least; with fewer, keys are cut into segments. most: segments at most.
+    out: float32, the results themselves, one after another.
+    lse: float32, their log-sum-exps.
+    programs: wanted programs of a launch; with fewer, keys are split into segments.
+    most: maximum segments.
     """
 
     out: Tensor
@@ -174,10 +180,10 @@ class SplitScratch:
 def allocate_scratch(
     *, num_heads: int, num_kv_heads: int, head_size_v: int, max_rows: int, device: torch.device, interpreted: bool
 ) -> SplitScratch:
-    """Scratch for steps of up to ``max_rows`` rows on ``device``.
+    """Return scratch for steps of up to ``max_rows`` rows on ``device``.
 
-    It holds what as many programs as ``device`` wants leave behind, each with a small tile of rows; larger tiles make
-    do with fewer segments.
+    It holds the results of the wanted number of programs, each with a small tile of rows; larger tiles use fewer
+    segments.
     """
     most = INTERPRETED_SEGMENTS if interpreted else MAX_SEGMENTS
     programs = _INTERPRETED_PROGRAMS

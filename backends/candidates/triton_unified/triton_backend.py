@@ -8,11 +8,11 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 _BFLOAT16_CAPABILITY = (8, 0)
-"""From which on Triton compiles bfloat16."""
+"""Minimum compute capability for which Triton compiles bfloat16."""
 
 
 class InterpretedBackend(AttentionBackend):
-    """Kernels that are interpreted without a GPU; name this base first, since it adds to what the next one says."""
+    """Backend whose kernels are interpreted without a GPU; list it as the first base, since it extends the next one."""
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -29,7 +29,7 @@ class InterpretedBackend(AttentionBackend):
 
 
 class TritonBackend(InterpretedBackend):
-    """The same, where all kernels are of attncheck's own."""
+    """Interpreted backend whose kernels are all attncheck's own."""
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""``vllm:CPU_ATTN`` and its like: a class of vLLM's as a candidate.
+"""Candidates for vLLM's attention backend classes, such as ``vllm:CPU_ATTN``.
 
-What it declares, and where it can run, are taken from what vLLM says of the class.
+Their declarations and availability come from vLLM's class.
 """
 
 import sys
@@ -26,7 +26,7 @@ from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 
 class VLLMBackend(AttentionBackend):
-    """A backend of the installed vLLM; :meth:`from_argument` makes the class that can be driven."""
+    """A backend of the installed vLLM; :meth:`from_argument` creates the class that can be driven."""
 
     accept_output_buffer = True
     their_backend: ClassVar[type[Any]]
@@ -36,7 +36,7 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def from_argument(cls, argument: str) -> type[AttentionBackend]:
-        """The candidate for a name of vLLM's, for ``module:Class``, or for ``path/to/file.py:Class``.
+        """Return the candidate for a name of vLLM's, for ``module:Class``, or for ``path/to/file.py:Class``.
 
         Raises:
             ImportError: vLLM, or a library that the backend needs, cannot be imported.
@@ -56,7 +56,7 @@ class VLLMBackend(AttentionBackend):
         builder = type(f"{theirs.__name__}Builder", (VLLMLatentBuilder if is_latent else VLLMBuilder,), parts)
         members = {
             "declared": found,
-            # A latent layer writes before its forward. Where this build has no writer, none is called.
+            # A latent layer writes before its forward. If this build has no writer, none is called.
             "forward_includes_kv_cache_update": not found.has_writer
             if is_latent
             else getattr(theirs, "forward_includes_kv_cache_update", True),
@@ -79,13 +79,13 @@ class VLLMBackend(AttentionBackend):
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, head_size_v: int | None = None
     ) -> tuple[int, ...]:
-        """See the contract; of vLLM's spec of the cache."""
+        """See the contract; the shape is that of vLLM's spec of the cache."""
         value_size = head_size if head_size_v is None else head_size_v
         return cache_shape(cls.their_backend, num_blocks, block_size, num_kv_heads, head_size, value_size)
 
     @classmethod
     def get_kv_cache_stride_order(cls, cache_layout: str = "NHD") -> tuple[int, ...]:
-        """See the contract; of the layouts that vLLM's class reads."""
+        """See the contract; the layouts are those that vLLM's class reads."""
         return stride_order(cls.their_backend, cache_layout)
 
     @classmethod
@@ -105,7 +105,7 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        """See the contract; what vLLM says of the machine, else what a plain layer and one row of it show here."""
+        """See the contract; the reasons are vLLM's, or if it has none, those of a trial of a layer with one row."""
         reasons = _machine_reasons(cls.their_backend, device)
         if cls.declared.layer_error:
             reasons = reasons or [cls.declared.layer_error]
@@ -113,36 +113,37 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; what Triton's interpreter would get wrong in the backend's place."""
+        """See the contract; the reasons are known faults of Triton's interpreter."""
         return interpreted.gaps(layer, cache) if _is_interpreted(cls.their_backend) else []
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
-        """See the contract; a variable of Triton's, for kernels of Triton on a CPU."""
+        """See the contract; Triton kernels need a variable on a CPU."""
         return interpreter.required_environment(device) if _can_be_interpreted(cls.their_backend) else {}
 
     @classmethod
     def default_suite(cls, device: str) -> str:
-        """See the contract; a small one where kernels are interpreted."""
+        """See the contract; a small suite if kernels are interpreted."""
         return interpreter.default_suite(device) if _can_be_interpreted(cls.their_backend) else "smoke"
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; what the declarations say, and what vLLM's own check of a configuration says besides."""
+        """See the contract; adds the reasons of vLLM's own check of a configuration to those of the declarations."""
         reasons = super().unsupported_reasons(layer, cache, batch)
         return [*reasons, *configuration_problems(cls.their_backend, layer, cache, told=bool(reasons))]
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
-        """None, so that the backend's own writer is watched: vLLM says nowhere what lies where in a page.
+        """Return None, so that the layout is learned from the backend's own writer.
 
-        A shape says nothing: keys of the CPU's cache are transposed within one that a usual packing has.
+        vLLM does not specify the layout within a page, and the shape does not determine it: the CPU backend transposes
+        keys within a usual shape.
         """
         return None
 
     @classmethod
     def version(cls) -> str:
-        """Of vLLM; it tells where its kernels are interpreted, and for which instructions a CPU's are compiled."""
+        """Return vLLM's version, marked if kernels are interpreted, or with the CPU instruction set of its kernels."""
         if _is_interpreted(cls.their_backend):
             return interpreter.marked(package.version())
         return ", ".join([package.version(), *_instruction_set(cls.their_backend)])
@@ -161,19 +162,19 @@ def _machine_reasons(their_backend: type[Any], device: str) -> list[str]:
 
 
 def _instruction_set(their_backend: type[Any]) -> tuple[str, ...]:
-    """Return the path that vLLM's own function chooses for a bfloat16 layer on this CPU; nothing where it has none."""
+    """Return the code path that vLLM's own function, if there is one, chooses for a bfloat16 layer on this CPU."""
     modules = (vars(sys.modules[kind.__module__]) for kind in their_backend.get_builder_cls().__mro__)
     choose = next((names["_get_attn_isa"] for names in modules if "_get_attn_isa" in names), None)
     return () if choose is None else (str(choose(torch.bfloat16, 32, 64)),)
 
 
 def _capability_reasons(their_backend: type[Any], found: Any) -> list[str]:
-    """Return why vLLM's class cannot run on a GPU of this compute capability; ``found`` is None where there is none."""
+    """Return why vLLM's class cannot run on a GPU of capability ``found``, which is None if there is no GPU."""
     supports = getattr(their_backend, "supports_compute_capability", None)
     if supports is None:
         return []
     try:
-        # Without a GPU there is none to compare: a class that needs one does not support the lowest.
+        # Without a GPU, query the lowest capability: a class that needs a GPU does not support it.
         is_supported = bool(supports(found or package.lowest_capability()))
     except Exception as error:  # noqa: BLE001 (someone else's code, which asks the drivers of its own platform)
         return [f"supports_compute_capability of vLLM's class raised {type(error).__name__}: {error}"]
@@ -184,10 +185,10 @@ def _capability_reasons(their_backend: type[Any], found: Any) -> list[str]:
 
 
 def _can_be_interpreted(their_backend: type[Any]) -> bool:
-    """Return whether the backend is made of Triton kernels, and needs no GPU by its own declaration."""
+    """Return whether the backend uses Triton kernels, and by its own declaration needs no GPU."""
     return interpreted.launches_triton(their_backend) and not _capability_reasons(their_backend, None)
 
 
 def _is_interpreted(their_backend: type[Any]) -> bool:
-    """Return whether the backend's kernels run by Triton's interpreter in this process."""
+    """Return whether Triton's interpreter runs the backend's kernels in this process."""
     return interpreter.is_interpreted() and _can_be_interpreted(their_backend)

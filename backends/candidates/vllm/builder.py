@@ -1,4 +1,4 @@
-"""The metadata builder: the contract's arguments and metadata turned into vLLM's, calls passed on to its builder."""
+"""The metadata builder: converts the contract's arguments and metadata to vLLM's, and calls vLLM's builder."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -42,28 +42,28 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         )
         speculative = vllm_config.speculative_config
         self._num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        # One buffer for all steps: a captured graph reads it again.
+        # One buffer for all steps, because a captured graph reads it again.
         self._positions = self._position_buffer(vllm_config.scheduler_config.max_num_batched_tokens)
 
     @classmethod
     def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: KVCacheSpec) -> Any:
-        """VLLM's config for a group of ``layers`` (vLLM's, by name) whose cache is as ``spec`` says."""
+        """Return vLLM's config for a group of ``layers`` (vLLM's, by name) with the cache of ``spec``."""
         return their_config(plain, layers)
 
     @classmethod
     def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:
-        """Return vLLM's spec of the cache of ``layer``, a layer of vLLM's. If it is None, only ``spec`` is known."""
+        """Return vLLM's spec of the cache of ``layer``, a layer of vLLM's; if it is None, use only ``spec``."""
         return their_spec(layer, cls.their_backend, config, spec)
 
     @classmethod
     def their_builder(cls, spec: KVCacheSpec) -> type[Any]:
-        """VLLM's builder for such a group."""
+        """Return vLLM's builder class for such a group."""
         made: type[Any] = cls.their_backend.get_builder_cls()
         return made
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """The level that vLLM's builder says for this config and spec."""
+        """Return the level that vLLM's builder declares for this config and spec."""
         made = cls.their_builder(kv_cache_spec)
         if not hasattr(made, "get_cudagraph_support"):
             return AttentionCGSupport[made.cudagraph_support.name]
@@ -80,7 +80,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
             return self.theirs.build(common_prefix_len, self._translated(common_attn_metadata), fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """See the contract; no request of the runner's dummies is in its prompt."""
+        """See the contract; the runner's dummy requests count as decodes, not as prefills."""
         common = self._translated(common_attn_metadata)
         if getattr(common, "is_prefilling", None) is not None:
             common.is_prefilling = torch.zeros_like(common.is_prefilling)
@@ -104,7 +104,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
 
 
 def _their_layers(layer_names: list[str], vllm_config: Any) -> dict[str, Any]:
-    """The layers of the group in vLLM's form, by name: those the contract's config knows."""
+    """Return the layers of the group in vLLM's form, by name, as far as the contract's config has them."""
     known = vllm_config.compilation_config.static_forward_context
     found = {name: known[name] for name in layer_names if name in known}
     return {

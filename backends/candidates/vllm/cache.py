@@ -1,7 +1,7 @@
-"""What a layer's cache looks like: vLLM's spec of it, its shape and its layouts.
+"""The cache of a layer: vLLM's spec of it, its shape and its layouts.
 
-Two generations: today the spec says the shape (blocks, heads, tokens, content) and the class the layouts it reads;
-before, a method of the class said the shape, and another one its memory order.
+Two generations of vLLM are supported. Now the spec gives the shape (blocks, heads, tokens, content) and the class the
+layouts that it reads. Before, two methods of the class gave the shape and its memory order.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from attncheck.backends.contract import KVCacheSpec, MultipleOf
 from attncheck.reference.spec import AttentionType
 
 THEIR_LAYOUTS: Mapping[str, str] = MappingProxyType({"HND": "LBHNC", "NHD": "LBNHC"})
-"""The contract's layouts by vLLM's names, for one layer after the other, block after block."""
+"""The contract's layouts, with vLLM's names for the order layer, block, then the rest."""
 
 _ORDERS: Mapping[str, tuple[int, ...]] = MappingProxyType({"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)})
 """Memory orders of the four dimensions (blocks, heads, tokens, content)."""
@@ -25,10 +25,10 @@ _ITEM = torch.bfloat16
 
 
 def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheSpec) -> Any:
-    """VLLM's spec of ``layer``'s cache with pages of ``spec.block_size``: the layer's own, as the backend packs it.
+    """Return vLLM's spec of the cache of ``layer`` with pages of ``spec.block_size``, as the backend packs it.
 
-    layer: vLLM's; None where only the contract's ``spec`` is known, which then says all. Encoders have no cache, but a
-    spec that says so.
+    layer: a layer of vLLM's, or None if only the contract's ``spec`` is known, which is then used alone. Encoders have
+    no cache, but a spec that states this.
     """
     specs = package.module("vllm.v1.kv_cache_interface")
     kind = AttentionType(getattr(layer, "attn_type", AttentionType.DECODER))
@@ -52,17 +52,17 @@ def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheS
 
 
 def customized(their_backend: type[Any], spec: Any) -> Any:
-    """``spec`` as the backend packs it, where it has a say."""
+    """Return ``spec`` as changed by the backend's ``customize_spec``, if it has one."""
     return their_backend.customize_spec(spec) if hasattr(their_backend, "customize_spec") else spec
 
 
 def cache_shape(
     their_backend: type[Any], num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
 ) -> tuple[int, ...]:
-    """The logical shape of one layer's cache.
+    """Return the logical shape of one layer's cache.
 
     Raises:
-        ValueError: the backend's kernels have no such pages; vLLM's runner refuses them at the same place.
+        ValueError: the backend's kernels do not support this block size; vLLM's runner refuses it at the same place.
     """
     sizes = kernel_block_sizes(their_backend)
     if not any(block_size % s.base == 0 if isinstance(s, MultipleOf) else block_size == s for s in sizes):
@@ -85,7 +85,7 @@ def cache_shape(
 
 
 def kernel_block_sizes(their_backend: type[Any]) -> list[int | MultipleOf]:
-    """Page sizes of the backend's kernels."""
+    """Return the page sizes of the backend's kernels."""
     if not hasattr(their_backend, "get_supported_kernel_block_sizes"):
         return [MultipleOf(1)]
     sizes = their_backend.get_supported_kernel_block_sizes()
@@ -93,9 +93,9 @@ def kernel_block_sizes(their_backend: type[Any]) -> list[int | MultipleOf]:
 
 
 def layouts(their_backend: type[Any]) -> tuple[str, ...]:
-    """The contract's layouts that the backend's kernels read, the preferred one first."""
+    """Return the contract's layouts that the backend's kernels read, the preferred one first."""
     if hasattr(their_backend, "get_kv_cache_shape"):
-        return ("NHD",)  # that of the older method: another would have to be set for the whole process
+        return ("NHD",)  # the older method's layout; another would have to be set for the whole process
     ask = getattr(their_backend, "supported_kv_cache_layouts", None)
     found = None if ask is None else ask()
     if found is None:
@@ -105,10 +105,10 @@ def layouts(their_backend: type[Any]) -> tuple[str, ...]:
 
 
 def stride_order(their_backend: type[Any], cache_layout: str) -> tuple[int, ...]:
-    """The physical order of :func:`cache_shape`'s dimensions.
+    """Return the physical order of :func:`cache_shape`'s dimensions.
 
     Raises:
-        ValueError: the backend's kernels do not read that layout; vLLM, told to use it, raises as well.
+        ValueError: the backend's kernels do not read that layout; vLLM raises as well if set to use it.
     """
     read = layouts(their_backend)
     if cache_layout not in read:

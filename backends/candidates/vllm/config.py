@@ -1,7 +1,7 @@
-"""The config a builder reads, as vLLM's own object: made of the plain one, without a model and without a download.
+"""vLLM's config object for a builder, constructed from the plain one, without a model and without a download.
 
-vLLM reads a model's sizes from a ``config.json``; one of the case's sizes is written to a temporary folder, which is
-all that its constructors look at.
+vLLM reads a model's sizes from a ``config.json``. One with the case's sizes is written to a temporary folder, which is
+all that its constructors read.
 """
 
 import json
@@ -26,12 +26,12 @@ def their_config(
     *,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """VLLM's ``VllmConfig`` that says what ``plain`` says, with ``layers`` (vLLM's, by name) in its forward context.
+    """Return a ``VllmConfig`` with the values of ``plain``, and ``layers`` (vLLM's, by name) in its forward context.
 
-    model: what the model's ``config.json`` says besides, or in place of what follows from ``plain``.
+    model: entries of the model's ``config.json`` that are added, or replace those derived from ``plain``.
 
     Raises:
-        NotImplementedError: drafts are verified as a tree, which vLLM's configs have no word for.
+        NotImplementedError: drafts are verified as a tree, for which vLLM's configs have no field.
     """
     speculative = plain.speculative_config
     if speculative is not None and speculative.speculative_token_tree is not None:
@@ -44,7 +44,7 @@ def their_config(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What vLLM's constructors read of a plain config."""
+    """The values of a plain config that vLLM's constructors read."""
 
     dtype: torch.dtype
     max_model_len: int
@@ -79,7 +79,7 @@ def _sizes_of(plain: Any, more: Mapping[str, Any]) -> _Sizes:
 
 @lru_cache(maxsize=64)
 def _made(sizes: _Sizes) -> Any:
-    """Return vLLM's config of these sizes, to be copied: making one takes ten times as long as a copy."""
+    """Return vLLM's config of these sizes. Copy it before use: constructing one takes ten times as long as a copy."""
     configs = package.module("vllm.config")
     with package.kept_environment():
         model = _model_config(configs, sizes)
@@ -104,7 +104,7 @@ def plain_config(
     kv_cache_layout: str = "NHD",
     max_tokens: int = 1024,
 ) -> Any:
-    """A config as the contract hands it out, for a layer that no case asks about."""
+    """Return a config like those of the contract, for a layer that belongs to no case."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
             dtype=dtype,
@@ -123,16 +123,16 @@ def plain_config(
 
 
 def _restore(config: Any, plain: Any) -> None:
-    """Sets what vLLM's platforms have changed while the config was made: they prepare an engine, not an examination."""
+    """Undo the changes that vLLM's platforms made to the config, which prepare an engine."""
     compilation = config.compilation_config
     modes = package.find("CUDAGraphMode", "vllm.config", "vllm.config.compilation")
     sizes = list(plain.compilation_config.cudagraph_capture_sizes)
-    # Builders that are asked what a graph freezes must believe in graphs, on a CPU too.
+    # Builders that report what a graph freezes need a graph mode, also on a CPU.
     compilation.cudagraph_mode = modes.FULL if sizes else modes.NONE
     compilation.cudagraph_capture_sizes = sizes
     compilation.max_cudagraph_capture_size = plain.compilation_config.max_cudagraph_capture_size
     config.cache_config.block_size = plain.cache_config.block_size
-    if hasattr(config.cache_config, "kv_cache_layout"):  # which an engine resolves, once it knows all of its layers
+    if hasattr(config.cache_config, "kv_cache_layout"):  # an engine sets it once all of its layers are known
         config.cache_config.kv_cache_layout = THEIR_LAYOUTS[plain.cache_config.kv_cache_layout]
     config.scheduler_config.max_num_seqs = plain.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = plain.scheduler_config.max_num_batched_tokens
@@ -163,18 +163,19 @@ def _model_config(configs: Any, sizes: _Sizes) -> Any:
 
 
 def _scheduler_config(configs: Any, sizes: _Sizes) -> Any:
-    """The bounds of a step; vLLM wants room for one whole request, which is given and taken back afterwards."""
+    """Return the bounds of a step."""
     make = getattr(configs.SchedulerConfig, "default_factory", configs.SchedulerConfig)
     return make(
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.max_num_seqs,
+        # vLLM requires room for one whole request; _restore sets the real bound afterwards.
         max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_model_len, sizes.max_num_seqs),
         is_encoder_decoder=False,
     )
 
 
 def _speculative_config(configs: Any, sizes: _Sizes, model: Any) -> Any:
-    """Drafts from the prompt's own n-grams: the method that needs no model; None where there are none."""
+    """Return drafts from the prompt's own n-grams, the only method without a model; None if there are no drafts."""
     if sizes.num_drafts is None:
         return None
     return configs.SpeculativeConfig(

@@ -1,7 +1,7 @@
-"""What a class of vLLM's declares, in the contract's words.
+"""The declarations of a vLLM class, in the contract's terms.
 
-Predicates are asked with every value the contract knows. What vLLM has no predicate for (ALiBi, soft cap, a shared
-cache, a quantised output) is declared by an impl that takes it: a small layer of each kind is made, once.
+Its predicates are called with every value of the contract. vLLM has no predicate for ALiBi, soft cap, a shared cache or
+a quantised output. These are declared if an impl accepts them: a small layer of each kind is constructed once.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _PREDICATES: Mapping[str, str] = {
     "alibi_sqrt": "supports_alibi_sqrt",
     "fp8_per_head": "supports_per_head_quant_scales",
 }
-"""Feature -> the class method that answers for it."""
+"""The predicate of vLLM's class for each feature."""
 
 _PLAIN = LayerArguments(
     num_heads=2,
@@ -47,14 +47,15 @@ _TRIED: Mapping[str, dict[str, Any]] = {
     "logits_soft_cap": {"logits_soft_cap": 30.0},
     "kv_sharing": {"kv_sharing_target_layer_name": "layer.0"},
 }
-"""Feature -> what a layer with it is made with."""
+"""The constructor arguments of a layer with each feature."""
 
 
 @dataclass(frozen=True)
 class VLLMDeclarations:
-    """What a class declares. layer_error: why not even a plain layer of it can be made here; empty where it can.
+    """The declarations of a class.
 
-    has_writer: of a latent cache, whether this build has the operators that write it.
+    layer_error: why not even a plain layer can be constructed here; "" if it can. has_writer: for a latent cache,
+    whether this build has the operators that write it.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -67,7 +68,7 @@ class VLLMDeclarations:
 
 
 def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
-    """The declarations of vLLM's class."""
+    """Return the declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
     features = {name for name, predicate in _PREDICATES.items() if _says(their_backend, predicate)}
     if any(name.startswith("fp8") for name in kv_cache_dtypes):
@@ -94,7 +95,7 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
 
 
 def is_mla(their_backend: type[Any]) -> bool:
-    """Whether vLLM's class serves layers with a latent cache, and no others."""
+    """Return whether vLLM's class serves only layers with a latent cache."""
     return _says(their_backend, "is_mla")
 
 
@@ -109,7 +110,7 @@ def _takes_dtype(their_backend: type[Any], dtype: torch.dtype) -> bool:
 
 
 def _takes_cache(their_backend: type[Any], name: str) -> bool:
-    """Without a predicate (older classes) nothing is declared but the layer's own dtype."""
+    """Return whether the class supports a cache dtype; without a predicate (older classes), only ``auto``."""
     if hasattr(their_backend, "supports_kv_cache_dtype"):
         return bool(their_backend.supports_kv_cache_dtype(name))
     return name == "auto"
@@ -126,7 +127,7 @@ def _is_made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torc
 
 
 def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, str]:
-    """A layer as ``given``, or what its making raised."""
+    """Return a layer with the arguments ``given``, or None, and the error of its construction."""
     try:
         size = kernel_block_sizes(their_backend)[0]
         sizes = LatentSizes.of_row(given.head_size) if is_mla(their_backend) else None
@@ -145,7 +146,7 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
 
 
 def fuses(impl: Any, key: QuantKey) -> bool:
-    """Whether vLLM's ``impl`` says that a quantisation behind attention may be folded into it."""
+    """Return whether vLLM's ``impl`` supports a quantisation fused into attention."""
     keys = package.module("vllm.model_executor.layers.quantization.utils.quant_utils")
     scale = key.scale
     described = keys.ScaleDesc(scale.dtype, scale.static, keys.GroupShape(*scale.group_shape))

@@ -1,4 +1,4 @@
-"""The impl: calls of the contract passed on to vLLM's layer and the impl that it has made."""
+"""The impl: forwards the contract's calls to vLLM's layer and the impl that the layer constructed."""
 
 from typing import Any, ClassVar
 
@@ -38,10 +38,10 @@ class VLLMImpl(AttentionImpl[Any]):
         sinks: Tensor | None = None,
         head_size_v: int | None = None,
     ) -> None:
-        """See the contract; the cache's dtype is the current config's, as vLLM's layer has it."""
+        """See the contract; the cache dtype is that of the current config, as in vLLM's layer."""
         plain = get_current_vllm_config()
         if head_size_v not in (None, head_size):
-            # Its layer takes one and says nothing of it to the impl, which then writes past the end of the output.
+            # vLLM's layer accepts it but does not pass it to the impl, which then writes past the end of the output.
             raise NotImplementedError(
                 f"head_size_v {head_size_v}: vLLM tells an impl one head size, and this is another"
             )
@@ -60,12 +60,12 @@ class VLLMImpl(AttentionImpl[Any]):
         self.config = their_config(plain)
         refuse_as_vllm_does(self.their_backend, self.config, given)
         self.layer = make_layer(self.their_backend, self.config, given)
-        """vLLM's."""
+        """The layer object of vLLM."""
         self._has_builder = False
         self._scaled_as: AttentionLayer | None = None
 
     def join(self, attn_layer: AttentionLayer) -> Any:
-        """The layer in vLLM's form for a builder's group, with the scales of the contract's ``attn_layer``."""
+        """Return the layer in vLLM's form for a builder's group, with the scales of the contract's ``attn_layer``."""
         self._has_builder = True
         self._take_scales(attn_layer)
         return self.layer
@@ -90,7 +90,7 @@ class VLLMImpl(AttentionImpl[Any]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """See the contract. What vLLM's impl returns is dropped, as vLLM's layer drops it: the answer is ``output``."""
+        """See the contract. Like vLLM's layer, this ignores what vLLM's impl returns; the result is ``output``."""
         if output is None:
             raise ValueError("output is None: vLLM's layer always gives one")
         self._prepare(layer, query.device)
@@ -109,12 +109,12 @@ class VLLMImpl(AttentionImpl[Any]):
                 output_scale=output_scale,
                 output_block_scale=output_block_scale,
             )
-        if hasattr(self.layer, "isa"):  # a builder of the CPU's has chosen it
+        if hasattr(self.layer, "isa"):  # set by the CPU backend's builder
             self.chosen_kernels = (str(self.layer.isa),)
         return output
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        """See the contract; asked with vLLM's key."""
+        """See the contract; the key is converted to vLLM's."""
         return fuses(self.layer.impl, quant_key)
 
     def _take_scales(self, attn_layer: AttentionLayer) -> None:
@@ -123,7 +123,7 @@ class VLLMImpl(AttentionImpl[Any]):
             self._scaled_as = attn_layer
 
     def _prepare(self, attn_layer: AttentionLayer, device: torch.device) -> None:
-        """The layer as a runner leaves it before the first step: with its scales, and a builder made for its group."""
+        """Bring the layer to its state before the first step: set its scales, and construct a builder for its group."""
         self._take_scales(attn_layer)
         if self._has_builder:
             return

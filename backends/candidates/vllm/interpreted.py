@@ -1,16 +1,16 @@
 """Runs vLLM's Triton kernels on a CPU, by Triton's own interpreter.
 
-See :mod:`attncheck.backends.interpreter`. On a machine without a GPU two things of the surroundings keep vLLM's kernels
-from being interpreted, and both are answered here:
+See :mod:`attncheck.backends.interpreter`. On a machine without a GPU, two obstacles keep vLLM's kernels from being
+interpreted. Both are handled here:
 
-- vLLM takes Triton for unusable where no driver is active, and puts a stand-in in its place whose ``jit`` does nothing.
-  Its CPU build makes an exception if Triton lists a backend called ``cpu``: :func:`import_triton_utils` lists one for
-  as long as vLLM looks.
-- The launcher of the cache writer asks the GPU for its compute capability, to choose the size of a tile; a CPU has
-  none. :func:`launches` answers in its place.
+- Without an active driver, vLLM considers Triton unusable, and replaces it by a placeholder whose ``jit`` does nothing.
+  Its CPU build makes an exception if Triton lists a backend called ``cpu``: :func:`import_triton_utils` lists one while
+  vLLM checks.
+- The launcher of the cache writer queries the GPU's compute capability to choose a tile size; a CPU has none.
+  :func:`launches` supplies one.
 
-No module, kernel or function of vLLM is replaced or edited: what runs is the source that is compiled elsewhere. What
-the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked.
+No module, kernel or function of vLLM is replaced or edited: the interpreted source is the one that is compiled
+elsewhere. Known faults of the interpreter are not fixed here: :func:`gaps` names them, and such cases are not run.
 """
 
 import dis
@@ -32,9 +32,9 @@ _CAPABILITY = (9, 0)
 
 
 def import_triton_utils() -> None:
-    """Imports vLLM's door to Triton, so that kernels imported later are real ones; call before any of vLLM is imported.
+    """Import ``vllm.triton_utils`` so that kernels imported later are real; call before any other vLLM import.
 
-    Without ``TRITON_INTERPRET`` or without Triton vLLM is left to decide by itself.
+    Without ``TRITON_INTERPRET`` or without Triton, do nothing: vLLM decides by itself.
     """
     if not is_interpreted() or importlib.util.find_spec("triton") is None:
         return
@@ -42,7 +42,7 @@ def import_triton_utils() -> None:
     if "cpu" in listed.backends:
         importlib.import_module("vllm.triton_utils")
         return
-    # Abstract classes: nobody can make a compiler or a driver of the entry.
+    # Abstract classes, so that no compiler or driver of the entry can be constructed.
     bases = [importlib.import_module(f"triton.backends.{name}") for name in ("compiler", "driver")]
     listed.backends["cpu"] = listed.Backend(compiler=bases[0].BaseBackend, driver=bases[1].DriverBase)
     try:
@@ -52,7 +52,7 @@ def import_triton_utils() -> None:
 
 
 def missing_triton() -> list[str]:
-    """Why the kernels of vLLM cannot be launched here; empty: they can."""
+    """Return why the kernels of vLLM cannot be launched here; an empty list if they can."""
     if importlib.import_module("vllm.triton_utils").HAS_TRITON:
         return []
     if importlib.util.find_spec("triton") is None:
@@ -65,13 +65,13 @@ def missing_triton() -> list[str]:
 
 
 def launches() -> AbstractContextManager[None]:
-    """Around calls that launch kernels: interpreted ones get the answer a GPU would give to their launcher."""
+    """Return a context for kernel launches; it supplies a compute capability to interpreted launchers."""
     return _capability_answered() if is_interpreted() else nullcontext()
 
 
 @contextmanager
 def _capability_answered() -> Iterator[None]:
-    """``torch.cuda.get_device_capability`` of a CPU device is that of a Hopper; of any other, what it was."""
+    """Make ``torch.cuda.get_device_capability`` return Hopper's for CPU devices; others are unchanged."""
     asked = torch.cuda.get_device_capability
 
     def answer(device: Any = None) -> tuple[int, int]:
@@ -85,7 +85,7 @@ def _capability_answered() -> Iterator[None]:
 
 
 def gaps(layer: LayerSpec, cache: CacheSpec) -> list[str]:
-    """What the interpreter computes wrongly of such a case (triton 3.6.0): each a reason not to ask it; empty: ask."""
+    """Return what Triton's interpreter (3.6.0) computes wrongly for such a case; an empty list if nothing is known."""
     reasons = []
     if layer.dtype == "bfloat16":
         reasons.append(BFLOAT16_GAP)
@@ -99,10 +99,10 @@ def gaps(layer: LayerSpec, cache: CacheSpec) -> list[str]:
 
 
 def launches_triton(backend: Any) -> bool:
-    """Whether a method of the backend's impl or builder names a Triton kernel, or a function of a module with Triton.
+    """Return whether a method of the impl or builder names a Triton kernel, or a function of a module with Triton.
 
-    Told by what the classes hold, whether or not vLLM has Triton: its stand-in is a module of the same name. A backend
-    of which one path in ten uses Triton is told as well; one whose module merely mentions it is not.
+    This inspects the classes, so it works whether or not vLLM has Triton: its placeholder is a module of the same name.
+    It is True also if only one of many paths uses Triton, and False if a module merely mentions Triton.
 
     Args:
         backend: a vLLM ``AttentionBackend`` class, imported.
@@ -113,12 +113,12 @@ def launches_triton(backend: Any) -> bool:
 
 @lru_cache(maxsize=64)
 def _names_triton(cls: type) -> bool:
-    """Return whether a method of ``cls`` does; reading all of their code takes tens of milliseconds."""
+    # Cached, because reading the code of all methods takes tens of milliseconds.
     return any(_is_of_triton(value) for value in _values_named_by(cls))
 
 
 def _values_named_by(cls: type) -> Iterator[object]:
-    """Module-level values that the methods of ``cls`` name, inherited methods in their own modules."""
+    """Yield module-level values that the methods of ``cls`` name; inherited methods use their own modules."""
     for attribute in dir(cls):
         method = getattr(cls, attribute, None)
         function = getattr(method, "__func__", method)

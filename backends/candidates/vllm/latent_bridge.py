@@ -1,4 +1,4 @@
-"""``vllm:CPU_MLA`` and its like: a class of vLLM's for layers with a latent cache as a candidate."""
+"""Candidates for vLLM's classes of layers with a latent cache, such as ``vllm:CPU_MLA``."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,16 +21,16 @@ class VLLMLatentBuilder(VLLMBuilder):
 
     @classmethod
     def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: KVCacheSpec) -> Any:
-        """The config of a model whose layers have the sizes of ``layers``, or rows of ``spec.head_size``."""
+        """Return the config of a model whose layers have the sizes of ``layers``, or rows of ``spec.head_size``."""
         found = [LatentSizes.of(layer) for layer in layers.values()]
         sizes = found[0] if found else LatentSizes.of_row(spec.head_size)
         return their_config(plain, layers, model=sizes.model())
 
     @classmethod
     def their_builder(cls, spec: KVCacheSpec) -> type[Any]:
-        """The class of vLLM's builder; its workspace for the context of prompts is that of ``spec``, if it has one.
+        """Return the class of vLLM's builder, with the prefill workspace of ``spec`` rounded up to whole pages.
 
-        Without one it is thousands of rows, as vLLM derives it from the config. Like those, it is whole pages.
+        If ``spec`` has none, vLLM derives it from the config: thousands of rows, also whole pages.
         """
         theirs = super().their_builder(spec)
         rows = spec.chunked_prefill_workspace_size
@@ -42,9 +42,9 @@ class VLLMLatentBuilder(VLLMBuilder):
 
 
 class LatentCache(AttentionBackend):
-    """What a candidate for such a class says of its cache, before what :class:`VLLMBackend` says.
+    """The cache members of a candidate for a latent class; they precede those of :class:`VLLMBackend`.
 
-    Of vLLM's ``[blocks, 1, block size, row]`` its layer leaves ``[blocks, block size, row]``, which has one layout.
+    vLLM's ``[blocks, 1, block size, row]`` becomes ``[blocks, block size, row]`` for its layer, which has one layout.
     """
 
     their_backend: ClassVar[type[Any]]
@@ -59,12 +59,12 @@ class LatentCache(AttentionBackend):
         """See the contract."""
         if num_kv_heads != 1:
             raise ValueError(f"num_kv_heads {num_kv_heads}: a latent cache has one")
-        cache_shape(cls.their_backend, num_blocks, block_size, 1, head_size, head_size)  # refuses pages of no kernel
+        cache_shape(cls.their_backend, num_blocks, block_size, 1, head_size, head_size)  # refuses unsupported pages
         return packed_shape("latent", num_blocks, block_size, 1, head_size, head_size)
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; besides, batches that vLLM's runner never makes for such a layer here."""
+        """See the contract; also refuse batches that vLLM's runner never builds for such a layer here."""
         reasons = super().unsupported_reasons(layer, cache, batch)
         if layer.mla is None:
             return reasons
@@ -81,14 +81,14 @@ class LatentCache(AttentionBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract. Where no interpreted kernel writes the cache, its dtype is taken as one without codes."""
+        """See the contract. If no interpreted kernel writes the cache, its FP8 dtype is no reason."""
         if cls.get_impl_cls().brings_writer or not cache.kv_cache_dtype.startswith("fp8"):
             return super().unavailable_case_reasons(device, layer, cache, batch)
         return super().unavailable_case_reasons(device, layer, replace(cache, kv_cache_dtype="auto"), batch)
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
-        """None, so that the backend's own writer is watched; where this build lacks it, rows as vLLM reads them."""
+        """Return None, so that the layout is learned from the backend's writer; without one, the usual latent codec."""
         return None if cls.get_impl_cls().brings_writer else default_codec(cls, layer, cache)
 
     @classmethod
@@ -98,12 +98,11 @@ class LatentCache(AttentionBackend):
 
 
 def _is_uniform(batch: BatchSpec) -> bool:
-    """Whether all requests have as many rows."""
     return len({request.query_len for request in batch}) == 1
 
 
 def _is_decode(batch: BatchSpec, builder: type[Any]) -> bool:
-    """Whether ``builder`` (vLLM's) takes ``batch`` for decodes alone: one row each, or as many as drafts make."""
+    """Return whether vLLM's ``builder`` treats all requests as decodes: all of one length, at most 1 + drafts."""
     path = batch.path.options
     takes_drafts = getattr(getattr(builder, "query_len_support", None), "name", "SINGLE_ONLY") != "SINGLE_ONLY"
     drafts = path.num_speculative_tokens if isinstance(path, SpecDecodeOptions) and takes_drafts else 0
@@ -113,8 +112,8 @@ def _is_decode(batch: BatchSpec, builder: type[Any]) -> bool:
 def _padding_reasons(batch: BatchSpec, is_decode: bool, *, has_graphs: bool) -> list[str]:
     """Return why no step of vLLM's has the padding of ``batch``.
 
-    Full graphs are of decodes alone, a request for each ``max_query_len`` rows. ``has_graphs``: the pieces between the
-    calls of a backend may be graphs, whose rows nothing counts.
+    Full graphs hold only decodes, one request per ``max_query_len`` rows. ``has_graphs``: the pieces between the calls
+    of a backend may be graphs, whose padding rows no metadata count.
     """
     padding, reasons = batch.padding, []
     if (padding.requests or padding.tokens) and not (

@@ -1,4 +1,4 @@
-"""The impl of a latent backend: calls of the contract passed on to vLLM's ``MLAAttention`` layer."""
+"""The impl of a latent backend: forwards the contract's calls to vLLM's ``MLAAttention`` layer."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class VLLMLatentImpl(VLLMImpl):
         v_head_dim: int,
         kv_b_proj: Any,
     ) -> None:
-        """See the contract; the cache's dtype is the current config's, as vLLM's layer has it."""
+        """See the contract; the cache dtype is that of the current config, as in vLLM's layer."""
         sizes = LatentSizes(q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
         if (num_kv_heads, head_size) != (1, sizes.row_size):
             raise ValueError(
@@ -60,9 +60,9 @@ class VLLMLatentImpl(VLLMImpl):
         self.config = their_config(get_current_vllm_config(), model=sizes.model())
         refuse_as_vllm_does(self.their_backend, self.config, given, use_mla=True)
         self.layer = make_latent_layer(self.their_backend, self.config, given, sizes)
-        """vLLM's."""
+        """The layer object of vLLM."""
         self._kv_b_proj = kv_b_proj
-        self._has_builder = True  # each step has one, and no writer of vLLM's asks for it
+        self._has_builder = True  # each step has one, and vLLM's writer needs none
         self._scaled_as: AttentionLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

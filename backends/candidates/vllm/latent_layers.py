@@ -1,4 +1,4 @@
-"""vLLM's ``MLAAttention`` layer around the backend in question, and the config of a model that has such layers."""
+"""vLLM's ``MLAAttention`` layer for the backend under test, and the config of a model with such layers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from attncheck.reference.spec import AttentionType
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The sizes of a layer with a latent cache, by vLLM's names."""
+    """The sizes of a layer with a latent cache, with vLLM's names."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -23,7 +23,7 @@ class LatentSizes:
 
     @classmethod
     def of(cls, layer: Any) -> "LatentSizes":
-        """The sizes of vLLM's ``layer``."""
+        """Return the sizes of vLLM's ``layer``."""
         return cls(**{name: getattr(layer, name) for name in cls.__dataclass_fields__})
 
     @classmethod
@@ -34,33 +34,33 @@ class LatentSizes:
 
     @property
     def row_size(self) -> int:
-        """Columns of a cache row."""
+        """Number of columns of a cache row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def model(self) -> Mapping[str, Any]:
-        """What the ``config.json`` of a model with such layers says besides: one that vLLM takes for a latent one."""
+        """Return the further ``config.json`` entries of a model with such layers, by which vLLM treats it as latent."""
         return {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **asdict(self)}
 
 
 class KVBProj(torch.nn.Module):
-    """The fused up-projection, unquantised: what vLLM's linear layer does, which wants a group of processes."""
+    """The fused, unquantised up-projection. vLLM's own linear layer would need a process group."""
 
     quant_method = None
 
     def __init__(self, rank: int, width: int) -> None:
-        """Of latent rows of ``rank`` to rows of ``width``, in torch's default dtype."""
+        """Allocate the weight for latent rows of ``rank`` and results of ``width``, in torch's default dtype."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(width, rank), requires_grad=False)
 
     def forward(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The projected rows; there is no bias."""
+        """Return the projected rows; there is no bias."""
         return torch.nn.functional.linear(latent, self.weight), None
 
 
 def make_latent_layer(their_backend: type[Any], config: Any, given: LayerArguments, sizes: LatentSizes) -> Any:
-    """The layer, its impl and its ``kv_b_proj`` made, whose weights are still to be loaded; see :func:`load_weights`.
+    """Return the layer with its impl and ``kv_b_proj``, whose weights are not loaded yet; see :func:`load_weights`.
 
-    What the backend, or vLLM's layer itself, refuses passes through.
+    Exceptions of the backend, or of vLLM's layer itself, are not caught.
 
     Raises:
         NotImplementedError: vLLM's layer has no argument for something in ``given``.
@@ -70,7 +70,7 @@ def make_latent_layer(their_backend: type[Any], config: Any, given: LayerArgumen
     attention = package.find(
         "MLAAttention", "vllm.model_executor.layers.attention", "vllm.model_executor.layers.attention.mla_attention"
     )
-    # Given only where it says something: not every version's layer takes the argument.
+    # Passed only if set, because not every version's layer has the argument.
     extra: dict[str, Any] = {} if given.sliding_window is None else {"sliding_window": given.sliding_window}
     if hasattr(their_backend, "supports_non_causal") and their_backend.supports_non_causal():
         extra["non_causal_multi_token_decode"] = True
@@ -88,7 +88,7 @@ def make_latent_layer(their_backend: type[Any], config: Any, given: LayerArgumen
 
 
 def _without_argument(given: LayerArguments) -> list[str]:
-    """Return what ``given`` says that ``MLAAttention`` cannot be made with."""
+    """Return the values in ``given`` for which ``MLAAttention`` has no argument."""
     said = {
         "alibi_slopes": given.alibi_slopes,
         "logits_soft_cap": given.logits_soft_cap or None,
@@ -99,9 +99,9 @@ def _without_argument(given: LayerArguments) -> list[str]:
 
 
 def has_writer(layer: Any) -> bool:
-    """Whether this build of vLLM has the operators with which ``layer`` writes its cache.
+    """Return whether this build of vLLM has the operators with which ``layer`` writes its cache.
 
-    Whatever else a writer raises is for the checks to find.
+    Any other exception of the writer is left to the checks.
     """
     device = torch.device(package.platform().device_type)
     dtype = layer.kv_b_proj.weight.dtype
@@ -120,7 +120,7 @@ def has_writer(layer: Any) -> bool:
 
 
 def load_weights(layer: Any, config: Any, weight: torch.Tensor, act_dtype: torch.dtype) -> None:
-    """Gives ``kv_b_proj`` its weight, and lets vLLM make of it what the layer keeps."""
+    """Copy ``weight`` into ``kv_b_proj``, and let vLLM derive the layer's own tensors from it."""
     with current(config), torch.device(package.platform().device_type), torch.no_grad():
         layer.kv_b_proj.weight.copy_(weight)
         layer.process_weights_after_loading(act_dtype)

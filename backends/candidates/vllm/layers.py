@@ -1,4 +1,4 @@
-"""vLLM's ``Attention`` layer around the backend in question: vLLM makes the impl, as for a model."""
+"""vLLM's ``Attention`` layer for the backend under test; vLLM constructs the impl, as for a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from attncheck.backends.candidates.vllm import package
 from attncheck.backends.impl import AttentionLayer
 
 LAYER_NAME = "layer.1"
-"""Names of layers hold a number, by which vLLM orders them; that of a layer whose cache this one reads comes before."""
+"""Layer names hold a number, by which vLLM orders them. A layer whose cache is shared must precede this one."""
 
 
 @dataclass(frozen=True)
 class LayerArguments:
-    """What the constructor of the contract's impl was given, by its names."""
+    """The arguments of the contract's impl constructor."""
 
     num_heads: int
     head_size: int
@@ -31,9 +31,9 @@ class LayerArguments:
 
 
 def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> Any:
-    """The layer, its impl made, and registered with ``config`` (vLLM's, current meanwhile, as for a model).
+    """Return the layer, with its impl, registered with ``config`` (vLLM's, made current during construction).
 
-    What the backend, or vLLM's layer itself, refuses passes through.
+    Exceptions of the backend, or of vLLM's layer itself, are not caught.
     """
     attention = package.find("Attention", "vllm.model_executor.layers.attention", "vllm.attention.layer")
     kinds = package.find("AttentionType", "vllm.v1.attention.backend", "vllm.attention.backends.abstract")
@@ -67,7 +67,7 @@ def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> 
 
 @contextmanager
 def current(config: Any) -> Iterator[None]:
-    """``config`` is vLLM's current one inside, and its dtype torch's default, as while a model is made."""
+    """Make ``config`` vLLM's current config, and its dtype torch's default, as during the construction of a model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(config.model_config.dtype)
     try:
@@ -78,10 +78,10 @@ def current(config: Any) -> Iterator[None]:
 
 
 def take_scales(layer: Any, attn_layer: AttentionLayer) -> None:
-    """Gives vLLM's ``layer`` the scales of the contract's, in every form that vLLM keeps them in."""
+    """Set the scales of the contract's layer on vLLM's ``layer``, in every form in which vLLM keeps them."""
     for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
         scale = getattr(attn_layer, name)
-        # One for the whole tensor has no dimension there.
+        # vLLM stores a scale for the whole tensor without dimensions.
         scale = scale.reshape(()) if scale.numel() == 1 else scale
         setattr(layer, name, scale)
         number = getattr(attn_layer, f"{name}_float", 1.0)

@@ -1,7 +1,7 @@
-"""One step's common metadata as the installed vLLM's dataclass, field by field.
+"""Converts the common metadata of one step to the dataclass of the installed vLLM, field by field.
 
-What both have under one name is handed over as it is, the same tensors; what vLLM's version has under another name, or
-besides, follows from that. Fields that this version does not have are left out.
+Fields with the same name are passed unchanged, as the same tensors. Other fields of vLLM's version are derived from
+them. Fields that this version lacks are left out.
 """
 
 from dataclasses import fields
@@ -15,7 +15,7 @@ from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 
 def their_fields(metadata: CommonAttentionMetadata, theirs: type[Any]) -> dict[str, Any]:
-    """Arguments for the constructor of ``theirs``, vLLM's ``CommonAttentionMetadata``, from ``metadata`` alone."""
+    """Return constructor arguments of ``theirs``, vLLM's ``CommonAttentionMetadata``, from ``metadata`` alone."""
     there = {field.name for field in fields(theirs)}
     shared = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.name in there}
     derived = {
@@ -28,10 +28,10 @@ def their_fields(metadata: CommonAttentionMetadata, theirs: type[Any]) -> dict[s
 def step_fields(
     metadata: CommonAttentionMetadata, theirs: type[Any], *, positions: Tensor, num_drafts: int = 0
 ) -> dict[str, Any]:
-    """The same for a step that a builder is told of, with what a model runner knows besides.
+    """Return constructor arguments for a step given to a builder, including what only a model runner has.
 
-    positions: int64 ``[num_actual_tokens]``, of every token in its request. num_drafts: tokens that a request which
-    decodes may bring beside its own.
+    positions: int64 ``[num_actual_tokens]``, the position of every token in its request. num_drafts: draft tokens that
+    a decoding request may have besides its own.
     """
     there = {field.name for field in fields(theirs)}
     known: dict[str, Any] = {
@@ -41,19 +41,19 @@ def step_fields(
         "_num_computed_tokens_cpu": metadata.num_computed_tokens_cpu,
     }
     if "encoder_seq_lens_cpu" in there and metadata.encoder_seq_lens is not None:
-        # The name without a suffix is the device's where a version has both, and the host's where it has one.
+        # In versions with both, the name without suffix is the device's; in versions with one, it is the host's.
         on_device = torch.from_numpy(metadata.encoder_seq_lens).to(metadata.seq_lens.device)
         known |= {"encoder_seq_lens": on_device, "encoder_seq_lens_cpu": metadata.encoder_seq_lens}
     return their_fields(metadata, theirs) | {name: value for name, value in known.items() if name in there}
 
 
 def fill_positions(metadata: CommonAttentionMetadata, buffer: Tensor) -> Tensor:
-    """Writes every token's position in its request to the front of ``buffer`` (int64), 0 for padding; that view."""
+    """Write each token's position in its request to the front of ``buffer`` (int64), 0 for padding; return the view."""
     starts = metadata.query_start_loc_cpu.long()
     query_lens, computed = starts.diff(), metadata.num_computed_tokens_cpu.long()
     within = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(query_lens)
     positions = torch.zeros(metadata.num_actual_tokens, dtype=torch.int64)
-    # Of a decoder that attends to an encoder's keys the lengths are the encoder's, and may be shorter.
+    # If a decoder attends to an encoder's keys, the lengths are the encoder's, and may be shorter.
     positions[: len(within)] = (within + computed.repeat_interleave(query_lens)).clamp(min=0)
     view = buffer[: len(positions)]
     view.copy_(positions, non_blocking=True)
@@ -61,10 +61,10 @@ def fill_positions(metadata: CommonAttentionMetadata, buffer: Tensor) -> Tensor:
 
 
 def _is_prefilling(metadata: CommonAttentionMetadata, num_drafts: int) -> Tensor:
-    """Bool ``[R]``, host: requests without context, and those of more rows than a decode has; not padding.
+    """Return bool ``[R]``, host: requests without context, and those with more rows than a decode; padding is False.
 
-    A runner compares with the length of the prompt, which the metadata do not tell: the last token of a prompt that was
-    cut before it counts as a decode.
+    A runner compares with the length of the prompt, which the metadata lack. So the last token of a prompt, if it is a
+    chunk of its own, counts as a decode.
     """
     query_lens = metadata.query_start_loc_cpu.diff()
     fresh = metadata.num_computed_tokens_cpu[: len(query_lens)] <= 0
@@ -72,7 +72,7 @@ def _is_prefilling(metadata: CommonAttentionMetadata, num_drafts: int) -> Tensor
 
 
 def _max_logits(metadata: CommonAttentionMetadata) -> int | None:
-    """The most logits indices any request has; None where the batch is not armed."""
+    """Return the maximum number of logits indices of a request, or None if the batch has none set."""
     if metadata.logits_indices_padded is None or metadata.num_logits_indices is None:
         return None
     indices = metadata.logits_indices_padded[: metadata.num_logits_indices].tolist()

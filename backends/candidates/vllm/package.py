@@ -1,6 +1,6 @@
-"""The installed vLLM: imported on first use and kept quiet; its classes found wherever this version has them.
+"""The installed vLLM: imported on first use, with its log output reduced; finds classes wherever this version has them.
 
-Everything of vLLM's is reached through here, by name and untyped: it is not there when attncheck is checked or listed.
+All of vLLM is accessed through here, by name and untyped, because it is not installed where attncheck is type-checked.
 """
 
 import importlib
@@ -18,20 +18,20 @@ _LEVEL = "VLLM_LOGGING_LEVEL"
 _QUIET = "ERROR"
 
 ABSENT_OPERATOR = "'_OpNamespace'"
-"""Of the message with which torch answers for an operator that no library has registered."""
+"""Part of torch's message for an operator that no library has registered."""
 
 
 def module(name: str) -> Any:
-    """A module of vLLM's by its full name. What importing it raises passes through."""
+    """Import and return a module of vLLM's by its full name; exceptions of the import are not caught."""
     _import_quietly()
     return importlib.import_module(name)
 
 
 def find(name: str, *modules: str) -> Any:
-    """``name`` from the first of ``modules`` that has it.
+    """Return ``name`` from the first of ``modules`` that has it.
 
     Raises:
-        ImportError: none of them has it, or none of them is there.
+        ImportError: none of them has it, or none of them exists.
     """
     for place in modules:
         found = _if_there(place)
@@ -41,12 +41,12 @@ def find(name: str, *modules: str) -> Any:
 
 
 def version() -> str:
-    """The installed version."""
+    """Return the installed version."""
     return str(module("vllm").__version__)
 
 
 def load_plugins() -> None:
-    """Loads vLLM's general plugins, which may register classes, as every process of vLLM does.
+    """Load vLLM's general plugins, which may register classes, as every process of vLLM does.
 
     Raises:
         ImportError: a plugin raises.
@@ -63,18 +63,18 @@ def load_plugins() -> None:
 
 
 def platform() -> Any:
-    """What vLLM takes this machine for, and was built for."""
+    """Return the platform that vLLM detects here, and was built for."""
     return module("vllm.platforms").current_platform
 
 
 def lowest_capability() -> Any:
-    """The compute capability that no GPU falls short of."""
+    """Return a compute capability that every GPU has at least."""
     return module("vllm.platforms.interface").DeviceCapability(0, 0)
 
 
 @contextmanager
 def kept_environment() -> Iterator[None]:
-    """The environment is afterwards what it was: vLLM prepares its workers by writing to it (``LD_PRELOAD``, ...)."""
+    """Restore the environment on exit: vLLM sets variables for its workers (``LD_PRELOAD``, ...)."""
     before = dict(os.environ)
     try:
         yield
@@ -86,10 +86,10 @@ def kept_environment() -> Iterator[None]:
 
 @cache
 def _import_quietly() -> None:
-    """Imports vLLM with its messages below errors left out, unless the user has said what to show.
+    """Import vLLM without log messages below errors, unless the user has set a level.
 
-    Some versions read the level from the environment when they are imported and set their loggers up by it; others
-    leave them as Python's defaults are, which print every warning. Both are served; handlers are touched by neither.
+    Some versions read the level from the environment during import and configure their loggers with it. Others keep
+    Python's defaults, which print every warning. Both cases are handled; no log handlers are changed.
     """
     before = os.environ.get(_LEVEL)
     logger = logging.getLogger("vllm")
@@ -105,7 +105,7 @@ def _import_quietly() -> None:
 
 
 def _if_there(name: str) -> ModuleType | None:
-    """The module, or None where this version has none of that name; what it raises otherwise is no absence."""
+    """Return the module, or None if this version has none of that name; other import errors are raised."""
     try:
         found: ModuleType = module(name)
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""Which class of vLLM's an argument names: a name of vLLM's own, ``module:Class``, or ``path/to/file.py:Class``.
+"""Selects a class of vLLM's by a name of vLLM's own, by ``module:Class``, or by ``path/to/file.py:Class``.
 
-Names are those of vLLM's two registries, of attention and of layers with a state, with what plugins have registered.
+Names are those of vLLM's two registries, of attention and of state-space layers, including names registered by plugins.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ _STATE_SPACE = "MambaAttentionBackendEnum"
 
 
 def registered() -> Mapping[str, Any]:
-    """Every name that vLLM's registries have, with its member; plugins are loaded, and what they register counts.
+    """Return the members of vLLM's registries by name, after loading plugins.
 
-    A name of attention comes before the same name of layers with a state, unless it has no class.
+    An attention name has precedence over the same name of a state-space layer, unless it has no class.
 
     Raises:
         ImportError: vLLM has no registry, or one of its plugins raises.
@@ -33,17 +33,17 @@ def registered() -> Mapping[str, Any]:
 
 
 def is_state_space(their_backend: type[Any]) -> bool:
-    """Whether vLLM's class is for layers with a state in place of a cache."""
+    """Return whether vLLM's class is for layers with a state instead of a KV cache."""
     return hasattr(their_backend, "is_ssm") and bool(their_backend.is_ssm())
 
 
 def select(argument: str) -> type[Any]:
-    """The class derived from vLLM's ``AttentionBackend``.
+    """Return a class derived from vLLM's ``AttentionBackend`` that the bridge can drive.
 
     Raises:
         ImportError: vLLM, or a library that the backend needs, cannot be imported.
-        ValueError: there is no such class, or it is none that the bridge can drive; the message says what is.
-        BackendLoadError: the file or the class in it cannot be had.
+        ValueError: there is no such class, or the bridge cannot drive it; the message names those it can.
+        BackendLoadError: the file cannot be imported.
     """
     found = select_class(argument)
     _refuse_undriven(argument, found)
@@ -51,8 +51,8 @@ def select(argument: str) -> type[Any]:
 
 
 def select_class(argument: str) -> type[Any]:
-    """The same, whether or not the bridge can drive it."""
-    package.module("vllm")  # first, so that it is quiet whoever else imports it
+    """Return the class, whether or not the bridge can drive it; errors are those of :func:`select`."""
+    package.module("vllm")  # first, so that vLLM's log output is reduced also if a plugin or a file imports it
     package.load_plugins()
     place, _, attribute = argument.rpartition(":")
     if not place:
@@ -71,7 +71,7 @@ def select_class(argument: str) -> type[Any]:
 
 
 def _named(name: str) -> Any:
-    """The class vLLM has under ``name``, as its registry has it now: an override by a plugin counts."""
+    """Return the class that vLLM's registry currently has under ``name``; plugins may override it."""
     members = registered()
     known = [each for each, member in members.items() if path_of(member)]
     if name in members and name not in known:
@@ -83,12 +83,12 @@ def _named(name: str) -> Any:
     except ImportError:
         raise
     except Exception as error:
-        # Modules of kernels ask the machine while they are imported, and raise whatever comes of it.
+        # Kernel modules query the machine during import, and raise arbitrary exceptions.
         raise ImportError(registry.import_failure(error)) from error
 
 
 def path_of(member: Any) -> str:
-    """Return the path of the class that a registry's member names, which a plugin may have replaced; empty: none."""
+    """Return the class path of a registry's member, which a plugin may have replaced; "" if there is none."""
     if not hasattr(member, "get_path"):
         return getattr(member, "value", "") or ""
     try:
@@ -107,7 +107,7 @@ def _module(argument: str, place: str) -> Any:
 
 
 def _refuse_undriven(argument: str, found: type[Any]) -> None:
-    """ValueError for classes that answer other questions than the contract's, or that vLLM's layer would not take."""
+    """Raise ValueError for classes outside the contract, and for those that vLLM's layer would not accept."""
     if is_state_space(found):
         return
     if hasattr(found, "is_sparse") and found.is_sparse():
@@ -115,7 +115,7 @@ def _refuse_undriven(argument: str, found: type[Any]) -> None:
             f"{argument} is for layers with keys that an indexer chooses: no case says which keys it would choose"
         )
     members = package.find("AttentionBackendEnum", *_REGISTRY).__members__
-    is_latent = hasattr(found, "is_mla") and found.is_mla()  # whose layer asks for no name
+    is_latent = hasattr(found, "is_mla") and found.is_mla()  # its layer needs no registered name
     if found.get_name() not in members and not is_latent:
         raise ValueError(
             f"{argument} calls itself {found.get_name()!r}: vLLM's layers take names of AttentionBackendEnum only, "

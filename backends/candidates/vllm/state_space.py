@@ -1,7 +1,7 @@
 """Drives the metadata builders of vLLM's classes for layers with a state, such as ``vllm:MAMBA2``.
 
-Its kernels are called by layers of models, with weights and states that no case describes. The builder is given what
-vLLM's runner gives it: a spec of the state, and of each request the page that holds its state.
+Model layers call their kernels, with weights and states that no case describes. The builder gets what vLLM's runner
+passes: a spec of the state, and for each request the page that holds its state.
 """
 
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ class StateSpaceBuilder(VLLMBuilder):
 
     @classmethod
     def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:
-        """VLLM's spec of a state of one number."""
+        """Return vLLM's spec of a state with one element."""
         specs = package.module("vllm.v1.kv_cache_interface")
         return specs.MambaSpec(block_size=spec.block_size, shapes=((1,),), dtypes=(spec.dtype,))
 
@@ -30,7 +30,7 @@ class StateSpaceBuilder(VLLMBuilder):
 
 
 class _NoImpl(AttentionImpl[Any]):
-    """There is none: the layers of models call the kernels."""
+    """Placeholder: there is no impl, since the layers of models call the kernels."""
 
     def __init__(self, *_arguments: object, **_keywords: object) -> None:
         raise NotImplementedError("vLLM's layers with a state call their kernels themselves, and not by an impl")
@@ -41,7 +41,7 @@ class _NoImpl(AttentionImpl[Any]):
 
 
 class StateSpaceBackend(AttentionBackend):
-    """A class of vLLM's for layers with a state; :func:`state_space_backend` makes the one that can be driven."""
+    """A class of vLLM's for layers with a state; :func:`state_space_backend` creates the one that can be driven."""
 
     builder_only = True
     their_backend: ClassVar[type[Any]]
@@ -54,24 +54,24 @@ class StateSpaceBackend(AttentionBackend):
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
-        """See the contract; metadata have none."""
+        """See the contract; metadata have no dtype."""
         return [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; a case serves for its batch alone."""
+        """See the contract; only the batch of a case is used."""
         reasons = super().unsupported_reasons(layer, cache, batch)
         others = [] if batch.path.name == "paged" else [f"path {batch.path.name}: its builder is given plain steps"]
         return [*reasons, *others]
 
     @classmethod
     def version(cls) -> str:
-        """Of vLLM."""
+        """Return vLLM's version."""
         return package.version()
 
 
 def state_space_backend(theirs: type[Any]) -> type[StateSpaceBackend]:
-    """The candidate for a class of vLLM's for layers with a state."""
+    """Return the candidate for a class of vLLM's for layers with a state."""
     parts = {"their_backend": theirs, "__module__": __name__}
     builder = type(f"{theirs.__name__}Builder", (StateSpaceBuilder,), parts)
     members = {

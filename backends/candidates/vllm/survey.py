@@ -1,6 +1,6 @@
-"""All classes of the installed vLLM: their names, and what each declares, by the columns of vLLM's own table.
+"""Lists all classes of the installed vLLM, and what each declares, with the columns of vLLM's own table.
 
-Values are read from the classes, by their predicates. vLLM's page of attention backends has the same columns.
+Values come from the predicates of the classes. vLLM's page of attention backends has the same columns.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import AttentionType
 
 _CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
-"""Compute capabilities of the GPUs that vLLM's page tells apart."""
+"""Compute capabilities of the GPUs that vLLM's page distinguishes."""
 
 _HEAD_SIZES = range(1, 1025)
 
@@ -36,9 +36,9 @@ def member_names() -> tuple[str, ...]:
 
 
 def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
-    """What the class of ``argument`` declares, value by value under each column, and its CUDA-graph level.
+    """Return the declared values of the class of ``argument`` by column, and its CUDA-graph level.
 
-    Nothing where it cannot be imported. A predicate that raises is one value, with what it raised.
+    Both are empty if the class cannot be imported. A predicate that raises gives one value, the text of its exception.
     """
     try:
         theirs = select_class(argument)
@@ -59,7 +59,7 @@ def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
         "attn_type": lambda: [kind.value for kind in AttentionType if theirs.supports_attn_type(kind.value)],
         "compute_capability": lambda: _capabilities(theirs),
     }
-    if is_state_space(theirs):  # which has none of the others
+    if is_state_space(theirs):  # has none of the other columns
         columns = {"layers": columns["layers"]}
     return {name: tuple(_asked(values)) for name, values in columns.items()}, _level(theirs)
 
@@ -67,7 +67,7 @@ def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
 def _asked(values: Callable[[], Iterable[str]]) -> Iterable[str]:
     try:
         return values()
-    except AttributeError:  # an older class, which does not know the question
+    except AttributeError:  # an older class without this predicate
         return ()
     except Exception as error:  # noqa: BLE001 (someone else's code)
         return [f"raises {type(error).__name__}: {error}".partition("\n")[0]]
@@ -92,7 +92,7 @@ def _sizes(sizes: Iterable[int | MultipleOf]) -> list[str]:
 
 
 def _head_sizes(theirs: type[Any]) -> list[str]:
-    """Those that the predicate takes: one by one, or as a row of sizes with equal steps."""
+    """Return the head sizes that the predicate accepts: one by one, or as a range with equal steps."""
     taken = [size for size in _HEAD_SIZES if theirs.supports_head_size(size)]
     if len(taken) == len(_HEAD_SIZES):
         return list(_ANY)
@@ -105,7 +105,7 @@ def _head_sizes(theirs: type[Any]) -> list[str]:
 
 
 def _capabilities(theirs: type[Any]) -> list[str]:
-    """Runs of compute capabilities, as ``8.0 to 9.0``; any, where the class names none."""
+    """Return ranges of compute capabilities, such as ``8.0 to 9.0``; ``any`` if the class excludes none."""
     kind = type(package.lowest_capability())
     taken = [theirs.supports_compute_capability(kind(*each)) for each in _CAPABILITIES]
     if all(taken) and theirs.supports_compute_capability(package.lowest_capability()):
@@ -127,7 +127,7 @@ def _run(names: list[str]) -> str:
 
 
 def _level(theirs: type[Any]) -> str:
-    """The level that the builder says for a plain layer; of a class that needs more to say it, the class's own."""
+    """Return the graph level that the builder declares for a plain layer, or else that of the class."""
     try:
         builder = theirs.get_builder_cls()
         own = getattr(builder, "_cudagraph_support", None) or getattr(builder, "cudagraph_support", None)
@@ -143,7 +143,7 @@ def _level(theirs: type[Any]) -> str:
 
 
 def _chosen_by_platform() -> tuple[str, ...]:
-    """``module:Class`` of what a platform of a plugin chooses, where no name of the registries has it."""
+    """Return ``module:Class`` of classes that a plugin's platform chooses and that the registries do not name."""
     platform = package.platform()
     if not getattr(platform, "is_out_of_tree", bool)():
         return ()

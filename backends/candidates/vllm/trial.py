@@ -1,7 +1,7 @@
-"""One row written, and attended to, as the first thing asked of a backend: whether this build of vLLM can run it.
+"""Writes and attends to one row, to find out whether this build of vLLM can run a backend.
 
-A class may be there, and its layer be made, although its kernels are of another build: of another platform, or of a
-library that is imported where it is first needed. Whatever else the row raises is for the checks to find.
+A class may exist, and its layer be constructible, although its kernels belong to another platform's build, or to a
+library that is imported on first use. Any other exception is left to the checks.
 """
 
 import traceback
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from attncheck.backends.candidates.vllm.bridge import VLLMBackend
 
 _ELSEWHERE = "Could not run '"
-"""How torch's message begins for an operator that has no kernel for this device."""
+"""Beginning of torch's message for an operator that has no kernel for this device."""
 
 _IMPORTING = "<module>"
-"""How the frame of a module that is being imported is called."""
+"""Frame name of a module that is being imported."""
 
 _INTERPRETING = "InterpreterError"
-"""What Triton's interpreter raises where a kernel does what it cannot do."""
+"""Exception that Triton's interpreter raises for unsupported operations of a kernel."""
 
 
 @cache
 def missing_parts(backend: "type[VLLMBackend]") -> list[str]:
-    """Return why not even one row can be written or attended to: a part that this build lacks; empty: none is known.
+    """Return which missing part of this build prevents writing or attending to one row; an empty list if none.
 
-    A class of the user's own is not made to attend: what it raises is what its author wants to see.
+    A class outside vLLM only writes its row: its author should see the exceptions of its attention.
     """
     is_decoder = AttentionType.DECODER in backend.supported_attn_types
     if not (is_decoder and backend.get_supported_dtypes() and backend.supported_layouts):
@@ -54,7 +54,7 @@ def missing_parts(backend: "type[VLLMBackend]") -> list[str]:
 
 
 def absent_part(stage: str, error: Exception) -> list[str]:
-    """The reason, if ``error`` is about a part that is not there."""
+    """Return the reason if ``error`` is about a missing part, otherwise an empty list."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     if package.ABSENT_OPERATOR in text:
         return [f"this build of vLLM lacks an operator of its {stage}: {error}"]
@@ -69,12 +69,12 @@ def absent_part(stage: str, error: Exception) -> list[str]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What ``error`` was raised from at first."""
+    """Return the first exception in the chain of causes."""
     return error if error.__cause__ is None else _root(error.__cause__)
 
 
 class _Row:
-    """One request of one row, of the plainest layer that the backend declares."""
+    """One request with one row, for a plain layer of the backend's first declared sizes."""
 
     def __init__(self, backend: "type[VLLMBackend]") -> None:
         sizes = backend.get_supported_head_sizes()
@@ -95,7 +95,7 @@ class _Row:
         with set_current_vllm_config(self._config):
             self._impl = backend.get_impl_cls()(shape[0], shape[2], self._layer.softmax_scale, shape[1])
         self._pool = allocate_kv_cache(backend, self._layer, self._cache, 2, self._device)
-        self._slots = torch.tensor([self._cache.block_size], device=self._device)  # the first of block 1
+        self._slots = torch.tensor([self._cache.block_size], device=self._device)  # the first slot of block 1
         self._attn_layer = _Unscaled(self._device, self._impl)
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM's own check of a configuration says against a layer, with the values that its messages leave out."""
+"""The reasons of vLLM's own check of a configuration against a layer, with the values that its messages lack."""
 
 import inspect
 from typing import Any
@@ -21,14 +21,14 @@ _PREDICATES = (
     "MLA",
     "non-MLA",
 )
-"""How reasons begin that follow from predicates which the declarations are made of."""
+"""Beginnings of reasons from predicates that the declarations already use."""
 
 
 def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, told: bool) -> list[str]:
-    """What ``validate_configuration`` of vLLM's class says against a layer; empty where it has none.
+    """Return the reasons of the class's ``validate_configuration`` against a layer; an empty list if it has none.
 
-    told: the declarations have given reasons, values and limits with them, so that those of the predicates, which have
-    no values, are left out.
+    told: whether the declarations already gave reasons, with values and limits. Reasons of predicates, which have no
+    values, are then left out.
     """
     reasons = _reasons(
         their_backend,
@@ -53,10 +53,10 @@ def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: Ca
 
 
 def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArguments, *, use_mla: bool = False) -> None:
-    """``ValueError`` where vLLM would not make such a layer with this backend, though it were asked for by name.
+    """Raise ``ValueError`` if vLLM would not construct such a layer with this backend, although it is named explicitly.
 
-    Its GPU platforms ask ``validate_configuration`` before they make a layer; its CPU platform takes whatever comes,
-    and then so does the bridge.
+    vLLM's GPU platforms call ``validate_configuration`` before they construct a layer. Its CPU platform accepts
+    everything, and then so does the bridge.
     """
     if package.platform().is_cpu():
         return
@@ -78,11 +78,11 @@ def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArgum
 
 
 def _reasons(their_backend: type[Any], **asked: Any) -> list[str]:
-    """The reasons of ``validate_configuration``, asked with those of its parameters that this version has."""
+    """Return the reasons of ``validate_configuration``, called with those parameters that this version has."""
     if not hasattr(their_backend, "validate_configuration"):
         return []
     known = inspect.signature(their_backend.validate_configuration).parameters
-    # Without a GPU there is none to compare: a class that needs one says so of the lowest.
+    # Without a GPU, query the lowest capability: a class that needs a GPU does not support it.
     capability = package.platform().get_device_capability() or package.lowest_capability()
     asked |= {"device_capability": capability, "use_sparse": False, "use_mm_prefix": False}
     return list(their_backend.validate_configuration(**{name: asked[name] for name in asked if name in known}))

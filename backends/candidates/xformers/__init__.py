@@ -1,4 +1,4 @@
-"""Candidate ``xformers``: decode by the library's Triton split-K operator, every other row by attncheck's own kernel.
+"""Candidate ``xformers``: decodes by the library's Triton split-K operator, all other rows by attncheck's own kernel.
 
-Declares what is right with the pinned xformers and refuses the rest. Begin with ``backend``.
+It declares what is correct with the pinned xformers, and refuses the rest. Begin with ``backend``.
 """

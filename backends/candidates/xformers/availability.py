@@ -1,6 +1,6 @@
-"""Whether the pinned xformers can run here, and why not; what its version is called in records.
+"""Whether the pinned xformers can run here, the reasons if not, and its version string in records.
 
-Nothing of xformers is imported but on a GPU, where the version tells of its compiled extension.
+xformers is imported only on a GPU, where the version includes the state of its compiled extension.
 """
 
 import logging
@@ -13,14 +13,14 @@ from attncheck.backends import interpreter
 from attncheck.backends.base import machine
 
 PINNED = "0.0.35"
-"""The one version whose private names and whose operator's habits are known; see ``constraints.txt``."""
+"""The only version whose private names and operator behaviour are known; see ``constraints.txt``."""
 
 LOWEST_CAPABILITY = (8, 0)
-"""The library tries its split-K operator on nothing older."""
+"""Minimum compute capability for which the library tries its split-K operator."""
 
 
 def unavailable_reasons(device: str) -> list[str]:
-    """Why xformers' split-K operator cannot run on ``device`` (``"cpu"``, ``"cuda:1"``) here; empty: it can."""
+    """Return why xformers' split-K operator cannot run on ``device``, such as ``"cuda:1"``; an empty list if it can."""
     reasons = interpreter.unavailable_reasons(device)
     installed = machine.installed_version("xformers")
     if installed is None:
@@ -31,10 +31,10 @@ def unavailable_reasons(device: str) -> list[str]:
 
 
 def version(operator: str = "triton split-K") -> str:
-    """What is examined, kernel by kernel: the library's, which attends to decodes, and attncheck's for other rows.
+    """Return the versions under test: the library's kernel for decodes, and attncheck's for other rows.
 
-    On a GPU also whether the library's compiled extension is missing: its operators then refuse a GPU's tensors, and
-    the one named here is let through, since it needs none of it.
+    On a GPU the text also states whether the library's compiled extension is missing. Its operators then refuse GPU
+    tensors; the one named here is still allowed, since it does not use the extension.
     """
     missing = ", its compiled extension not loaded" if torch.cuda.is_available() and not _has_extension() else ""
     xformers, attncheck, triton = (
@@ -45,7 +45,7 @@ def version(operator: str = "triton split-K") -> str:
 
 
 def _has_extension() -> bool:
-    """Whether what the library compiled for one torch and one CUDA could be loaded by those that are here."""
+    """Return whether the library's compiled extension, built for one torch and one CUDA, can be loaded here."""
     if machine.installed_version("xformers") is None:
         return False
     with quiet_import():
@@ -55,9 +55,9 @@ def _has_extension() -> bool:
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Around the first import of xformers: what it logs then, about its compiled extension, the version tells.
+    """Silence the library's logger inside the context, around the first import of xformers.
 
-    Only the library's own logger is turned down, and only inside.
+    What it then logs about its compiled extension is part of the version.
     """
     logger = logging.getLogger("xformers")
     level = logger.level

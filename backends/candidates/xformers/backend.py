@@ -1,8 +1,7 @@
-"""What candidate ``xformers`` declares. Imports neither xformers nor Triton.
+"""The declarations of candidate ``xformers``. Imports neither xformers nor Triton.
 
-Decodes go through the library's Triton split-K operator. It knows no window and no soft cap, so that layers with either
-are attended to by attncheck's own unified kernel, as are all requests of several rows, for which the library has no
-paged operator.
+Decodes use the library's Triton split-K operator, which supports neither window nor soft cap. Layers with either use
+attncheck's own unified kernel, as do all requests of several rows, for which the library has no paged operator.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class XFormersBackend(InterpretedBackend, PagedBackend):
-    """Tokens before heads, keys and values in two halves: the library wants the pool as one run of tokens."""
+    """Backend whose pages have tokens before heads, with keys and values in two halves of the cache.
+
+    The library requires the pool as one run of tokens.
+    """
 
     features = frozenset({"sliding_window", "logits_soft_cap", "lse", "short_keys"})
     conventions = Conventions(padded_rows="finite", sync_free_build=True)
@@ -52,20 +54,20 @@ class XFormersBackend(InterpretedBackend, PagedBackend):
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
-        """The operator's; float32 is admitted where it is interpreted, which multiplies it exactly."""
+        """Return the operator's dtypes, and float32 if it is interpreted, which multiplies float32 exactly."""
         half = [torch.float16, torch.bfloat16]
         return [*half, torch.float32] if interpreter.is_interpreted() else half
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """The operator's, as far as the kernel for the other rows goes."""
+        """Return the operator's head sizes, up to the limit of the kernel for other rows."""
         from attncheck.backends.candidates.xformers.operator import supported_head_sizes
 
         return [size for size in supported_head_sizes() if size <= LARGEST_HEAD_SIZE]
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Pages that a tile of the operator divides."""
+        """Return the page sizes that a tile of the operator divides."""
         return [MultipleOf(16)]
 
     @classmethod
@@ -74,7 +76,10 @@ class XFormersBackend(InterpretedBackend, PagedBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """The operator's products of bfloat16 are the interpreter's fault; attncheck's kernel works around it."""
+        """Add a reason for bfloat16 layers that use the operator, since the interpreter multiplies it wrongly.
+
+        attncheck's own kernel works around that.
+        """
         reasons = super().unavailable_case_reasons(device, layer, cache, batch)
         is_operators = layer.sliding_window is None and layer.soft_cap is None
         has_gap = interpreter.is_interpreted() and layer.dtype == "bfloat16" and is_operators

@@ -1,4 +1,4 @@
-"""Candidate ``xformers`` at work: which requests of a step the library's operator attends to, and which our kernel.
+"""The impl of candidate ``xformers``: the library's operator or attncheck's kernel for each request of a step.
 
 Imports xformers and Triton, and so is imported lazily.
 """
@@ -18,21 +18,21 @@ from attncheck.backends.paged import PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 
 UNIFIED = "attncheck's unified_attention"
-"""What records call the kernel that attends to all other rows."""
+"""Name in records of the kernel for all other rows."""
 
 
 @dataclass
 class XFormersMetadata(PagedMetadata):
-    """A step. The first ``num_decodes`` requests have one row each, and rows ``[0, num_decodes)`` are theirs."""
+    """Metadata of one step; the first ``num_decodes`` requests have one row each, rows ``[0, num_decodes)``."""
 
     num_decodes: int = 0
 
 
 class XFormersBuilder(PagedBuilder):
-    """Counts decodes by the lengths on the host; the kernels read them on the device.
+    """Builder that counts decodes by the lengths on the host; the kernels read lengths on the device.
 
-    A graph of single tokens holds the operator; any other graph holds attncheck's kernel alone, also for decodes that
-    a replay brings, since how many come in front is a number that a graph would freeze.
+    A graph of single tokens holds the operator. Any other graph holds only attncheck's kernel, also for decodes in a
+    replay, because a graph would freeze their number.
     """
 
     backend = XFormersBackend
@@ -43,7 +43,7 @@ class XFormersBuilder(PagedBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> XFormersMetadata:
-        """Raises ValueError for a length that the table has no pages for: the operator would read behind it."""
+        """Build the metadata; raise ValueError for a length beyond its table row, where the operator would read."""
         step = XFormersMetadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
         capacity = common_attn_metadata.block_table_tensor.shape[1] * self.kv_cache_spec.block_size
         longest = max(step.seq_lens, default=0)
@@ -55,8 +55,9 @@ class XFormersBuilder(PagedBuilder):
         return step
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> XFormersMetadata:
-        """Dummies of a mixed graph may have one row each; what tells the graphs apart is the longest query to come."""
+        """Build the metadata for a capture; a mixed graph counts no decodes."""
         step = self.build(0, common_attn_metadata)
+        # Dummy requests of a mixed graph may have one row each. Only the maximum query length distinguishes the graphs.
         if common_attn_metadata.max_query_len > 1:
             step.num_decodes = 0
         return step
@@ -117,7 +118,7 @@ class XFormersImpl(PagedImpl):
             self.chosen_kernels.add(UNIFIED)
 
     def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:
-        """Also a cache that is no run of tokens, as which the library takes it: refused before it is written."""
+        """Return what is wrong with the cache, also if it is not one run of tokens, before anything is written."""
         if wrong := super()._wrong_cache(kv_cache, dtype):
             return wrong
         strides = kv_cache.stride()
@@ -125,6 +126,6 @@ class XFormersImpl(PagedImpl):
         return [] if is_run else [f"kv_cache has strides {strides}: its tokens are not one run"]
 
     def _num_decodes(self, metadata: PagedMetadata) -> int:
-        """Requests in front that the operator can attend to: it has neither a window nor a soft cap."""
+        """Return the number of leading requests for the operator, which supports neither window nor soft cap."""
         is_plain = self.sliding_window[0] < 0 and self.logits_soft_cap is None
         return metadata.num_decodes if is_plain and isinstance(metadata, XFormersMetadata) else 0

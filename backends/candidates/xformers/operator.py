@@ -1,11 +1,11 @@
-"""Decode over a paged cache by the library's split-K operator: one subclass for every tile of a page, and the call.
+"""Decode over a paged cache by the library's split-K operator: one subclass per tile size, and the call.
 
-The operator walks a page in tiles of ``BLOCK_N`` keys; a page that is no multiple of it is refused by the operator's
-check, and read from wherever memory leads where the check is skipped. So the largest tile that divides the page is
-chosen, the operator is named explicitly, and every call goes through the library's public function, which checks.
+The operator walks a page in tiles of ``BLOCK_N`` keys. Its check refuses a page size that is no multiple of that;
+without the check it would read out of bounds. So the largest tile that divides the page is chosen, the operator is
+named explicitly, and every call goes through the library's public function, which checks.
 
-The call is a custom operator of torch, so that whatever records calls, such as the emulation of graphs, sees an
-interpreted launch. Imports xformers, and so is imported lazily.
+The call is a custom operator of torch, so that call recorders, such as the emulation of graphs, see an interpreted
+launch. Imports xformers, and so is imported lazily.
 """
 
 from typing import Any
@@ -21,17 +21,17 @@ with quiet_import():
     from xformers.ops.fmha import attn_bias, triton_splitk
 
 NO_EXTENSION = "xFormers wasn't build with CUDA support"
-"""What every operator of the library says of a GPU's tensors where its compiled extension could not be loaded."""
+"""Reason that every operator of the library gives for GPU tensors if its compiled extension could not be loaded."""
 
 TILES = (64, 32, 16)
-"""Keys that a program reads at once, the operator's own choice first."""
+"""Keys that a program reads at once, the operator's default first."""
 
 
 class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc] # the library is untyped
-    """The library's operator; where its kernel is interpreted, for a CPU and for float32 too.
+    """The library's operator; if its kernel is interpreted, also for CPU and float32.
 
-    How many parts the keys are split into is left to the library, which asks the number of requests and the width of
-    the table, and no length.
+    The library chooses the number of key splits from the number of requests and the width of the table, not from
+    lengths.
     """
 
     if is_interpreted():
@@ -40,12 +40,12 @@ class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc] # the library is un
 
     @classmethod
     def not_supported_reasons(cls, d: Any) -> list[str]:
-        """The library's, but for its compiled extension: of that this operator, all Triton, uses nothing."""
+        """Return the library's reasons except its missing extension, which this Triton operator does not use."""
         return [reason for reason in super().not_supported_reasons(d) if reason != NO_EXTENSION]
 
     @classmethod
     def get_extra_args(cls, **asked: Any) -> dict[str, Any]:
-        """Tile, warps and stages: the class's own where there is no GPU, whose model the library would ask for."""
+        """Return tile, warps and stages; without a GPU the class's own, since the library would query the GPU model."""
         if torch.cuda.is_available():
             launch: dict[str, Any] = super().get_extra_args(**asked)
             return launch
@@ -64,7 +64,7 @@ _OPERATORS: dict[int, type[PagedSplitK]] = {
 
 
 def operator_for(page_size: int) -> type[PagedSplitK]:
-    """The operator with the largest tile that divides the page; ``ValueError`` where none does."""
+    """Return the operator with the largest tile that divides the page; raise ``ValueError`` if none does."""
     for tile in TILES:
         if page_size % tile == 0:
             return _OPERATORS[tile]
@@ -72,17 +72,17 @@ def operator_for(page_size: int) -> type[PagedSplitK]:
 
 
 def supported_head_sizes() -> list[int]:
-    """What the operator itself says, asked for every size up to its largest, ascending."""
+    """Return, ascending, the sizes that the operator accepts, checked one by one up to its largest."""
     sizes = range(1, int(PagedSplitK.SUPPORTED_MAX_K) + 1)
     return [size for size in sizes if not PagedSplitK.shape_not_supported_reasons(1, 1, size, size)]
 
 
 def single_token_bias(seq_lens: Tensor, block_table: Tensor, page_size: int) -> Any:
-    """The library's bias for one query row a request, made around the tensors of the step: nothing is read.
+    """Return the library's bias for one query row per request, which refers to the tensors of the step.
 
-    seq_lens: int32 ``[n]``; 0 is a row that sees nothing, whose output is 0. block_table: int32 ``[n, pages]``. The
-    numbers on the host are bounds: no length is longer than the table is wide. So whoever refills the two tensors has
-    changed the bias, also of a call that stands in a CUDA graph.
+    seq_lens: int32 ``[n]``; 0 is a row that sees nothing, whose output is 0. block_table: int32 ``[n, pages]``. Nothing
+    is read from the device: the numbers on the host are bounds, and no length exceeds the table. Refilling the two
+    tensors therefore changes the bias, also of a call in a CUDA graph.
     """
     requests, capacity = len(seq_lens), block_table.shape[1] * page_size
     starts = torch.arange(requests + 1, device=seq_lens.device)
@@ -115,12 +115,12 @@ def paged_decode(
     output: Tensor,
     output_lse: Tensor | None,
 ) -> None:
-    """Row ``i`` attends to the first ``seq_lens[i]`` keys of the pages in row ``i`` of the table.
+    """Attend, for each row ``i``, to the first ``seq_lens[i]`` keys of the pages in row ``i`` of the table.
 
     query, output: ``[n, num_heads, head size]``, the rows contiguous. key_cache, value_cache: ``[blocks, page size,
-    num_kv_heads, head size]``, viewable as one run of tokens (``RuntimeError`` where heads lie before tokens).
-    block_table: int32 ``[n, pages]``. seq_lens: int32 ``[n]``, none beyond the table; 0 gives zeros. output_lse:
-    float32 ``[n, num_heads]``, natural; -inf where a row sees nothing.
+    num_kv_heads, head size]``, viewable as one run of tokens (``RuntimeError`` if heads precede tokens). block_table:
+    int32 ``[n, pages]``. seq_lens: int32 ``[n]``, none beyond the table; 0 gives zeros. output_lse: float32 ``[n,
+    num_heads]``, natural; -inf if a row sees nothing.
 
     Raises:
         ValueError: the operator's own check refuses dtypes, sizes or strides, with its reasons.
@@ -157,4 +157,4 @@ def _(
     output: Tensor,
     output_lse: Tensor | None,
 ) -> None:
-    """Nothing comes back."""
+    """Return nothing: the operator only mutates its arguments."""

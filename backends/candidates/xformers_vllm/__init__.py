@@ -1,5 +1,5 @@
-"""Candidate ``xformers_vllm``: the design of vLLM's v1 xformers backend, with what is wrong in it left in.
+"""Candidate ``xformers_vllm``: the design of vLLM's v1 xformers backend, including its faults.
 
-It runs only when named; ``docs/expected/xformers-vllm.yaml`` says what is known to be wrong. Compare
-:mod:`attncheck.backends.candidates.xformers`, which declares and does what is right. Begin with ``backend``.
+It runs only if named; ``docs/expected/xformers-vllm.yaml`` lists the known faults. Compare
+:mod:`attncheck.backends.candidates.xformers`, which declares only what is correct. Begin with ``backend``.
 """

@@ -1,11 +1,11 @@
-"""What ``xformers_vllm`` declares: what vLLM's selection would believe of its xformers backend.
+"""The declarations of ``xformers_vllm``: what vLLM's selection assumes of its xformers backend.
 
-Of vLLM's class: the head sizes, dtypes and page sizes that it lists, a graph level of NEVER. Of its constructor, which
-is all that vLLM has for the rest: what it takes without a word counts as supported, as of every class of vLLM's that
-attncheck examines. So windows, soft caps and FP8 caches are declared, and :mod:`attncheck.backends.candidates.xformers`
-shows what of it can be kept. One thing is not vLLM's: the operator is named in the decode call, because the library by
-itself finds none on a CPU and seldom one on a GPU. ``xformers_vllm:auto`` leaves it out. Imports neither xformers nor
-Triton.
+The head sizes, dtypes, page sizes and the graph level NEVER come from vLLM's class. For everything else vLLM has only
+the constructor: a feature that the constructor accepts counts as supported, as for every vLLM class that attncheck
+examines. So windows, soft caps and FP8 caches are declared; :mod:`attncheck.backends.candidates.xformers` shows which
+of these can be supported. One thing differs from vLLM: the decode call names the operator, because the library's own
+dispatch finds none on a CPU and rarely one on a GPU. ``xformers_vllm:auto`` does not name it. Imports neither xformers
+nor Triton.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class XFormersAttentionBackend(InterpretedBackend):
-    """Tokens before heads, keys and values in two halves."""
+    """Backend whose pages have tokens before heads, with keys and values in two halves of the cache."""
 
     accept_output_buffer = True
     features = frozenset({"sliding_window", "logits_soft_cap", "fp8_kv"})
@@ -33,7 +33,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @classmethod
     def from_argument(cls, argument: str) -> "type[XFormersAttentionBackend]":
-        """``auto``: the operator is left to the library; ``ValueError`` for anything else."""
+        """Return, for ``auto``, the backend that leaves the operator to the library; otherwise raise ``ValueError``."""
         if argument != "auto":
             raise ValueError(f"{argument!r}: only 'auto' can follow, for the operator that the library finds itself")
         return XFormersAutoBackend
@@ -62,14 +62,14 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """Raises ValueError for pages that are no multiple of 16."""
+        """Return the cache shape; raise ValueError for a page size that is no multiple of 16."""
         if block_size % 16 != 0:
             raise ValueError(f"XFORMERS_VLLM_V1: block_size {block_size} is no multiple of 16")
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
     def use_cascade_attention(*args: object, **kwargs: object) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     @classmethod
@@ -78,12 +78,12 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """What vLLM lists: 29 sizes, most of which no operator of the library serves over pages."""
+        """Return the 29 sizes that vLLM lists; for most of them the library has no paged operator."""
         return list(range(32, 257, 8))
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> None:
-        """``ValueError`` for a size that is not listed."""
+        """Raise ``ValueError`` for a size that is not listed."""
         supported = cls.get_supported_head_sizes()
         if head_size not in supported:
             name = cls.__name__.removesuffix("Backend")
@@ -94,7 +94,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Those that get_kv_cache_shape takes."""
+        """Return the page sizes that get_kv_cache_shape accepts."""
         return [MultipleOf(16)]
 
     @classmethod
@@ -103,7 +103,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """The operator's products of bfloat16 are the interpreter's fault, whatever the layer."""
+        """Add a reason for bfloat16, since the interpreter multiplies it wrongly in the operator of every layer."""
         reasons = super().unavailable_case_reasons(device, layer, cache, batch)
         has_gap = interpreter.is_interpreted() and layer.dtype == "bfloat16"
         return [interpreter.BFLOAT16_GAP, *reasons] if has_gap else reasons
@@ -114,7 +114,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
 
 class XFormersAutoBackend(XFormersAttentionBackend):
-    """The same with vLLM's own decode call, which names no operator."""
+    """The same backend with vLLM's own decode call, which names no operator."""
 
     @staticmethod
     def get_impl_cls() -> type["XFormersAutoImpl"]:

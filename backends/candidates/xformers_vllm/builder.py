@@ -1,7 +1,7 @@
-"""The builder of ``xformers_vllm``: decodes first, and the library's bias made anew from lists at every step.
+"""The builder of ``xformers_vllm``: decodes first, and the library's bias constructed from lists at every step.
 
-Lengths are read back from the device, twice a step; padding requests are part of the lists, with a query length of 0.
-Nothing that it makes outlives a step, so that no graph can be captured, and none is promised.
+Lengths are read back from the device twice per step; padding requests are part of the lists, with a query length of 0.
+Nothing that it builds outlives a step, so no graph can be captured, and none is promised.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ XFORMERS_AVAILABLE = _missing is None
 
 
 class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder[XFormersAttentionMetadata]):
-    """Level NEVER, the contract's default."""
+    """Builder with the contract's default graph level, NEVER."""
 
     reorder_batch_threshold = 1
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        """Raises ImportError, with the reason, where the library cannot be imported."""
+        """Store the settings; raise ImportError, with the reason, if the library cannot be imported."""
         if not XFORMERS_AVAILABLE:
             raise ImportError(f"xformers cannot be imported: {_missing}") from _missing
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -37,13 +37,13 @@ class XFormersAttentionMetadataBuilder(AttentionMetadataBuilder[XFormersAttentio
         self._num_decode_tokens = 0
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """Requests of one new token to the front; whether any moved."""
+        """Move requests with one new token to the front; return whether any moved."""
         return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, decode_threshold=1)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> XFormersAttentionMetadata:
-        """A shared prefix and ``fast_build`` are ignored; waits for the device twice where there are decodes."""
+        """Build the step's metadata; a shared prefix is ignored. Decodes make this wait for the device twice."""
         common = common_attn_metadata
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split_decodes_and_prefills(
             common, decode_threshold=1

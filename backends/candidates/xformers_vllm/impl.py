@@ -1,7 +1,7 @@
 """The impl of ``xformers_vllm``: prefills by a unified kernel with all modifiers, decodes by the library with none.
 
-The library's paged bias has neither window nor soft cap, and the decode call passes neither: both are taken by the
-constructor without a word. Attributes keep vLLM's names.
+The library's paged bias has neither window nor soft cap, and the decode call passes neither, although the constructor
+accepts both. Attributes have vLLM's names.
 """
 
 from typing import ClassVar
@@ -25,10 +25,13 @@ with quiet_import():
 
 
 class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
-    """One layer. Heads that do not divide and FP8 caches are taken, too; what comes of them shows at a step."""
+    """One layer.
+
+    The constructor also accepts head counts that do not divide and FP8 caches; a step shows the result.
+    """
 
     names_operator: ClassVar[bool] = True
-    """Whether the operator is passed, or left to the library to find."""
+    """Whether the operator is passed, or left to the library's dispatch."""
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
     def _decode(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, decode: XFormersAttentionMetadata
     ) -> Tensor:
-        """The library's attention over each half of the cache, seen as one run of tokens: in its shape of the query."""
+        """Return the library's attention, in its query shape, over each half of the cache as one run of tokens."""
         kv_heads, group, head_size = self.num_kv_heads, self.num_queries_per_kv, self.head_size
         key, value = (
             cache.view(1, -1, kv_heads, 1, head_size).expand(-1, -1, -1, group, -1)
@@ -155,7 +158,7 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
         result: Tensor = memory_efficient_attention_forward(
             grouped, key, value, attn_bias=bias, p=0.0, scale=self.scale, op=operator
         )
-        if grouped.shape not in self._dispatched:  # the choice follows from the shape, and takes a while
+        if grouped.shape not in self._dispatched:  # the choice depends on the shape only, and takes a while
             self._dispatched.add(grouped.shape)
             operator = operator or _dispatch_fw(Inputs(grouped, key, value, bias, 0.0, self.scale), False)
             self.chosen_kernels.add(operator.NAME)
@@ -163,6 +166,6 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
 
 
 class XFormersAutoImpl(XFormersAttentionImpl):
-    """The same with vLLM's own call, which names no operator."""
+    """The same impl with vLLM's own call, which names no operator."""
 
     names_operator = False

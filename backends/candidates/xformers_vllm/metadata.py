@@ -1,7 +1,7 @@
-"""A step of ``xformers_vllm``, and its two views: the decodes in front, and the prefills behind them.
+"""Metadata of a step of ``xformers_vllm``, with two views: the leading decodes, and the prefills after them.
 
-The views are made when they are first asked for, which is in ``forward``, and their maxima are read from tensors: each
-first access waits for the device, and in a captured graph would freeze what it read.
+The views are created on first access, in ``forward``, and their maxima are read from tensors. Each first access
+therefore waits for the device, and in a captured graph would freeze the values that it read.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,15 @@ from torch import Tensor
 
 @dataclass
 class XFormersAttentionMetadata:
-    """Fields and their order are vLLM's; ``attn_bias`` is the library's bias for the decodes.
+    """Metadata with vLLM's fields in vLLM's order; ``attn_bias`` is the library's bias for the decodes.
 
-    num_actual_tokens: rows of the step, padding included. query_start_loc: int32 ``[R + 1]``. seq_lens: int32 ``[R]``.
-    block_table: int32 ``[R, pages]``. slot_mapping: int64 ``[num_actual_tokens]``. The four counters are of the split
-    into decodes (one new token at most) and prefills; a view has none, and so no views of its own.
+    num_actual_tokens: rows of the step, padding included.
+    query_start_loc: int32 ``[R + 1]``.
+    seq_lens: int32 ``[R]``.
+    block_table: int32 ``[R, pages]``.
+    slot_mapping: int64 ``[num_actual_tokens]``.
+    num_*: counts of the split into decodes (at most one new token) and prefills; 0 in a view, which has no views
+        itself.
     """
 
     num_actual_tokens: int
@@ -36,7 +40,7 @@ class XFormersAttentionMetadata:
 
     @property
     def prefill_metadata(self) -> "XFormersAttentionMetadata | None":
-        """The requests from ``num_decodes`` on, with start locations of their own; None where there are none."""
+        """View of the requests from ``num_decodes`` on, with their own start locations; None if there are none."""
         if self.num_prefills == 0:
             return None
         if self._cached_prefill_metadata is None:
@@ -52,7 +56,7 @@ class XFormersAttentionMetadata:
 
     @property
     def decode_metadata(self) -> "XFormersAttentionMetadata | None":
-        """The first ``num_decodes`` requests; None where no row is a decode's."""
+        """View of the first ``num_decodes`` requests; None if no row belongs to a decode."""
         if self.num_decode_tokens == 0:
             return None
         if self._cached_decode_metadata is None:

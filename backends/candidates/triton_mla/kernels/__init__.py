@@ -1,4 +1,4 @@
-"""Sources of Triton kernels, and nothing else: they import Triton, so only the module that launches them does.
+"""Sources of Triton kernels only: they import Triton, so only the module that launches them imports these.
 
-Names are as in :mod:`attncheck.backends.candidates.triton_unified.kernels`.
+Names follow :mod:`attncheck.backends.candidates.triton_unified.kernels`.
 """

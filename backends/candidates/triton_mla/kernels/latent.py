@@ -1,9 +1,9 @@
 """Attention of a mixed batch over pages of latent rows, in one launch: decodes, extends and prompts alike.
 
-All query heads share the keys, so a tile holds rows and heads of one request, packed: line ``m`` is row ``m //
-BLOCK_H`` of the block, head ``m % BLOCK_H`` of the group. A key is a cache row; its first RANK numbers are also the
-value, and are loaded once for both products. The rotated rest is a tile of its own, for padding both together to a
-power of two would nearly double the usual sizes. Scores are kept in base 2.
+All query heads share the keys, so a tile packs rows and heads of one request: line ``m`` is row ``m // BLOCK_H`` of the
+block, head ``m % BLOCK_H`` of the group. A key is a cache row; its first RANK elements are also the value, and are
+loaded once for both products. The rotated rest is a separate tile, because padding both together to a power of two
+would nearly double the usual sizes. Scores have base 2.
 """
 
 import triton
@@ -15,7 +15,7 @@ from attncheck.backends.candidates.triton_unified.kernels.scores import row_span
 
 
 # A kernel is compiled for each value of a constexpr, and for integers that are 1 or multiples of 16. So numbers that
-# differ from layer to layer or step to step are arguments, and of these only strides are specialised.
+# differ between layers or steps are arguments, and only strides are specialised.
 @triton.jit(
     do_not_specialize=[
         "num_reqs",
@@ -53,7 +53,7 @@ def attend_latent(
     num_segments,
     stride_latent_row: tl.int64,
     stride_latent_head: tl.int64,
-    stride_latent_size,  # no type, so that a stride of 1 is known to be one
+    stride_latent_size,  # untyped, so that Triton specialises a stride of 1
     stride_rotary_row: tl.int64,
     stride_rotary_head: tl.int64,
     stride_rotary_size,
@@ -80,21 +80,24 @@ def attend_latent(
 ):
     """Grid: (blocks of rows times groups of heads, segments).
 
-    KV_FORMAT: 0: the cache holds numbers; else uint8 codes, of which ``p_k_scale`` makes values. ONE_BLOCK: no request
-    has more rows than a block, which holds ``block_q`` rows of ``block_h`` heads. score_factor: the scale times
-    log2(e). page_size: as ``find_slot`` reads it; right: as ``row_span`` does. From two segments on, results go to
-    ``p_segment_out`` ``[T, H, segments, RANK]`` and ``p_segment_lse`` ``[T, H, segments]`` (base 2).
+    KV_FORMAT: 0 if the cache holds floats; otherwise it holds uint8 codes, which ``p_k_scale`` scales.
+    ONE_BLOCK: no request has more rows than a block, which holds ``block_q`` rows of ``block_h`` heads.
+    score_factor: the scale times log2(e).
+    page_size: as in ``find_slot``. right: as in ``row_span``.
+
+    With two or more segments, results go to ``p_segment_out`` ``[T, H, segments, RANK]`` and ``p_segment_lse`` ``[T, H,
+    segments]`` (base 2).
     """
     LN_2: tl.constexpr = 0.6931471805599453
     head_groups = (num_heads + block_h - 1) // block_h
-    # Groups of heads of the same rows run side by side: they read the same keys.
+    # Groups of heads of the same rows have adjacent programs, because they read the same keys.
     o_block, group = tl.program_id(0) // head_groups, tl.program_id(0) % head_groups
     segment = tl.program_id(1)
     if ONE_BLOCK:
         request = o_block
         block = o_block * 0
     else:
-        # Later blocks see more keys under a causal mask: they start first.
+        # Later blocks see more keys under a causal mask, so they start first.
         last_block = tl.num_programs(0) // head_groups - 1
         request, block = find_request(last_block - o_block, p_query_start_loc, num_reqs, block_q)
     request_start = tl.load(p_query_start_loc + request).to(tl.int64)
@@ -132,7 +135,7 @@ def attend_latent(
     if KV_FORMAT > 0:
         factor = factor * tl.load(p_k_scale)
 
-    # Keys from ``end`` on are seen by no row of the block.
+    # No row of the block sees keys from ``end`` on.
     last_row = tl.minimum(first_row + block_q, query_len) - 1
     _, end = row_span(context_len + last_row, seq_len, 0, right, 0, False, False)
     _, row_end = row_span(context_len + row, seq_len, 0, right, 0, False, False)  # [M]
@@ -146,7 +149,7 @@ def attend_latent(
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
     for tile in range(tile_begin, tile_end):
         position = tile * BLOCK_N + o_key  # [N]
-        # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
+        # Memory of keys that no row sees may hold NaN; it is not read, since 0 * NaN is NaN.
         m_key = position < end
         number, slot = find_slot(position, page_size, IS_SHIFT)
         p_entry = p_block_table + request.to(tl.int64) * stride_table_row + number
@@ -171,7 +174,7 @@ def attend_latent(
         scores = tl.where(position[None, :] < row_end[:, None], scores * factor, float("-inf"))
 
         new_pivot = tl.maximum(pivot, tl.max(scores, 1))
-        # Of a row that has seen nothing yet: -inf - -inf would be NaN.
+        # For a row that has seen no key yet, -inf - -inf would be NaN.
         shift = tl.where(new_pivot == float("-inf"), 0.0, new_pivot)
         weights = tl.exp2(scores - shift[:, None])  # [M, N]
         fade = tl.exp2(pivot - shift)  # [M]
@@ -179,7 +182,7 @@ def attend_latent(
         acc = dot(rounded(weights, b_key.dtype, INTERPRETED), b_key, acc * fade[:, None], INTERPRETED)
         pivot = new_pivot
 
-    # Not "above 0": what is no number stays none.
+    # Not "above 0", so that NaN stays NaN.
     has_seen = total != 0
     result = acc / tl.where(has_seen, total, 1.0)[:, None]  # [M, L]
     if KV_FORMAT > 0:

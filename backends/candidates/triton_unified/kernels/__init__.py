@@ -1,5 +1,5 @@
-"""Sources of Triton kernels, and nothing else: they import Triton, so only the modules that launch them import these.
+"""Sources of Triton kernels only: they import Triton, so only the modules that launch them import these.
 
-Inside a kernel ``p_`` names a pointer, ``b_`` a tile, ``o_`` offsets, ``m_`` a mask; the shape of a tile stands beside
-its load.
+In a kernel ``p_`` marks a pointer, ``b_`` a tile, ``o_`` offsets, ``m_`` a mask. The shape of a tile is noted at its
+load.
 """

@@ -1,8 +1,8 @@
 """Attention of a mixed batch over pages in one launch: prompts, extends and decodes alike.
 
-A program has some consecutive rows of one request, all query heads of one KV head, and one segment of the keys these
-rows see. Rows and heads are packed into one tile: line ``m`` is row ``m // G`` of the block, head ``m % G`` of the
-group. Scores are kept in base 2. Letters: M lines of a tile, N keys of a tile, D head size, V value head size.
+A program handles consecutive rows of one request, all query heads of one KV head, and one segment of the keys that
+these rows see. Rows and heads are packed into one tile: line ``m`` is row ``m // G`` of the block, head ``m % G`` of
+the group. Scores have base 2. Letters: M lines of a tile, N keys of a tile, D head size, V value head size.
 """
 
 import triton
@@ -14,7 +14,7 @@ from attncheck.backends.candidates.triton_unified.kernels.scores import row_span
 
 
 # A kernel is compiled for each value of a constexpr, and for integers that are 1 or multiples of 16. So numbers that
-# differ from layer to layer or step to step are arguments, and of these only strides are specialised.
+# differ between layers or steps are arguments, and only strides are specialised.
 @triton.jit(
     do_not_specialize=[
         "num_reqs",
@@ -101,14 +101,14 @@ def attend_blocks(
 ):
     """Grid: (blocks of rows, KV heads, segments).
 
-    query ``[rows, heads, D]``, out ``[rows, heads, V]``, lse ``[rows, heads]``. group: query heads a KV head; block_q:
-    rows of a block. With a block_table, key and value are ``[blocks, page size, KV heads, size]``, page_size as
-    ``find_slot`` reads it; else keys lie like queries, ``[1, rows, KV heads, size]``. left, right, chunk: as
-    ``row_span`` reads them. KV_FORMAT: 0: key and value are numbers; else uint8 codes, with scales of one element (step
-    0) or one a KV head (step 1), or none. OUT_FORMAT: 0: ``out`` takes numbers; else codes of ``x / output_scale``.
-    tree: bytes ``[tree_size, tree_size]``, for requests of so many rows. ONE_BLOCK: no request has more rows than a
-    block. score_factor: the scale, times log2(e) where no cap comes between. From two segments on, results go to
-    ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base 2).
+    query ``[rows, heads, D]``, out ``[rows, heads, V]``, lse ``[rows, heads]``. group: query heads per KV head.
+    block_q: rows per block. With a block_table, key and value are ``[blocks, page size, KV heads, size]``, page_size as
+    in ``find_slot``; otherwise ``[1, rows, KV heads, size]``, with rows like those of queries. left, right, chunk: as
+    in ``row_span``. KV_FORMAT: 0 if key and value are floats; otherwise uint8 codes, whose scales have one element
+    (step 0), one per KV head (step 1), or are None. OUT_FORMAT: 0 if ``out`` takes floats; otherwise codes of ``x /
+    output_scale``. tree: bytes ``[tree_size, tree_size]``, for requests of that many rows. ONE_BLOCK: no request has
+    more rows than a block. score_factor: the scale, times log2(e) without soft cap. With two or more segments, results
+    go to ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base 2).
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     LN_2: tl.constexpr = 0.6931471805599453
@@ -116,11 +116,11 @@ def attend_blocks(
         request = tl.program_id(0)
         block = request * 0
     else:
-        # Later blocks see more keys under a causal mask: they start first.
+        # Later blocks see more keys under a causal mask, so they start first.
         request, block = find_request(tl.num_programs(0) - 1 - tl.program_id(0), query_start_loc, num_reqs, block_q)
     kv_head = tl.program_id(1)
     segment = tl.program_id(2)
-    # Positions fit 32 bits; the interpreter looks whether sums of 32 bits overflow, which costs more than the sums.
+    # Positions fit 32 bits. The interpreter checks 32-bit sums for overflow, which costs more than the sums.
     POSITION: tl.constexpr = tl.int64 if INTERPRETED else tl.int32
     request_start = tl.load(query_start_loc + request).to(tl.int64)
     query_len = (tl.load(query_start_loc + request + 1) - request_start).to(POSITION)
@@ -147,14 +147,14 @@ def attend_blocks(
     is_d = d < HEAD_SIZE
     is_v = v < HEAD_SIZE_V
 
-    # Keys outside [begin, end) are seen by no row of the block, keys inside [full_begin, full_end) by all.
+    # No row of the block sees keys outside [begin, end); all rows see keys inside [full_begin, full_end).
     last_row = tl.minimum(first_row + block_q, query_len) - 1
     begin, full_end = row_span(context_len + first_row, seq_len, left, right, chunk, HAS_LEFT, HAS_CHUNK)
     full_begin, end = row_span(context_len + last_row, seq_len, left, right, chunk, HAS_LEFT, HAS_CHUNK)
     lo, hi = row_span(query_position, seq_len, left, right, chunk, HAS_LEFT, HAS_CHUNK)  # [M]
     if tree is not None:
         full_end = tl.minimum(full_end, context_len)
-    # The tiles, and those among them that need no mask: [full_from, full_to).
+    # The tiles that need no mask are in [full_from, full_to).
     HAS_EDGE_BEFORE: tl.constexpr = HAS_LEFT or HAS_CHUNK
     full_from = begin
     if HAS_EDGE_BEFORE:
@@ -172,7 +172,7 @@ def attend_blocks(
             tl.store(segment_lse + o_result * num_segments + segment, nothing, mask=is_line)
             return
 
-    # The interpreter cannot multiply bfloat16, and tensor cores no two dtypes: then all is float32.
+    # The interpreter cannot multiply bfloat16, and tensor cores cannot mix dtypes: in both cases use float32.
     IS_MIXED: tl.constexpr = KV_FORMAT == 0 and key.dtype.element_ty != query.dtype.element_ty
     IS_WIDE: tl.constexpr = INTERPRETED or IS_MIXED
     STORED: tl.constexpr = query.dtype.element_ty if KV_FORMAT > 0 else key.dtype.element_ty
@@ -188,7 +188,7 @@ def attend_blocks(
     p_pages = block_table
     if block_table is not None:
         p_pages = block_table + request.to(tl.int64) * stride_table_row
-    # What multiplies a score at last: a cap works on natural scores, and what follows counts in base 2.
+    # The last factor of a score: a soft cap needs natural scores; later steps use base 2.
     factor = score_factor
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head * k_scale_step)
@@ -198,12 +198,12 @@ def attend_blocks(
     pivot = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
         if segment == 0:
-            # One more key, as it were, which has no value. Of all segments one counts it.
+            # A sink acts as one more key without value. Only the first segment counts it.
             pivot = tl.load(sinks + head, mask=is_line, other=float("-inf")).to(tl.float32) * LOG2_E
     total = tl.where(pivot == float("-inf"), 0.0, 1.0)  # [M]
     acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
     for part in tl.static_range(0 if HAS_EDGE_BEFORE else 1, 3):
-        # Tiles before those that every row sees whole, these themselves (1: no masks), those behind them.
+        # Tiles before those that every row sees completely, then these (1: no masks), then those after them.
         loop_begin = segment_begin
         loop_end = segment_end
         if part == 0:
@@ -215,7 +215,7 @@ def attend_blocks(
             loop_begin = tl.maximum(full_to, segment_begin)
         for start in range(loop_begin, loop_end, BLOCK_N):
             key_position = start + n  # [N]
-            # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
+            # Memory of keys that no row sees may hold NaN; it is not read, since 0 * NaN is NaN.
             is_key = key_position < end
             if block_table is not None:
                 number, slot = find_slot(key_position, page_size, IS_SHIFT)
@@ -261,7 +261,7 @@ def attend_blocks(
                 scores = tl.where(sees, scores, float("-inf"))
 
             new_pivot = tl.maximum(pivot, tl.max(scores, 1))
-            # Of a row that has seen nothing yet: -inf - -inf would be NaN.
+            # For a row that has seen no key yet, -inf - -inf would be NaN.
             shift = tl.where(new_pivot == float("-inf"), 0.0, new_pivot)
             weights = tl.exp2(scores - shift[:, None])  # [M, N]
             fade = tl.exp2(pivot - shift)  # [M]
@@ -273,7 +273,7 @@ def attend_blocks(
             acc = tl.dot(weights, b_value, acc * fade[:, None], input_precision="ieee")
             pivot = new_pivot
 
-    # Not "above 0": what is no number stays none.
+    # Not "above 0", so that NaN stays NaN.
     has_seen = total != 0
     result = acc / tl.where(has_seen, total, 1.0)[:, None]  # [M, V]
     if v_scale is not None:

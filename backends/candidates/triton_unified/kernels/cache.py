@@ -1,4 +1,4 @@
-"""Writing new keys and values into a paged cache."""
+"""Kernels that write new keys and values into a paged cache."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from attncheck.backends.candidates.triton_unified.kernels.codes import encode_codes, rounded
 
 
-# Triton compiles for integers that are 1 or multiples of 16: of these here that would gain nothing.
+# Triton specialises integers that are 1 or multiples of 16, which gains nothing for these.
 @triton.jit(
     do_not_specialize=[
         "num_rows",
@@ -29,7 +29,7 @@ def write_cache_kernel(
     p_key_cache,  # [NB, BS, Hkv, D]
     p_value_cache,  # [NB, BS, Hkv, Dv]
     p_slots,  # [T]
-    p_k_scale,  # [NB, BS, Hkv], strides of 0 where it does not vary; read only where FORMAT is not 0
+    p_k_scale,  # [NB, BS, Hkv], strides of 0 where it is constant; read only if FORMAT is not 0
     p_v_scale,
     num_rows,  # T * Hkv
     num_slots,  # NB * BS
@@ -37,7 +37,7 @@ def write_cache_kernel(
     block_size,
     stride_key_token: tl.int64,
     stride_key_head: tl.int64,
-    stride_key_dim,  # no type, so that a stride of 1 is known to be one
+    stride_key_dim,  # untyped, so that Triton specialises a stride of 1
     stride_value_token: tl.int64,
     stride_value_head: tl.int64,
     stride_value_dim,
@@ -64,14 +64,14 @@ def write_cache_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A program writes ``BLOCK_R`` rows, a row being one token's head. ``FORMAT``: of codes; 0: the cache has none."""
-    # A token's place times a stride needs 64 bits, and so does a block's.
+    """Write ``BLOCK_R`` rows per program; a row is one head of one token. ``FORMAT``: that of the codes, 0 if none."""
+    # The product of a token or block number and a stride needs 64 bits.
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_row = o_row < num_rows
     o_token, o_head = o_row // num_heads, o_row % num_heads
     b_slot = tl.load(p_slots + o_token * stride_slots, mask=m_row, other=-1).to(tl.int64)  # [R]
     m_row = m_row & (b_slot >= 0) & (b_slot < num_slots)
-    # Rounding is towards zero on a GPU: a negative slot must not become an offset.
+    # Integer division rounds towards zero on a GPU, so a negative slot must not become an offset.
     b_slot = tl.where(m_row, b_slot, 0)
     o_block, o_slot = b_slot // block_size, b_slot % block_size
 
@@ -105,7 +105,7 @@ def write_cache_kernel(
 
 @triton.jit
 def _write_rows(
-    p_from,  # [R], where rows begin
+    p_from,  # [R], pointers to the beginnings of rows
     p_to,  # [R]
     p_scale,  # [R]
     m_row,
@@ -122,7 +122,7 @@ def _write_rows(
     p_tile = p_to[:, None] + o_dim[None, :] * stride_to
     if FORMAT != 0:
         b_scale = tl.load(p_scale, mask=m_row, other=1.0).to(tl.float32)
-        # Divided as IEEE says: the usual division of a GPU is a bit off, and could end at the neighbouring code.
+        # IEEE division: the default division of a GPU is inexact, and could give the neighbouring code.
         b_scaled = tl.div_rn(b_row.to(tl.float32), tl.broadcast_to(b_scale[:, None], (b_row.shape[0], BLOCK)))
         tl.store(p_tile, encode_codes(b_scaled, FORMAT), mask=m_tile)
     elif p_to.dtype.element_ty == p_from.dtype.element_ty:

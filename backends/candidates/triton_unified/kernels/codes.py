@@ -1,7 +1,7 @@
-"""Number formats inside kernels: float8 codes by integers, rounding and products that the interpreter gets right, too.
+"""Number formats in kernels: float8 codes by integer arithmetic, and rounding and products that also work interpreted.
 
-A cache of codes is uint8 to a kernel, and codes are made and read by shifts: GPUs without float8 instructions run it,
-and what the interpreter examines is what a GPU runs.
+A cache of codes is uint8 to a kernel, which encodes and decodes them by shifts. So GPUs without float8 instructions can
+run it, and the interpreter examines the code that a GPU runs.
 """
 
 import triton
@@ -13,12 +13,12 @@ E5M2 = 2
 
 @triton.jit
 def decode_codes(codes, FORMAT: tl.constexpr):
-    """What codes (uint8) of ``FORMAT`` (1: e4m3fn, 2: e5m2) stand for: float32, exactly.
+    """Return the exact float32 values of uint8 codes in ``FORMAT`` (1: e4m3fn, 2: e5m2).
 
-    Codes of NaN are NaN, those of e5m2's infinities infinite.
+    Codes of NaN give NaN, and those of e5m2's infinities give infinities.
     """
-    # A float16 has room for either, with its sign in front and its mantissa filled up from below. Those of e5m2 it then
-    # is; with one more bit of mantissa the exponent is read as 8 lower than it is.
+    # A float16 can hold either format, with the sign first and the mantissa padded with zeros. For e5m2 that is the
+    # value. For e4m3fn, with one more mantissa bit, the exponent is read as 8 too low.
     wide = codes.to(tl.uint16)
     magnitude = wide & 0x7F
     bits = ((wide & 0x80) << 8) | (magnitude << (7 if FORMAT == 1 else 8))
@@ -30,9 +30,10 @@ def decode_codes(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode_codes(x, FORMAT: tl.constexpr):
-    """The codes (uint8) of ``x`` (float32) in ``FORMAT`` (1: e4m3fn, 2: e5m2).
+    """Return the uint8 codes of ``x`` (float32) in ``FORMAT`` (1: e4m3fn, 2: e5m2).
 
-    Rounded to nearest, ties to even; beyond the greatest finite number, infinities included, its code; NaN: a NaN's.
+    Rounding is to nearest, ties to even. Values beyond the largest finite number, infinities included, saturate to its
+    code; NaN gives the code of a NaN.
     """
     MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
     BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
@@ -42,16 +43,16 @@ def encode_codes(x, FORMAT: tl.constexpr):
     sign = (wide >> 24) & 0x80
     magnitude = wide & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    # Bits of positive floats are in the order of their values.
+    # Bits of positive floats have the same order as their values.
     magnitude = tl.minimum(magnitude, LIMIT)
-    # Normal codes: all but half a step is added, and the other bit of it where the code would be odd. A carry out of
-    # the mantissa is the next exponent, as it should be.
+    # Normal codes: add just under half a step, and one more unit if the code would be odd (ties to even). A carry out
+    # of the mantissa correctly increments the exponent.
     odd = (magnitude >> DROPPED) & 1
     normal = ((magnitude + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Codes below them: the same on the mantissa with its leading one, shifted to steps of the smallest number. From a
-    # shift by 25 on nothing is left, so greater ones (zero and float32's own subnormals among them) may stop at 31.
+    # Subnormal codes: the same on the mantissa with its leading one, shifted to steps of the smallest number. A shift
+    # of 25 or more leaves nothing, so larger ones (for zero and float32's subnormals) may be capped at 31.
     exponent = magnitude >> 23
-    lowest: tl.constexpr = 128 - BIAS  # the first exponent, as float32 writes it, of a normal code
+    lowest: tl.constexpr = 128 - BIAS  # the smallest float32 exponent of a normal code
     shift = tl.minimum((DROPPED + lowest) - tl.minimum(exponent, lowest), 31)
     significand = (magnitude & 0x7FFFFF) | 0x800000
     half = (tl.full(shift.shape, 1, tl.uint32) << (shift - 1)) - 1
@@ -62,9 +63,9 @@ def encode_codes(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``x`` (float32) in ``DTYPE``, rounded to nearest, ties to even."""
+    """Return ``x`` (float32) in ``DTYPE``, rounded to nearest, ties to even."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
-        # The interpreter would cut off the low half, and change subnormal numbers. A NaN stays one.
+        # The interpreter would truncate the low half, and change subnormal numbers. A NaN stays NaN.
         bits = x.to(tl.uint32, bitcast=True)
         up = bits + 0x7FFF + ((bits >> 16) & 1)
         high = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, up) >> 16
@@ -74,8 +75,8 @@ def rounded(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """``acc + a @ b``, added up in float32; operands of float32 are taken as they are, not as tf32."""
+    """Return ``acc + a @ b``, accumulated in float32; float32 operands keep full precision, not tf32."""
     if INTERPRETED:
-        # The interpreter multiplies the bits of bfloat16.
+        # The interpreter multiplies the bits of bfloat16 as integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc, input_precision="ieee")

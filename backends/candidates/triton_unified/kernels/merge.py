@@ -1,4 +1,4 @@
-"""Two attention states made one."""
+"""The kernel that merges two attention states."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def merge_states_kernel(
     num_rows,  # T * H
     stride_a_token: tl.int64,
     stride_a_head: tl.int64,
-    stride_a_dim,  # no type, so that a stride of 1 is known to be one
+    stride_a_dim,  # untyped, so that Triton specialises a stride of 1
     stride_lse_a_token: tl.int64,
     stride_lse_a_head: tl.int64,
     stride_b_token: tl.int64,
@@ -36,7 +36,7 @@ def merge_states_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A program merges ``BLOCK_R`` rows, a row being one token's head."""
+    """Merge ``BLOCK_R`` rows per program; a row is one head of one token."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_row = o_row < num_rows
     o_token, o_head = o_row // NUM_HEADS, o_row % NUM_HEADS
@@ -44,18 +44,18 @@ def merge_states_kernel(
     b_lse_a = _read_lse(p_lse_a + o_token * stride_lse_a_token + o_head * stride_lse_a_head, m_row)  # [R]
     b_lse_b = _read_lse(p_lse_b + o_token * stride_lse_b_token + o_head * stride_lse_b_head, m_row)  # [R]
     b_top = tl.maximum(b_lse_a, b_lse_b)
-    # Without a key on either side the top is -inf; the difference to it would be NaN.
+    # If neither side has a key, the top is -inf, and the difference to it would be NaN.
     b_pivot = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_weight_a, b_weight_b = tl.exp(b_lse_a - b_pivot), tl.exp(b_lse_b - b_pivot)
     b_total = b_weight_a + b_weight_b
-    # Not 0, so that no key gives no logarithm of 0 and no quotient by it. A NaN stays one.
+    # Avoid the logarithm of 0 and the division by 0 if there is no key. A NaN stays NaN.
     b_divisor = tl.where(b_total == 0.0, 1.0, b_total)
     b_log = tl.where(b_total == 0.0, float("-inf"), b_pivot + tl.log(b_divisor))
     tl.store(p_lse + o_token * stride_lse_token + o_head * stride_lse_head, b_log, mask=m_row)
 
     o_dim = tl.arange(0, BLOCK_V).to(tl.int64)
     m_dim = (o_dim < HEAD_SIZE_V)[None, :]
-    # What stands behind an empty state may be anything, NaN included, and is not read.
+    # The out of an empty state may hold anything, NaN included, and is not read.
     m_a = (m_row & (b_lse_a != float("-inf")))[:, None] & m_dim
     m_b = (m_row & (b_lse_b != float("-inf")))[:, None] & m_dim
     p_a = p_out_a + (o_token * stride_a_token + o_head * stride_a_head)[:, None] + o_dim[None, :] * stride_a_dim
@@ -68,6 +68,6 @@ def merge_states_kernel(
 
 @triton.jit
 def _read_lse(p_lse, m_row):
-    """Log-sum-exps, float32: that of a state without keys is -inf, whichever infinity its kernel wrote."""
+    """Return log-sum-exps as float32, with +inf replaced by -inf: either marks a state without keys."""
     b_lse = tl.load(p_lse, mask=m_row, other=0.0).to(tl.float32)
     return tl.where(b_lse == float("inf"), float("-inf"), b_lse)

@@ -1,4 +1,4 @@
-"""Places inside kernels: which request a block of rows belongs to, and which page and slot hold a position."""
+"""Lookups in kernels: the request of a block of rows, and the page and slot of a position."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def find_request(block, query_start_loc, num_reqs, block_q):
-    """The request that the ``block``-th block of rows belongs to, and which of its blocks it is.
+    """Return the request of the ``block``-th block of rows, and the block's index within that request.
 
-    Blocks are numbered with room for one that is not full behind each request: request ``r`` begins at number
-    ``query_start_loc[r] // block_q + r``. Some numbers are nobody's: they lie behind the request's last row.
+    Each request reserves one more number for a partial block: request ``r`` begins at number ``query_start_loc[r] //
+    block_q + r``. Some numbers therefore have no row: they lie after the request's last row.
     """
     low = block * 0
     high = low + num_reqs
@@ -24,9 +24,9 @@ def find_request(block, query_start_loc, num_reqs, block_q):
 
 @triton.jit
 def find_slot(position, page_size, IS_SHIFT: tl.constexpr):
-    """The page of a request that holds ``position``, and the slot in that page.
+    """Return the page of a request that holds ``position``, and the slot in that page.
 
-    IS_SHIFT: ``page_size`` is the binary logarithm of the page size, so that nothing is divided.
+    IS_SHIFT: ``page_size`` is the binary logarithm of the page size, which avoids a division.
     """
     if IS_SHIFT:
         page = position >> page_size

@@ -1,4 +1,4 @@
-"""From products to scores inside kernels: who sees whom, and the soft cap."""
+"""Scores in kernels: the keys that a row sees, and the soft cap."""
 
 import triton
 import triton.language as tl
@@ -6,17 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def row_span(position, seq_len, left, right, chunk, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr):
-    """The keys ``lo <= j < hi`` that the row at ``position`` sees; empty where ``lo >= hi``.
+    """Return the range ``lo <= j < hi`` of keys that the row at ``position`` sees; empty if ``lo >= hi``.
 
-    Both ends never fall as the row moves right. left, right: inclusive distances; right: 0 for causal attention. left
-    is read only with HAS_LEFT, chunk only with HAS_CHUNK.
+    Both ends never decrease with ``position``. left, right: inclusive distances; right: 0 for causal attention. left is
+    read only with HAS_LEFT, chunk only with HAS_CHUNK.
     """
     lo = position * 0
     hi = tl.minimum(lo + seq_len, position + right + 1)
     if HAS_LEFT:
         lo = tl.maximum(lo, position - left)
     if HAS_CHUNK:
-        # Triton's division rounds towards zero, and a row may lie before the first key.
+        # Triton's division rounds towards zero, and the position of a row may be negative.
         back = -((chunk - 1 - tl.minimum(position, 0)) // chunk)
         number = tl.where(position < 0, back, tl.maximum(position, 0) // chunk)
         lo = tl.maximum(lo, number * chunk)
@@ -26,12 +26,12 @@ def row_span(position, seq_len, left, right, chunk, HAS_LEFT: tl.constexpr, HAS_
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent of float32, to a few units in the last place; of anything large, 1 or -1."""
+    """Return the float32 hyperbolic tangent, accurate to a few units in the last place; 1 or -1 for large arguments."""
     size = tl.abs(x)
-    # exp(-2|x|); it cannot overflow, and what underflows leaves 1.
+    # exp(-2|x|) cannot overflow, and an underflow gives 1.
     fall = tl.exp2(size * -2.8853900817779268)
     large = (1.0 - fall) / (1.0 + fall)
-    # Near 0 the difference cancels: the series, up to the ninth power.
+    # Near 0 the difference cancels, so use the series up to the ninth power.
     square = x * x
     series = 1.0 + square * (
         -0.3333333333333333

@@ -1,4 +1,4 @@
-"""One result of several segments of the keys."""
+"""The kernel that merges the results of several key segments."""
 
 import triton
 import triton.language as tl
@@ -30,10 +30,10 @@ def merge_segments(
     BLOCK_V: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Grid: blocks of BLOCK_R results, one a row and head. Arguments as those of ``attend_blocks``.
+    """Grid: blocks of BLOCK_R results, one per row and head. Arguments are those of ``attend_blocks``.
 
-    Rows of no request are left alone. A segment in which a row sees nothing has an LSE of -inf, and whatever stands in
-    its ``segment_out`` is not read. BLOCK_S: a power of two, no less than num_segments.
+    Rows of no request are left unchanged. A segment in which a row sees nothing has an LSE of -inf, and its
+    ``segment_out`` is not read. BLOCK_S: a power of two, at least num_segments.
     """
     end = tl.load(query_start_loc + num_reqs)
     first = tl.program_id(0).to(tl.int64) * BLOCK_R
@@ -53,7 +53,7 @@ def merge_segments(
     shift = tl.where(pivot == float("-inf"), 0.0, pivot)
     weights = tl.exp2(logs - shift[:, None])
     total = tl.sum(weights, 1)
-    # Not "above 0": what is no number stays none.
+    # Not "above 0", so that NaN stays NaN.
     divisor = tl.where(total != 0, total, 1.0)
     has_seen = logs > float("-inf")
     p_parts = segment_out + o_segment[:, :, None] * HEAD_SIZE_V + v[None, None, :]
