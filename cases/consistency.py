@@ -91,7 +91,7 @@ def _check_scales(layer: LayerSpec, cache: CacheSpec) -> None:
                 f"{len(scale)} values for {layer.num_kv_heads} KV heads",
                 field=f"cache.{name}",
                 value=scale,
-                allowed="give a number, or one a KV head",
+                allowed="give a number, or one per KV head",
             )
     if layer.kv_sharing and layer.attn_type != AttentionType.DECODER:
         raise SpecError(

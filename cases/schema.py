@@ -65,11 +65,11 @@ def json_schema() -> _Schema:
         "layers": {
             "type": "array",
             "items": _layer_beside(definitions["LayerSpec"]),
-            "description": "the other layers of the step: what of the case's layer is different there",
+            "description": "the other layers of the step: the keys that differ from the case's layer",
         },
         "checks": _names(BACKEND_CHECKS, "the checks to run; default: all that apply"),
         "tolerance": _ref("Tolerance"),
-        "inputs": _names(INPUTS, "which bites to plant; default: those that suit the case"),
+        "inputs": _names(INPUTS, "special inputs to plant; default: those that suit the case"),
         "strides": _ref("StridesSpec"),
     }
     case = {
@@ -78,7 +78,7 @@ def json_schema() -> _Schema:
         "weight": {
             "type": "number",
             "exclusiveMinimum": 0,
-            "description": "how often the case came in recorded traffic, by which its times count",
+            "description": "how often the case occurred in recorded traffic; its times are weighted by it",
         },
         **asked,
         "matrix": _matrix(definitions, asked),
@@ -91,7 +91,7 @@ def json_schema() -> _Schema:
         "properties": {
             "suite": _NAME | {"description": "name of the suite"},
             "description": {"type": "string"},
-            "defaults": _mapping(asked) | {"description": "what every case starts from"},
+            "defaults": _mapping(asked) | {"description": "values that every case starts from"},
             "cases": {"type": "array", "minItems": 1, "items": _mapping(case)},
         },
         "$defs": definitions,
@@ -126,7 +126,7 @@ def _path() -> _Schema:
     """Return the schema of a path: a name, or a mapping from one name to its options."""
     named = {"type": "string", "enum": [name for name in PATH_OPTIONS if name != "micro_batch"]}
     with_options = {name: _ref(kind.__name__) for name, kind in PATH_OPTIONS.items() if kind is not None}
-    described = "how the question is put; default: what the layer implies"
+    described = "the attention path; default: the one that the layer implies"
     return {"anyOf": [named, _mapping(with_options) | {"maxProperties": 1}], "description": described}
 
 
@@ -145,7 +145,7 @@ def _matrix(definitions: _Schema, asked: _Schema) -> _Schema:
         "additionalProperties": False,
         "properties": axes,
         "patternProperties": {f"^({'|'.join(ASKED_KEYS)})\\.[^.]+\\.[^.]+": axis({}), "^batch\\.[^.]+$": axis({})},
-        "description": "axes by dotted key; the case is asked for every combination of their values",
+        "description": "axes by dotted key; the case runs once for every combination of their values",
     }
 
 

@@ -124,13 +124,13 @@ class CacheSpec:
 
     __pydantic_config__: ClassVar = STRICT
 
-    block_size: int = option(16, "tokens a page", gt=0)
+    block_size: int = option(16, "tokens per page", gt=0)
     layout: Layout = option("NHD", "memory order of a page: NHD (tokens, heads) or HND (heads, tokens)")
     kv_cache_dtype: KVCacheDType = option("auto", "dtype of the cache; auto: the layer's")
-    k_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of K: a number, or one a KV head")
-    v_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of V: a number, or one a KV head")
-    q_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of Q: a number, or one a KV head")
-    num_blocks: int | None = option(None, "pages in the pool; default: what the batch needs, and a half more", gt=0)
+    k_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of K: a number, or one per KV head")
+    v_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of V: a number, or one per KV head")
+    q_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of Q: a number, or one per KV head")
+    num_blocks: int | None = option(None, "pages in the pool; default: 1.5 times what the batch needs", gt=0)
     first_block: int | None = option(None, "lowest page the batch may own; default: 1", gt=0)
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ class RequestSpec:
     seq_len: int | None = option(None, "tokens in the cache after this step; default: query_len", ge=0, le=MAX_TOKENS)
     count: int = option(1, "how many such requests", gt=0, le=MAX_TOKENS)
     encoder_len: int | None = option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
-    shared_prefix: int = option(0, "the first so many positions are the same pages for all who share", ge=0)
+    shared_prefix: int = option(0, "number of leading tokens whose pages all sharing requests have in common", ge=0)
 
     def __post_init__(self) -> None:
         if self.seq_len is None:

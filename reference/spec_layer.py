@@ -71,7 +71,7 @@ class OutputQuantSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One attention layer: what the impl's constructor is told, and what the truth is computed from."""
+    """One attention layer: the arguments of the impl's constructor. The truth is computed from the same values."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -85,8 +85,8 @@ class LayerSpec:
     causal: bool | None = option(None, "a query sees no later key; default: true for decoder, else false")
     sliding_window: int | None = option(None, "a query sees at most this many keys, itself included", ge=1)
     logits_soft_cap: float | None = option(None, "cap: scores become cap * tanh(score / cap); 0 or null: off", ge=0)
-    alibi: bool | tuple[float, ...] = option(False, "ALiBi slopes, one a query head; true: the published slopes")
-    sinks: bool | tuple[float, ...] = option(False, "sink logits, one a query head; true: generated, all distinct")
+    alibi: bool | tuple[float, ...] = option(False, "ALiBi slopes, one per query head; true: the published slopes")
+    sinks: bool | tuple[float, ...] = option(False, "sink logits, one per query head; true: generated, all distinct")
     attn_chunk_size: int | None = option(None, "chunk size of local attention, in tokens", ge=1)
     kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
     mla: MLASpec | None = option(None, "multi-head latent attention")

@@ -56,7 +56,7 @@ class Environment(RunFileValue):
 
 
 class BackendInfo(RunFileValue):
-    """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
+    """A backend of the run: its conventions are allowed differences, shown beside its name.
 
     ``required_environment``: the environment variables its process was started with, as it requires. ``digest``: 12 hex
     digits of the SHA-256 of its file; empty where ``ref`` names no file.

@@ -147,7 +147,7 @@ Ended = Crashed | TimedOut
 
 
 class Unsupported(LevelRecord):
-    """Not examined: the backend declares it cannot (``by`` backend), or no code of attncheck asks it yet."""
+    """Not examined: the backend declares it cannot (``by`` backend), or attncheck does not examine it yet."""
 
     outcome: Literal["unsupported"] = "unsupported"
     reasons: tuple[str, ...] = Field(min_length=1)
@@ -162,7 +162,7 @@ class Unavailable(RecordBase):
 
 
 class XFailed(_ShortRecord, MeasuredRecord):
-    """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
+    """Did not pass, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
 
     outcome: Literal["xfailed"] = "xfailed"
     underlying: Literal["failed", "errored", "crashed", "timed_out"]
@@ -174,7 +174,7 @@ class XFailed(_ShortRecord, MeasuredRecord):
 
 
 class XPassed(_ShortRecord, MeasuredRecord):
-    """Passed, though expected to fall short for ``reason``."""
+    """Passed, though the run expected it not to, for ``reason``."""
 
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
