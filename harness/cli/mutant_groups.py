@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -58,30 +59,36 @@ def examine_groups(
 
     ``folder``: an empty folder for run files.
     """
+    stopped = threading.Event()
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            asked = [pool.submit(_examined, group, options, folder / str(n)) for n, group in enumerate(groups)]
+            asked = [pool.submit(_examined, group, options, folder / str(n), stopped) for n, group in enumerate(groups)]
             for future in as_completed(asked):
                 yield from future.result()
         except BaseException:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
             raise
 
 
-def _examined(group: ExaminedGroup, options: RunOptions, files: Path) -> list[ExaminedGroup]:
+def _examined(group: ExaminedGroup, options: RunOptions, files: Path, stopped: threading.Event) -> list[ExaminedGroup]:
     """Examine the group in a process of its own, with run files in ``files``, and return the result.
 
     If the process dies, each member is examined alone. If a member alone kills its process, it is examined as
-    `attncheck run` does, which records the crash.
+    `attncheck run` does, which records the crash. If ``stopped`` is set, BrokenProcessPool is raised instead.
     """
     files.mkdir()
     asked = _options_of(group, options, files / "run.jsonl")
     try:
         reason = _apart(asked)
     except BrokenProcessPool:
+        if stopped.is_set():
+            raise
         if len(group.refs) > 1:
             alone = [replace(group, refs=(ref,)) for ref in group.refs]
-            return [part for n, each in enumerate(alone) for part in _examined(each, options, files / str(n))]
+            return [part for n, each in enumerate(alone) for part in _examined(each, options, files / str(n), stopped)]
         asked = replace(asked, in_process=False, output=files / "ended.jsonl")
         reason = _apart(asked)
     return [replace(group, run=None if reason or asked.output is None else read_run(asked.output), reason=reason)]

@@ -1,6 +1,11 @@
 """``attncheck mutants``: the matrix of made-up records, what is refused, and real processes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -165,3 +170,21 @@ def test_a_backend_that_ends_its_process_costs_no_other(suite, tmp_path):
     found = {each.refs: each for each in examine_groups([group], RunOptions(suites=(suite,)), 1, folder)}
     assert "crashed" in {record.outcome for record in found[f"{FAULTS}:abort",].run.records}
     assert found["reference",].run.complete
+
+
+def test_a_signal_ends_the_processes_at_once(tmp_path, preloaded):
+    command = [sys.executable, "-m", "attncheck", "mutants", "sdpa-window-one-too-long", "-j", "2"]
+    running = subprocess.Popen(
+        command,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list(tmp_path.glob("attncheck-mutants-*/*/run.jsonl")):
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    _, err = running.communicate(timeout=20)
+    assert running.returncode == 143, err
+    assert not list(tmp_path.glob("attncheck-mutants-*"))
