@@ -150,8 +150,8 @@ def case_keys() -> str:
     parts = [
         (
             "# Keys of a case file\n\nThis page lists every key of a case file, with its type and default.\n"
-            f"{MADE}[Case files](../case-files.md) explains the keys with examples. `attncheck schema` prints the same as "
-            "JSON schema.\n\n## File\n\n"
+            f"{MADE}[Case files](../case-files.md) explains the keys with examples. `attncheck schema` prints the same "
+            "as JSON schema.\n\n## File\n\n"
         ),
         keys_of(schema["properties"]),
         "\n## Case\n\n`defaults` takes the keys from `layer` to `strides`.\n\n",
