@@ -1,4 +1,4 @@
-"""docs/adding-a-backend.md is true: its files are the templates, its commands work and print what is said.
+"""docs/adding-a-backend.md and its two neighbours are true: files are the templates, commands print what is said.
 
 The file for vLLM is tried out in tests/vllm, the others once more, in a clean installation, by scripts/check_wheel.py.
 """
@@ -14,15 +14,16 @@ from attncheck.harness.cli.app import app
 from attncheck.harness.cli.new import TEMPLATES, BackendKind, template_files
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
-FUNCTION, CLASSES, VLLM, TEST = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+PAGES = ("adding-a-backend.md", "backend-classes.md", "vllm-classes.md")
+TEXT = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
+FUNCTION, TEST, CLASSES, VLLM = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 FILES = {BackendKind.FUNCTION: FUNCTION, BackendKind.CLASSES: CLASSES, BackendKind.VLLM: VLLM}
 CONSOLE = [
     (command, output)
     for body in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
 ]
-NEW, FUNCTION_RUN, CLASSES_RUN, VLLM_RUN, FAILING_RUN, FIRST_ONLY = CONSOLE
+NEW, FUNCTION_RUN, FAILING_RUN, FIRST_ONLY, CLASSES_RUN, VLLM_RUN = CONSOLE
 ((WRONG, RIGHT),) = re.findall(r"`(: seq_len.*?)` for `(.*?)`", TEXT)
 
 
@@ -93,7 +94,7 @@ def test_every_option_that_is_named_is_there():
     assert told <= options
 
 
-@pytest.mark.parametrize(("file", "section"), re.findall(r"\]\(([\w.-]*)#?([\w-]*)\)", TEXT))
+@pytest.mark.parametrize(("file", "section"), re.findall(r"\]\(([\w.-]+)#?([\w-]*)\)", TEXT))
 def test_a_link_leads_somewhere(file, section):
     text = (ROOT / "docs" / file).read_text(encoding="utf-8")
     headings = [re.sub(r"[^\w -]", "", line).lower() for line in re.findall(r"^#+ (.*)", text, re.MULTILINE)]

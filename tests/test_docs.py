@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
@@ -84,7 +85,7 @@ def test_what_a_builder_is_offered_is_all_told() -> None:
 
 
 def test_the_probes_of_the_levels_are_those_that_are_played() -> None:
-    text = (DOCS / "how-it-judges.md").read_text(encoding="utf-8")
+    text = (DOCS / "cuda-graphs.md").read_text(encoding="utf-8")
     told = []
     for level, names in re.findall(r"^\| `([A-Z_]+)` \| (.*?) \|", text, re.MULTILINE):
         ranges = re.sub(r"`(\w+) (\d+)` to `\1 (\d+)`", _numbered, names)
@@ -137,3 +138,40 @@ def test_every_file_a_page_names_is_there(page: Path) -> None:
     )
     own = [name for name in named if not re.search(r"[A-Z]{3}", name)]
     assert [name for name in own if not (ROOT / name).exists()] == []
+
+
+SITE = (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+GENERATED = {*MADE, "vllm-audit.md", "vllm-versions.md", "cost.md"}
+LONGEST = 1500
+
+
+def _pages(nav: object) -> list[str]:
+    """Every page that a part of the navigation names, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for each in (nav if isinstance(nav, list) else nav.values()) for page in _pages(each)]
+
+
+def test_the_navigation_names_every_page_once() -> None:
+    named = _pages(yaml.safe_load(SITE)["nav"])
+    written = {page.name for page in DOCS.glob("*.md")}
+    assert len(named) == len(set(named))
+    assert {page for page in named if "/" not in page} == written
+
+
+@pytest.mark.parametrize("page", sorted({path.name for path in DOCS.glob("*.md")} - GENERATED))
+def test_a_page_that_is_written_by_hand_is_short_and_says_what_it_is_for(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert len(text.split()) <= LONGEST
+    title, purpose = [line for line in text.splitlines() if line][:2]
+    assert title.startswith("# ")
+    assert purpose.startswith("This page ")
+
+
+def test_every_picture_is_there_and_has_words_in_its_place() -> None:
+    pictures = [found for path in DOCS.glob("*.md") for found in PICTURE.findall(path.read_text(encoding="utf-8"))]
+    assert all(len(words.split()) > 10 for words, _ in pictures)
+    assert {name for _, name in pictures} == {path.name for path in (DOCS / "pictures").glob("*.svg")}
+
+
+PICTURE = re.compile(r"!\[([^]]*)\]\(pictures/([\w.-]+)\)")

@@ -1,4 +1,4 @@
-"""docs/faults.md is true: each of its faults ends as its row says, and changes no other record of its run.
+"""docs/faults*.md are true: each of their faults ends as its row says, and changes no other record of its run.
 
 The backends of a section share a run. It tries 8 findings again, so that at most 8 rows of a section have a recurrence.
 """
@@ -99,7 +99,8 @@ class Row:
 def rows() -> list[Row]:
     found, section = [], ""
     row = re.compile(r"\| `(\w+)`: .*? \| `(\w+)`(?:, `(\w+)`)? \|(?: (.*?))? \| [\d.]+ \|")
-    for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines():
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("faults.md", "faults-of-state.md")]
+    for line in "".join(pages).splitlines():
         section = line[3:] if line.startswith("## ") else section
         if match := row.fullmatch(line):
             name, outcome, recurrence, says = match.groups(default="")

@@ -1,11 +1,12 @@
-"""docs/processes.md is true: its file crashes as is said, alone, and where nothing stands between it and the run."""
+"""docs/crashes.md and docs/processes.md are true: the file crashes as is said, alone, and in the process of the run."""
 
 import re
 from pathlib import Path
 
 from attncheck.harness.workers.passed_environment import DEFAULT
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "processes.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("crashes.md", "processes.md", "environment.md"))
 ((NAME, FILE),) = re.findall(r"^```python\n(# (?:\S+)\n)(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 (APART, OUTPUT), (HERE, _) = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 

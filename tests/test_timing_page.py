@@ -1,4 +1,4 @@
-"""docs/timing.md is true: its commands work, and its figures are those of the code.
+"""docs/timing.md and docs/comparing.md are true: their commands work, and their figures are those of the code.
 
 Commands that time are run in one round and for a moment: how long they take says nothing about the page.
 """
@@ -19,7 +19,8 @@ from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 pytestmark = pytest.mark.xdist_group("timing-page")
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "docs" / "timing.md").read_text(encoding="utf-8")
+PAGES = ("timing.md", "timing-defences.md", "comparing.md")
+TEXT = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
 PROSE = " ".join(TEXT.split())
 FIRST, *COMMANDS = re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE)
 ((COMPARISON, COMPARED),) = re.findall(r"^\$ (attncheck compare .*)\n((?:(?!```).*\n)+)^```$", TEXT, re.MULTILINE)

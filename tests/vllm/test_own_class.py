@@ -1,4 +1,4 @@
-"""The file of docs/adding-a-backend.md for vLLM: what is written runs as is said, and its test passes."""
+"""The file of docs/vllm-classes.md: what is written runs as is said, and its test passes."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "vllm-classes.md").read_text(encoding="utf-8")
 (COMMAND, OUTPUT), *OTHERS = re.findall(
     r"^```console\n\$ (attncheck run --backend vllm:.*)\n([^$]*?)^```$", TEXT, re.MULTILINE
 )

@@ -1,4 +1,4 @@
-"""docs/ci.md is true: its commands work, on few cases, its expected fault is one, and it names what the workflows have.
+"""docs/ci*.md are true: commands work, on few cases, the expected fault is one, and they name what the workflows have.
 
 `gh` talks to GitHub: of its lines only the workflow and its input are looked at.
 """
@@ -17,7 +17,7 @@ from attncheck.harness.cli.app import app
 pytestmark = pytest.mark.xdist_group("ci-page")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TEXT = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+TEXT = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("ci.md", "ci-gpus.md", "ci-pytest.md"))
 GPU = "attncheck-gpu.yml"
 COMMANDS = [command for command in re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE) if not command.startswith("gh ")]
 FILES = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
