@@ -106,6 +106,22 @@ def _plain(line: str) -> str:
     return " ".join(re.sub(r"\d+(\.\d+)+(e[+-]?\d+)?", "#", line).split())
 
 
+@pytest.fixture
+def plain(tmp_path: Path) -> Callable[[str], str]:
+    """``plain(text)`` writes TMP, ROOT, N and HASH for folders, lines and hashes, and ... for lists of names and errors."""
+    root = Path(__file__).resolve().parent.parent
+
+    def plain(text: str) -> str:
+        text = text.replace(str(tmp_path), "TMP").replace(f"{root}/", "ROOT/")
+        text = re.sub(
+            r"(\(known: |built-in suites: |(?:registered names|taken) are |; worst )[^)\"';]*", r"\1...", text
+        )
+        text = re.sub(r"'[0-9a-f]{12}'", "'HASH'", text)
+        return re.sub(r"(\w\.py):\d+", r"\1:N", text)
+
+    return plain
+
+
 ENVIRONMENT = Environment(
     attncheck="0.1.0",
     python="3.11.9",

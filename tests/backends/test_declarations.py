@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.contract import AttentionBackend, MultipleOf
 from attncheck.backends.declarations import required_features, undeclared
@@ -187,7 +188,7 @@ def test_every_reason_is_told_at_once():
         "dtype float16",
         "head_size 72",
         "block_size 3",
-        "the layer has ALiBi slopes",
-        "query_len 5 above seq_len 4",
+        snapshot("the layer has ALiBi slopes"),
+        snapshot("query_len 5 above seq_len 4"),
         "sliding_window 3",
     ]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.backends import interpreter
 from attncheck.backends.registry import load
@@ -42,7 +43,7 @@ def test_why_they_cannot_run_is_told(told, monkeypatch):
     versions["triton"] = "3.7.0"
     assert interpreter.unavailable_reasons("cpu") == ([] if told else on_cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert interpreter.unavailable_reasons("cpu") == ["Triton is not installed"]
+    assert interpreter.unavailable_reasons("cpu") == snapshot(["Triton is not installed"])
 
 
 LATE = """

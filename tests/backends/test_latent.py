@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.caches.packings import allocate_kv_cache, detect_packing, stride_order
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
@@ -151,10 +152,10 @@ def test_declarations(backend):
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
     assert backend.unsupported_reasons(LAYER, CacheSpec(), batch) == []
     plain = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, sliding_window=9)
-    assert backend.unsupported_reasons(plain, CacheSpec(), batch) == ["the layer has no latent cache"]
-    assert SDPABackend.unsupported_reasons(LAYER, CacheSpec(), batch) == [
-        "the layer has a latent cache: feature 'mla' is not declared"
-    ]
+    assert backend.unsupported_reasons(plain, CacheSpec(), batch) == snapshot(["the layer has no latent cache"])
+    assert SDPABackend.unsupported_reasons(LAYER, CacheSpec(), batch) == snapshot(
+        ["the layer has a latent cache: feature 'mla' is not declared"]
+    )
 
 
 @pytest.mark.parametrize("backend", CANDIDATES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.paged_metadata import refuse_tree, tree_mask, tree_of
@@ -46,18 +47,25 @@ def test_a_row_sees_those_whose_choices_begin_its_own(steps: list[int]) -> None:
 @pytest.mark.parametrize(
     ("written", "phrase"),
     [
-        ("[(0,), (1, 0)]", r"\(1, 0\) stands before its parent"),
-        ("[(0, 0), (0,)]", r"\(0, 0\) stands before its parent"),
-        ("[(0,), (0,)]", "every node stands once"),
-        ("[(), (0,)]", "the root is left out"),
-        ("[0, 1]", "no list of tuples"),
-        ("[(0,), (1,)", "no list of tuples"),
-        ("__import__('os')", "no list of tuples"),
+        ("[(0,), (1, 0)]", snapshot("speculative_token_tree [(0,), (1, 0)]: (1, 0) stands before its parent")),
+        ("[(0, 0), (0,)]", snapshot("speculative_token_tree [(0, 0), (0,)]: (0, 0) stands before its parent")),
+        (
+            "[(0,), (0,)]",
+            snapshot("speculative_token_tree '[(0,), (0,)]': every node stands once, and the root is left out"),
+        ),
+        (
+            "[(), (0,)]",
+            snapshot("speculative_token_tree '[(), (0,)]': every node stands once, and the root is left out"),
+        ),
+        ("[0, 1]", snapshot("speculative_token_tree '[0, 1]' is no list of tuples of choices")),
+        ("[(0,), (1,)", snapshot("speculative_token_tree '[(0,), (1,)' is no list of tuples of choices")),
+        ("__import__('os')", snapshot("speculative_token_tree \"__import__('os')\" is no list of tuples of choices")),
     ],
 )
 def test_what_is_no_tree_is_refused(written: str, phrase: str) -> None:
-    with pytest.raises(ValueError, match=phrase):
+    with pytest.raises(ValueError) as refused:
         tree_mask(written)
+    assert str(refused.value) == phrase
 
 
 @pytest.mark.parametrize("speculative", [None, SimpleNamespace(speculative_token_tree=None)])
@@ -71,5 +79,6 @@ def test_whoever_does_not_declare_trees_refuses_them() -> None:
     bare = type("Bare", (FlexBackend,), {"features": FlexBackend.features - {"tree"}})
     refuse_tree(FlexBackend, tree_of(config, CPU))
     refuse_tree(bare, None)
-    with pytest.raises(NotImplementedError, match="a tree of 2 draft tokens is not supported"):
+    with pytest.raises(NotImplementedError) as refused:
         refuse_tree(bare, tree_of(config, CPU))
+    assert str(refused.value) == snapshot("FLEX_ATTENTION: a tree of 2 draft tokens is not supported")

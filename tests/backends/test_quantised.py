@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.base.gathering import decode_fp8, encode_fp8
 from attncheck.backends.candidates.flex_attention.backend import FlexBackend
@@ -90,5 +91,10 @@ def test_a_kernel_quantises_its_output_itself(make_step):
     step.run(output=torch.zeros(step.output.shape).to(E4M3), output_scale=scale)
     step.run()
     assert seen == [(E4M3, scale), (torch.float32, None)]
-    with pytest.raises(ValueError, match="'output_quant' and a parameter output_scale go together"):
+    with pytest.raises(ValueError) as refused:
         kernel_backend(attend, name="own")
+    assert str(refused.value) == snapshot(
+        "kernel_backend 'own': the feature 'output_quant' and a parameter output_scale go together"
+    )
+    assert "'output_quant'" in str(refused.value)
+    assert "output_scale" in str(refused.value)

@@ -5,10 +5,12 @@ Each file of ``bad/`` has one mistake. Its first line states what the error must
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from inline_snapshot import snapshot
 
 from attncheck.cases import yaml_tree
 from attncheck.cases.loader import load_file, load_suite
@@ -132,37 +134,48 @@ def test_empty_file(tmp_path: Path, text: str) -> None:
     assert str(refusal_of(path)).startswith(f"{path}:1:1: the file is empty")
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match="there is no such file; built-in suites: smoke"):
+def test_missing_file(plain: Callable[[str], str], tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError) as refused:
         load_suite(str(tmp_path / "none.yaml"))
+    assert plain(str(refused.value)) == snapshot("TMP/none.yaml: there is no such file; built-in suites: ...")
 
 
-def test_directory(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match="this is a directory"):
+def test_directory(plain: Callable[[str], str], tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError) as refused:
         load_suite(str(tmp_path))
+    assert plain(str(refused.value)) == snapshot("TMP: this is a directory; name one file")
 
 
 def test_a_name_no_file_can_have() -> None:
-    with pytest.raises(CaseFileError, match="cannot be read"):
+    with pytest.raises(CaseFileError) as refused:
         load_suite("a\0b.yaml")
+    assert str(refused.value) == snapshot("a\\x00b.yaml: cannot be read: embedded null byte")
 
 
-def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large(plain: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("# " + "x" * 2000)
     monkeypatch.setattr(yaml_tree, "MAX_BYTES", 1000)
-    assert "larger than 1000 bytes" in str(refusal_of(path))
+    message = str(refusal_of(path))
+    assert "1000" in message
+    assert plain(message) == snapshot(
+        "TMP/large.yaml:1:1: larger than 1000 bytes; split the file; in a case file, use matrix"
+    )
 
 
 def test_an_endless_file_is_not_read_to_its_end() -> None:
     assert "larger than" in str(refusal_of(Path("/dev/zero")))
 
 
-def test_aliases_in_a_chain_count_as_deep_as_they_are(tmp_path: Path) -> None:
+def test_aliases_in_a_chain_count_as_deep_as_they_are(plain: Callable[[str], str], tmp_path: Path) -> None:
     chain = "".join(f"  - &a{i} [[[[[*a{i - 1}]]]]]\n" for i in range(1, 200))
     path = tmp_path / "chain.yaml"
     path.write_text(f"suite: bad\ncases:\n  - &a0 x\n{chain}")
-    assert "nested more than 40 deep" in str(refusal_of(path))
+    message = str(refusal_of(path))
+    assert "40" in message
+    assert plain(message) == snapshot(
+        "TMP/chain.yaml:11:14: cases[8][0][0][0][0][0]: nested more than 40 deep; a case file needs a handful of levels"
+    )
 
 
 def test_messages_hold_no_control_characters(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file
 from attncheck.cases.model import Suite
@@ -140,14 +142,14 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert [case.id for case in suite] == [f"{paged}.good"]
     reasons = [note.split(": ", 2)[2] for note in suite.notes if note.startswith("not read")]
     assert reasons == [
-        "op_type gemm is no paged or ragged attention",
-        "there is no definitions/.../elsewhere.json",
-        "kv_indptr is missing, so that lengths are not known",
-        "gone.safetensors: No such file or directory",
-        "without kv_last_page_len, pages of 64 tokens do not tell lengths",
-        "the name gqa_paged_prefill_h32 says neither causal nor noncausal",
-        "the definition no_heads has no constant axis num_qo_heads above 0",
-        "sm_scale 0.09 is that of no whole width above head_dim_kpe 64",
+        snapshot("op_type gemm is no paged or ragged attention"),
+        snapshot("there is no definitions/.../elsewhere.json"),
+        snapshot("kv_indptr is missing, so that lengths are not known"),
+        snapshot("gone.safetensors: No such file or directory"),
+        snapshot("without kv_last_page_len, pages of 64 tokens do not tell lengths"),
+        snapshot("the name gqa_paged_prefill_h32 says neither causal nor noncausal"),
+        snapshot("the definition no_heads has no constant axis num_qo_heads above 0"),
+        snapshot("sm_scale 0.09 is that of no whole width above head_dim_kpe 64"),
         "kv_indptr falls",
     ]
 
@@ -155,31 +157,77 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "a header of 0 bytes"),
-        (struct.pack("<Q", 2**40), "a header of 1099511627776 bytes"),
-        (struct.pack("<Q", 2) + b"{]", "the header is no JSON"),
-        (struct.pack("<Q", 2) + b"{}", "no tensor 'kv_indptr'"),
-        (struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"F32","data_offsets":[0,4]}}', "dtype F32"),
-        (struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"I32","data_offsets":[0,8]}}', "cut off"),
-        (struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"I32","data_offsets":[8,0]}}', "has -8 bytes"),
+        (
+            b"",
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: a header of 0 bytes; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
+        (
+            struct.pack("<Q", 2**40),
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: a header of 1099511627776 bytes; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
+        (
+            struct.pack("<Q", 2) + b"{]",
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: the header is no JSON of a safetensors file; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
+        (
+            struct.pack("<Q", 2) + b"{}",
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: no tensor 'kv_indptr' among ; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
+        (
+            struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"F32","data_offsets":[0,4]}}',
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: kv_indptr has dtype F32, not int32 or int64; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
+        (
+            struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"I32","data_offsets":[0,8]}}',
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: kv_indptr is cut off; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
+        (
+            struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"I32","data_offsets":[8,0]}}',
+            snapshot(
+                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: kv_indptr has -8 bytes; read are gqa_paged, gqa_ragged, mla_paged"
+            ),
+        ),
     ],
 )
-def test_a_damaged_tensor_file_is_a_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_damaged_tensor_file_is_a_reason(
+    plain: Callable[[str], str], tmp_path: Path, content: bytes, reason: str
+) -> None:
     name = "gqa_paged_decode_h32_kv8_d128_ps1"
     define(tmp_path, name, "gqa_paged", GQA | {"page_size": 1}, PAGED)
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(CaseFileError, match=reason):
+    with pytest.raises(CaseFileError) as refused:
         load(tmp_path, workload(name, "1", "a.safetensors", ["kv_indptr"]))
+    assert plain(str(refused.value)) == reason
 
 
-def test_lines_that_are_no_workload_and_files_in_the_wrong_place(tmp_path: Path) -> None:
+def test_lines_that_are_no_workload_and_files_in_the_wrong_place(plain: Callable[[str], str], tmp_path: Path) -> None:
     define(tmp_path, "d", "gqa_paged", GQA, PAGED)
     with pytest.raises(CaseFileError, match=r"traffic\.jsonl:1") as caught:
         load(tmp_path, '{"definition": "d"}')
-    assert "workload: Field required" in str(caught.value)
-    with pytest.raises(CaseFileError, match="a definition of FlashInfer-Bench has no batches"):
+    assert plain(str(caught.value)) == snapshot(
+        "TMP/workloads/traffic.jsonl:1: workload: Field required; a line is {definition, workload}"
+    )
+    with pytest.raises(CaseFileError) as refused:
         load_file(tmp_path / "definitions" / "gqa_paged" / "d.json")
+    assert plain(str(refused.value)) == snapshot(
+        "TMP/definitions/gqa_paged/d.json: a definition of FlashInfer-Bench has no batches; give its workloads, a .jsonl file"
+    )
     lone = tmp_path.parent / f"{tmp_path.name}-lone.jsonl"
     lone.write_text("{}\n")
-    with pytest.raises(CaseFileError, match="no folder definitions/"):
+    with pytest.raises(CaseFileError) as refused:
         load_file(lone)
+    assert plain(str(refused.value)) == snapshot(
+        "TMP-lone.jsonl: no folder definitions/ stands above the file; keep workloads in their data set"
+    )

@@ -5,6 +5,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inline_snapshot import snapshot
 
 from attncheck.cases.grammar import format_batch, parse_batch
 from attncheck.errors import BatchSpecError, QuestionError, SpecError
@@ -30,50 +31,93 @@ def test_parse(text: str, expected: list[tuple[int, int, int]]) -> None:
     assert [(r.count, r.query_len, r.seq_len) for r in parse_batch(text)] == expected
 
 
+FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for x1024, as in 2q2ks4k_32q1s1k"
+
+
 @pytest.mark.parametrize(
     ("text", "position", "phrase"),
     [
-        ("", 0, "empty"),
-        ("0q1", 0, "count of 0 asks nothing"),
-        ("q1_0q5s9", 3, "count of 0 asks nothing"),
-        ("q0", 0, "padding: {requests: n}"),
-        ("2q0s16", 1, "without new tokens"),
-        ("q5s3", 2, "write q5s8 for 3 tokens of context"),
-        ("q1ks1", 3, "s counts the new tokens too"),
-        ("q5s0", 2, "cannot hold 5 new ones"),
-        ("q1kv1k", 2, "write q1s1k"),
-        ("q1_8q2kkv4k", 7, "write 8q2ks4k"),
-        ("q2K", 2, "write q2k"),
-        ("Q1S1k", 0, "write q1s1k"),
-        ("q1 s5", 2, "blanks"),
-        (" q1", 0, "blanks"),
-        ("q1_\tq2", 3, "blanks"),
-        ("q1__q2", 3, "segment is empty"),
-        ("_q1", 0, "segment is empty"),
-        ("q1_", 3, "segment is empty"),
-        ("8", 0, "lacks its q"),
-        ("s5", 0, "lacks its q"),
-        ("8x1", 0, "lacks its q"),
-        ("q", 0, "'q' is no segment"),
-        ("q1m", 2, "'q1m' is no segment"),
-        ("q1s", 2, "'q1s' is no segment"),
-        ("2kq1", 1, "'2kq1' is no segment"),
-        ("q-1", 1, "'q-1' is no segment"),
-        ("q1.5", 2, "'q1.5' is no segment"),
-        ("q1s2s3", 4, "'q1s2s3' is no segment"),
-        ("q٣", 1, "is no segment"),  # a digit, but not one of the grammar
-        ("q1000000000000", 1, "too large"),
-        ("q2097153k", 1, "too large"),
-        ("q1_q1s9999999999k", 6, "too large"),
-        ("9999999999q1", 0, "too large"),
-        ("q1k_2097152q1s1k", 4, "holds 2147484672 tokens"),
-        ("q" + "9" * 100_000, 1, "too large"),
+        ("", 0, snapshot("the string is empty; FORM")),
+        ("0q1", 0, snapshot("a count of 0 asks nothing; leave the segment out, or give a count")),
+        ("q1_0q5s9", 3, snapshot("a count of 0 asks nothing; leave the segment out, or give a count")),
+        (
+            "q0",
+            0,
+            snapshot(
+                "a request without new tokens asks nothing; padding requests are written {requests: ..., padding: {requests: n}}"
+            ),
+        ),
+        (
+            "2q0s16",
+            1,
+            snapshot(
+                "a request without new tokens asks nothing; padding requests are written {requests: ..., padding: {requests: n}}"
+            ),
+        ),
+        (
+            "q5s3",
+            2,
+            snapshot(
+                "s counts the new tokens too, so 3 in all cannot hold 5 new ones; write q5s8 for 3 tokens of context, or use the list form"
+            ),
+        ),
+        (
+            "q1ks1",
+            3,
+            snapshot(
+                "s counts the new tokens too, so 1 in all cannot hold 1024 new ones; write q1024s1025 for 1 tokens of context, or use the list form"
+            ),
+        ),
+        (
+            "q5s0",
+            2,
+            snapshot(
+                "s counts the new tokens too, so 0 in all cannot hold 5 new ones; write q5s5 for 0 tokens of context, or use the list form"
+            ),
+        ),
+        ("q1kv1k", 2, snapshot("kv is the old spelling of s; write q1s1k")),
+        ("q1_8q2kkv4k", 7, snapshot("kv is the old spelling of s; write 8q2ks4k")),
+        ("q2K", 2, snapshot("'K' must be lowercase; write q2k")),
+        ("Q1S1k", 0, snapshot("'Q' must be lowercase; write q1s1k")),
+        ("q1 s5", 2, snapshot("blanks are not part of a batch; FORM")),
+        (" q1", 0, snapshot("blanks are not part of a batch; FORM")),
+        ("q1_\tq2", 3, snapshot("blanks are not part of a batch; FORM")),
+        ("q1__q2", 3, snapshot("a segment is empty; write one _ between segments")),
+        ("_q1", 0, snapshot("a segment is empty; write one _ between segments")),
+        ("q1_", 3, snapshot("a segment is empty; write one _ between segments")),
+        ("8", 0, snapshot("a segment lacks its q; FORM")),
+        ("s5", 0, snapshot("a segment lacks its q; FORM")),
+        ("8x1", 0, snapshot("a segment lacks its q; FORM")),
+        ("q", 0, snapshot("'q' is no segment; FORM")),
+        ("q1m", 2, snapshot("'q1m' is no segment; FORM")),
+        ("q1s", 2, snapshot("'q1s' is no segment; FORM")),
+        ("2kq1", 1, snapshot("'2kq1' is no segment; FORM")),
+        ("q-1", 1, snapshot("'q-1' is no segment; FORM")),
+        ("q1.5", 2, snapshot("'q1.5' is no segment; FORM")),
+        ("q1s2s3", 4, snapshot("'q1s2s3' is no segment; FORM")),
+        ("q٣", 1, snapshot("'q٣' is no segment; FORM")),  # a digit, but not one of the grammar
+        ("q1000000000000", 1, snapshot("1000000000000 is too large; at most 2147483648 tokens are a question")),
+        ("q2097153k", 1, snapshot("2097153k is too large; at most 2147483648 tokens are a question")),
+        ("q1_q1s9999999999k", 6, snapshot("9999999999k is too large; at most 2147483648 tokens are a question")),
+        ("9999999999q1", 0, snapshot("9999999999 is too large; at most 2147483648 tokens are a question")),
+        (
+            "q1k_2097152q1s1k",
+            4,
+            snapshot("up to here the batch holds 2147484672 tokens; at most 2147483648 tokens are a question"),
+        ),
+        (
+            "q" + "9" * 100_000,
+            1,
+            snapshot("999999999999999999999999 is too large; at most 2147483648 tokens are a question"),
+        ),
     ],
 )
 def test_refusal(text: str, position: int, phrase: str) -> None:
     with pytest.raises(BatchSpecError) as caught:
         parse_batch(text)
-    assert phrase in str(caught.value)
+    beginning, place, rest = str(caught.value).partition(f" (at character {position + 1})")
+    assert place
+    assert (beginning + rest).partition(": ")[2].replace(FORM, "FORM") == phrase
     assert caught.value.position == position
     assert caught.value.text == text
     assert len(str(caught.value)) < 400

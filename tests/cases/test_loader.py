@@ -1,9 +1,11 @@
 """Loading suites: merging, matrices, paths, positions, selection."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file, load_suite, select, suite_file, suite_names
 from attncheck.cases.model import Case, Suite
@@ -238,9 +240,12 @@ def test_a_mistake_in_the_defaults_is_shown_in_the_defaults(tmp_path: Path) -> N
     assert caught.value.key == "defaults.layer.head_size"
 
 
-def test_a_case_that_breaks_an_inherited_value_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match=r"defaults\.layer\.num_kv_heads: .*, in case a of line 5") as mistake:
+def test_a_case_that_breaks_an_inherited_value_is_named(plain: Callable[[str], str], tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError) as mistake:
         one(tmp_path, "batch: q5, layer: {num_heads: 7}")
+    assert plain(str(mistake.value)) == snapshot(
+        "TMP/t.yaml:3:39: defaults.layer.num_kv_heads: num_heads 7 is not a multiple of num_kv_heads 2, in case a of line 5 (found 2); it must divide num_heads 7"
+    )
     assert mistake.value.line == 3
 
 
@@ -252,14 +257,16 @@ def test_a_mistake_in_a_matrix_is_shown_in_the_matrix(tmp_path: Path) -> None:
     assert caught.value.value == -2
 
 
-def test_names_and_files(tmp_path: Path) -> None:
+def test_names_and_files(plain: Callable[[str], str], tmp_path: Path) -> None:
     assert suite_names()[0] == "smoke"
     assert load_suite("smoke").path == suite_file("smoke")
     path = tmp_path / "t.yaml"
     path.write_text(EXAMPLE)
     assert load_suite(str(path)).name == "sliding_window"
-    with pytest.raises(UnknownNameError, match="did you mean 'smoke'"):
+    with pytest.raises(UnknownNameError) as refused:
         load_suite("smok")
+    assert plain(str(refused.value)) == snapshot("unknown suite 'smok'; did you mean 'smoke'? (known: ...)")
+    assert "'smoke'" in str(refused.value)
     with pytest.raises(UnknownNameError):
         suite_file("../loader")
 

@@ -1,8 +1,10 @@
 """Suites with other defaults: what is replaced, what is kept, what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
@@ -54,7 +56,7 @@ def test_a_built_in_suite_is_varied_by_name() -> None:
     assert with_defaults("decode{ }", ["cache.block_size=32"]) == "decode{cache.block_size: 32}"
 
 
-def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(tmp_path: Path) -> None:
+def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(plain: Callable[[str], str], tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     shared = "  - {id: shared, batch: [{query_len: 1, seq_len: 40, shared_prefix: 16, count: 2}]}\n"
     path.write_text(SUITE + shared, encoding="utf-8")
@@ -62,18 +64,28 @@ def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(tmp_path: Path) -> 
     suite = load_suite(f"{path}{{cache.block_size: 24}}")
     assert [case.id for case in suite] == ["plain", "own", "axis.32", "axis.64"]
     (note,) = suite.notes
-    assert note.startswith("shared cannot be asked with these defaults: whole pages are shared")
+    assert plain(note) == snapshot(
+        "shared cannot be asked with these defaults: whole pages are shared, and a page holds 24 tokens (found 16)"
+    )
     assert "24 tokens" in note
     path.write_text(SUITE.partition("  - {id: plain")[0] + shared, encoding="utf-8")
-    with pytest.raises(CaseFileError, match="give a multiple of 24"):
+    with pytest.raises(CaseFileError) as refused:
         load_suite(f"{path}{{cache.block_size: 24}}")
+    assert plain(str(refused.value)) == snapshot(
+        "TMP/t.yaml:6:69: cases[0].batch[0].shared_prefix: whole pages are shared, and a page holds 24 tokens (found 16); give a multiple of 24"
+    )
+    assert "24" in str(refused.value)
 
 
-def test_a_mistake_of_the_file_is_no_case_to_leave_out(tmp_path: Path) -> None:
+def test_a_mistake_of_the_file_is_no_case_to_leave_out(plain: Callable[[str], str], tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(SUITE + "  - {id: typo, batch: q1s9, layer: {slidin_window: 3}}\n", encoding="utf-8")
-    with pytest.raises(CaseFileError, match="did you mean 'sliding_window'"):
+    with pytest.raises(CaseFileError) as refused:
         load_suite(f"{path}{{cache.block_size: 32}}")
+    assert plain(str(refused.value)) == snapshot(
+        "TMP/t.yaml:9:37: cases[3].layer.slidin_window: a layer has no key 'slidin_window'; did you mean 'sliding_window'? (known: ...)"
+    )
+    assert "'sliding_window'" in str(refused.value)
 
 
 def test_lists_are_values_too(file: str) -> None:
@@ -99,20 +111,63 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> N
 @pytest.mark.parametrize(
     ("braces", "told"),
     [
-        ("{batch: q1}", "no default that can be replaced"),
-        ("{block_size: 32}", "did you mean cache.block_size?"),
-        ("{cache: 3}", "no default that can be replaced"),
-        ("{cache.block_sise: 3}", "block_size"),
-        ("{cache.block_size: many}", "block_size"),
-        ("{cache.block_size: 1, cache.block_size: 2}", "stands on line 1 already"),
-        ("{cache.block_size}", "needs a value"),
-        ("{cache.block_size: 1, cache.block_size.x: 2}", "there is no x in it"),
-        ("{[}", "single word"),
+        (
+            "{batch: q1}",
+            snapshot(
+                "decode{batch: q1}:1:2: batch: no default that can be replaced (found 'batch'); a dotted key below layer or cache"
+            ),
+        ),
+        (
+            "{block_size: 32}",
+            snapshot(
+                "decode{block_size: 32}:1:2: block_size: no default that can be replaced (found 'block_size'); did you mean cache.block_size?"
+            ),
+        ),
+        (
+            "{cache: 3}",
+            snapshot(
+                "decode{cache: 3}:1:2: cache: no default that can be replaced (found 'cache'); a dotted key below layer or cache"
+            ),
+        ),
+        (
+            "{cache.block_sise: 3}",
+            snapshot(
+                "decode{cache.block_sise: 3}:1:2: cache.block_sise: a cache has no key 'block_sise', in case page-edges.float16-NHD of line 8; did you mean 'block_size'? (known: ...)"
+            ),
+        ),
+        (
+            "{cache.block_size: many}",
+            snapshot(
+                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD of line 8 (found 'many'); tokens a page"
+            ),
+        ),
+        (
+            "{cache.block_size: 1, cache.block_size: 2}",
+            snapshot(
+                "decode{cache.block_size: 1, cache.block_size: 2}:1:23: cache.block_size: this key stands on line 1 already; keep one of the two"
+            ),
+        ),
+        (
+            "{cache.block_size}",
+            snapshot(
+                "decode{cache.block_size}:1:2: cache.block_size: a default needs a value (found 'cache.block_size'); write cache.block_size: VALUE"
+            ),
+        ),
+        (
+            "{cache.block_size: 1, cache.block_size.x: 2}",
+            snapshot(
+                "decode{cache.block_size: 1, cache.block_size.x: 2}:1:23: cache.block_size.x: block_size is a number on line 1, so there is no x in it; write block_size as a mapping there"
+            ),
+        ),
+        ("{[}", snapshot("decode{[}:1:2: a key must be a single word; write name: value")),
     ],
 )
-def test_what_cannot_be_a_default_is_refused_by_the_suites_name(braces: str, told: str) -> None:
-    with pytest.raises(CaseFileError, match=told) as caught:
+def test_what_cannot_be_a_default_is_refused_by_the_suites_name(
+    plain: Callable[[str], str], braces: str, told: str
+) -> None:
+    with pytest.raises(CaseFileError) as caught:
         load_suite(f"decode{braces}")
+    assert plain(str(caught.value)) == told
     assert "decode{" in str(caught.value)
 
 

@@ -1,9 +1,11 @@
 """Configurations of vLLM's attention benchmarks, as they are: every key honoured or named."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_file
 from attncheck.cases.model import Suite
@@ -174,18 +176,28 @@ def test_an_unknown_cache_dtype_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_of_ours_is_never_taken_for_one_of_theirs(tmp_path: Path) -> None:
+def test_a_file_of_ours_is_never_taken_for_one_of_theirs(plain: Callable[[str], str], tmp_path: Path) -> None:
     text = f"suite: s\nbatch_specs: [q9]\n{MODEL}"
-    with pytest.raises(CaseFileError, match="a case file has no key 'batch_specs'"):
+    with pytest.raises(CaseFileError) as refused:
         load_text(tmp_path, text)
+    assert plain(str(refused.value)) == snapshot(
+        "TMP/a file (1).yaml:2:1: batch_specs: a case file has no key 'batch_specs'; known: suite, description, defaults, cases"
+    )
+    assert "'batch_specs'" in str(refused.value)
 
 
-def test_batches_that_are_large_and_asked_of_many_models_are_refused_at_once(tmp_path: Path) -> None:
+def test_batches_that_are_large_and_asked_of_many_models_are_refused_at_once(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
     path = tmp_path / "large.yaml"
     batch, sizes = "_".join(["q1s2"] * 20_000), ", ".join(str(8 * number) for number in range(1, 301))
     path.write_text(
         "model: {num_q_heads: 8, num_kv_heads: 8, head_dim: 64, block_size: 16}\n"
         f"batch_specs: [{batch}]\nmodel_parameter_sweep: {{param_name: head_dim, values: [{sizes}]}}\n"
     )
-    with pytest.raises(CaseFileError, match="the cases hold 6000000 requests in all"):
+    with pytest.raises(CaseFileError) as refused:
         load_file(path)
+    assert plain(str(refused.value)) == snapshot(
+        "TMP/large.yaml:1:1: the cases hold 6000000 requests in all; at most 5000000 a file: split it"
+    )
+    assert "6000000" in str(refused.value)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.base import machine
 from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
@@ -19,9 +20,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_is_held_against_the_capability_that_kernels_need() -> None:
     assert machine.gpu_reasons("cuda:1", (8, 6)) == []
-    assert machine.gpu_reasons("cuda:1", (9, 0)) == [
-        "device cuda:1: compute capability 8.6, and the kernels need 9.0",
-    ]
+    assert machine.gpu_reasons("cuda:1", (9, 0)) == snapshot(
+        [
+            "device cuda:1: compute capability 8.6, and the kernels need 9.0",
+        ]
+    )
 
 
 @pytest.mark.usefixtures("gpu")
@@ -33,7 +36,7 @@ def test_a_gpu_of_amd_s_is_none_of_theirs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_machine_without_a_gpu_says_so_and_of_a_cpu_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert machine.gpu_reasons("cuda", (8, 0)) == ["device cuda: torch finds no GPU"]
+    assert machine.gpu_reasons("cuda", (8, 0)) == snapshot(["device cuda: torch finds no GPU"])
     assert machine.gpu_reasons("cpu", (8, 0)) == []
 
 
@@ -45,9 +48,9 @@ def test_versions_are_those_of_distributions() -> None:
 
 def test_a_module_that_does_not_import_is_a_reason() -> None:
     assert machine.import_reasons("pytest") == []
-    assert machine.import_reasons("no_such_module") == [
-        "no_such_module cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"
-    ]
+    assert machine.import_reasons("no_such_module") == snapshot(
+        ["no_such_module cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"]
+    )
 
 
 @pytest.mark.parametrize("backend", [UnifiedBackend, TritonMLABackend])

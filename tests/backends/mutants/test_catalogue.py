@@ -1,6 +1,7 @@
 """Entries of the catalogue: what they may say, and how a mistake is named."""
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.backends.mutants.catalogue import catalogue, mutant_of, read_mutants
 from attncheck.errors import CaseFileError
@@ -30,23 +31,58 @@ def test_the_docstring_of_a_class_says_its_fault(read):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("window: 1", "is no list of mutants"),
-        ("- window", "entry 1: is no mapping"),
-        (ENTRY.replace("a-fault", "A fault"), "A fault.name: "),
-        (ENTRY.replace("Fault", "Other"), "a-fault.fault: "),
-        (ENTRY + "  old: x\n", "a-fault: Value error, give either class, or file, old and new"),
-        ("- name: x\n  kind: y\n  fault: z\n  file: backends/paged.py\n", "give either class, or file, old and new"),
-        (ENTRY + "  file: harness/api.py\n", "a-fault.file: "),
-        (ENTRY + "  cause: (\n", "no regular expression"),
-        (ENTRY + "  check: numeric\n", "no check has this name"),
-        (ENTRY + "  report: 12\n", "a-fault.report: "),
-        (ENTRY + "  reprot: x\n", "a-fault.reprot: Extra inputs"),
+        ("window: 1", snapshot("TMP/area.yaml: is no list of mutants (found 'dict')")),
+        ("- window", snapshot("TMP/area.yaml: entry 1: is no mapping (found 'window')")),
+        (
+            ENTRY.replace("a-fault", "A fault"),
+            snapshot(
+                "TMP/area.yaml: A fault.name: String should match pattern '^[a-z0-9]+(-[a-z0-9]+)*$' (found 'A fault')"
+            ),
+        ),
+        (
+            ENTRY.replace("Fault", "Other"),
+            snapshot("TMP/area.yaml: a-fault.fault: String should have at least 1 character (found '')"),
+        ),
+        (
+            ENTRY + "  old: x\n",
+            snapshot("TMP/area.yaml: a-fault: Value error, give either class, or file, old and new"),
+        ),
+        (
+            "- name: x\n  kind: y\n  fault: z\n  file: backends/paged.py\n",
+            snapshot("TMP/area.yaml: x: Value error, give either class, or file, old and new"),
+        ),
+        (
+            ENTRY + "  file: harness/api.py\n",
+            snapshot(
+                "TMP/area.yaml: a-fault.file: String should match pattern '^(backends|reference)/[\\w/]+\\.py$' (found 'harness/api.py')"
+            ),
+        ),
+        (
+            ENTRY + "  cause: (\n",
+            snapshot(
+                "TMP/area.yaml: a-fault.cause: Value error, no regular expression: missing ), unterminated subpattern at position 0 (found '(')"
+            ),
+        ),
+        (
+            ENTRY + "  check: numeric\n",
+            snapshot(
+                "TMP/area.yaml: a-fault.check: Value error, no check has this name; known are numerics, lse, cache_write, containment, features, determinism, invariance, builder, cudagraph, refusals, timing, utilities (found 'numeric')"
+            ),
+        ),
+        (
+            ENTRY + "  report: 12\n",
+            snapshot("TMP/area.yaml: a-fault.report: Input should be a valid string (found 12)"),
+        ),
+        (
+            ENTRY + "  reprot: x\n",
+            snapshot("TMP/area.yaml: a-fault.reprot: Extra inputs are not permitted (found 'x')"),
+        ),
     ],
 )
-def test_a_mistake_is_named_with_file_entry_and_key(read, text, words):
+def test_a_mistake_is_named_with_file_entry_and_key(plain, read, text, words):
     with pytest.raises(CaseFileError) as caught:
         read(text)
-    assert words in str(caught.value)
+    assert plain(str(caught.value)) == words
     assert "area.yaml" in str(caught.value)
 
 

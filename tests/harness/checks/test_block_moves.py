@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.errors import ReferenceArgumentError
@@ -91,7 +92,8 @@ def test_codes_of_an_fp8_cache_are_written_with_its_scales(make_case: Any) -> No
     found = judge(case, reshape_and_cache=forget)
     assert isinstance(found, Broken)
     assert found.summary.startswith("reshape_and_cache: ")
-    assert "pages of key_cache are wrong" in found.summary
+    assert found.summary == snapshot("reshape_and_cache: 10 of 13 pages of key_cache are wrong, first: page 0")
+    assert "key_cache" in found.summary
 
 
 def test_memory_between_pages_is_compared(make_case: Any) -> None:
@@ -115,8 +117,10 @@ def test_a_changed_source_is_named(make_case: Any) -> None:
 def test_pages_not_written_are_told(make_case: Any) -> None:
     found = judge(make_case(), swap_blocks=lambda src, dst, mapping: None)
     assert isinstance(found, Broken)
-    assert found.summary.startswith("swap_blocks: 5 of 13 pages of dst are wrong, first: page ")
-    assert found.meaning == "no page was written as asked"
+    assert found.summary == snapshot("swap_blocks: 5 of 13 pages of dst are wrong, first: page 3")
+    assert "swap_blocks" in found.summary
+    assert "5 of 13" in found.summary
+    assert found.meaning == snapshot("no page was written as asked")
 
 
 def test_a_question_is_one_the_reference_answers(make_case: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
@@ -119,16 +120,36 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(builder: type[Bu
 @pytest.mark.parametrize(
     ("builder", "said"),
     [
-        (Moves, "state_indices lies elsewhere than at capture"),
-        (Counts, "num_decodes was 4 at capture and is 2 now"),
-        (Stale, "the states of the requests lie in"),
-        (Pads, "for padding, which is a request's"),
+        (
+            Moves,
+            snapshot(
+                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.state_indices lies elsewhere than at capture"
+            ),
+        ),
+        (
+            Counts,
+            snapshot(
+                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.num_decodes was 4 at capture and is 2 now"
+            ),
+        ),
+        (
+            Stale,
+            snapshot(
+                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.state_indices names pages [9, 1], and the states of the requests lie in [2, 6]"
+            ),
+        ),
+        (
+            Pads,
+            snapshot(
+                "declared UNIFORM_BATCH: probe 'metadata of decodes' broke: metadata.state_indices names page 2 for padding, which is a request's"
+            ),
+        ),
     ],
 )
 def test_what_a_graph_would_read_wrongly_is_named(builder: type[Builder], said: str) -> None:
     fault = found(builder, "cudagraph")
     assert isinstance(fault, Broken)
-    assert said in fault.summary
+    assert fault.summary == said
     assert fault.graph is not None
     assert fault.graph.measured is None
 
@@ -143,10 +164,12 @@ def test_a_builder_that_promises_no_graph_is_not_captured() -> None:
     assert level.graph.probes == ()
 
 
-def test_what_a_build_changes_or_waits_for_is_told() -> None:
-    assert found(Writes, "builder").summary == "build changed metadata.seq_lens"
+def test_what_a_build_changes_or_waits_for_is_told(plain: Callable[[str], str]) -> None:
+    assert plain(found(Writes, "builder").summary) == snapshot("build changed metadata.seq_lens")
     (note,) = found(Reads, "builder").notes
-    assert note.startswith("build waits for the device: host read: .tolist()")
+    assert plain(note) == snapshot(
+        "build waits for the device: host read: .tolist() at tests/harness/checks/test_builder_alone.py:N in build"
+    )
 
 
 def test_the_other_checks_say_why_they_are_not_made() -> None:
@@ -160,4 +183,6 @@ def test_the_other_checks_say_why_they_are_not_made() -> None:
         "refusals": "unsupported",
         "builder": "passed",
     }
-    assert "only its metadata builder is driven" in outcomes["numerics"].reasons[0]  # type: ignore[union-attr]
+    assert outcomes["numerics"].reasons[0] == snapshot(
+        "only its metadata builder is driven: its kernels take a state and weights, which no case describes"
+    )  # type: ignore[union-attr]

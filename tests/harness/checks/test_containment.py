@@ -1,8 +1,10 @@
 """Who is accused of reading foreign memory: those who do, and not those who forget, remember or waver."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
@@ -67,12 +69,15 @@ def test_an_honest_backend_is_compared_bit_for_bit(make_case: Any) -> None:
     assert (finding.figures["bitwise"], finding.notes) == (1, ())
 
 
-def test_a_second_call_that_is_wrong_is_no_matter_of_memory(make_case: Any) -> None:
+def test_a_second_call_that_is_wrong_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
         output *= 0.9 if call > 1 else 1.0
 
     finding = broken(backend_with(change), make_case())
-    assert finding.summary.startswith("a second, identical call is wrong: 40 of 40 rows")
+    assert plain(finding.summary) == snapshot(
+        "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+    )
+    assert "40 of 40" in finding.summary
     assert finding.meaning == STATE
 
 
@@ -81,35 +86,45 @@ def test_a_first_call_that_is_wrong_is_state_as_well(make_case: Any) -> None:
         output *= 0.9 if call == 1 else 1.0
 
     finding = broken(backend_with(change), make_case())
-    assert (finding.summary, finding.meaning) == ("the first call is wrong, a second, identical one is right", STATE)
+    assert (finding.summary, finding.meaning) == (
+        snapshot("the first call is wrong, a second, identical one is right"),
+        STATE,
+    )
 
 
-def test_a_fault_that_sets_in_later_is_no_matter_of_memory(make_case: Any) -> None:
+def test_a_fault_that_sets_in_later_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
     """It appears first in a poisoned step; the clean one after it tells."""
 
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
         output *= 0.9 if call > 3 else 1.0
 
     finding = broken(backend_with(change), make_case())
-    assert finding.summary.startswith("a second, identical call is wrong")
+    assert plain(finding.summary) == snapshot(
+        "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+    )
     assert finding.meaning == STATE
 
 
-def test_a_fault_of_every_second_call_is_no_matter_of_memory(make_case: Any) -> None:
+def test_a_fault_of_every_second_call_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
         output *= 0.9 if call % 2 == 0 else 1.0
 
     finding = broken(backend_with(change), make_case())
-    assert finding.summary.startswith("a second, identical call is wrong")
+    assert plain(finding.summary) == snapshot(
+        "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+    )
     assert finding.meaning == STATE
 
 
-def test_a_second_call_that_alone_is_wrong_is_state(make_case: Any) -> None:
+def test_a_second_call_that_alone_is_wrong_is_state(plain: Callable[[str], str], make_case: Any) -> None:
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
         output[3] *= 0.9 if call == 2 else 1.0
 
     finding = broken(backend_with(change), make_case())
-    assert finding.summary.startswith("a second, identical call is wrong: 1 of 40 rows, first: row 3 ")
+    assert plain(finding.summary) == snapshot(
+        "a second, identical call is wrong: 1 of 40 rows, first: row 3 (request 1, position 37), all heads; worst ..."
+    )
+    assert "1 of 40" in finding.summary
     assert finding.meaning == STATE
 
 
@@ -119,14 +134,14 @@ def test_a_single_slip_in_a_poisoned_step_accuses_nobody(make_case: Any) -> None
 
     finding = examine(backend_with(change), make_case())
     assert isinstance(finding, Holds)
-    assert finding.notes == ("compared within the budget: the backend does not repeat itself on equal input",)
+    assert finding.notes == snapshot(("compared within the budget: the backend does not repeat itself on equal input",))
 
 
 def test_noise_is_compared_within_the_budget(make_case: Any) -> None:
     finding = examine(backend_with(noisy(1e-4)), make_case(dtype="float16"))
     assert isinstance(finding, Holds)
     assert finding.figures["bitwise"] == 0
-    assert finding.notes == ("compared within the budget: the backend does not repeat itself on equal input",)
+    assert finding.notes == snapshot(("compared within the budget: the backend does not repeat itself on equal input",))
 
 
 def test_noise_outside_of_the_budget_is_left_to_numerics(make_case: Any) -> None:
@@ -143,7 +158,10 @@ def test_noise_hides_no_leak(make_case: Any) -> None:
         output += 0.0 * caches[1][0].amax()
 
     finding = broken(backend_with(change), make_case())
-    assert finding.summary.startswith("NaN in the null page reaches 40 of 40 rows, first: row 0 ")
+    assert finding.summary == snapshot(
+        "NaN in the null page reaches 40 of 40 rows, first: row 0 (request 0, position 36)"
+    )
+    assert "40 of 40" in finding.summary
 
 
 def test_weights_of_zero_are_told_from_values_that_count(make_case: Any) -> None:
@@ -154,12 +172,17 @@ def test_weights_of_zero_are_told_from_values_that_count(make_case: Any) -> None
         return backend_with(change)
 
     only_nan = broken(null_page(0.0), make_case())
-    assert only_nan.summary.startswith("NaN in the null page reaches 40 of 40 rows")
-    assert only_nan.meaning == (
-        "memory that no request owns is read; only NaN and Inf leak, a large finite value does not: a weight of 0 is "
-        "multiplied by what stands there (a backend may declare needs_finite_pool)"
+    assert only_nan.summary == snapshot(
+        "NaN in the null page reaches 40 of 40 rows, first: row 0 (request 0, position 36)"
     )
-    assert broken(null_page(1e-20), make_case()).meaning == "memory that no request owns is read"
+    assert "40 of 40" in only_nan.summary
+    assert only_nan.meaning == (
+        snapshot(
+            "memory that no request owns is read; only NaN and Inf leak, a large finite value does not: a weight of 0 is "
+            "multiplied by what stands there (a backend may declare needs_finite_pool)"
+        )
+    )
+    assert broken(null_page(1e-20), make_case()).meaning == snapshot("memory that no request owns is read")
 
 
 def test_a_declared_need_for_finite_numbers_is_respected(make_case: Any) -> None:
@@ -184,16 +207,24 @@ def one_slot(page: Any) -> Any:
 
 def test_the_tail_of_a_page_is_called_by_its_name(make_case: Any) -> None:
     finding = broken(one_slot(divmod), make_case((1, 37), (5, 41)))
-    assert finding.summary.startswith("NaN in the unused tail of a last page reaches 6 of 6 rows")
-    assert finding.meaning == "slots behind the last key of a request are read"
+    assert finding.summary == snapshot(
+        "NaN in the unused tail of a last page reaches 6 of 6 rows, first: row 0 (request 0, position 36)"
+    )
+    assert "6 of 6" in finding.summary
+    assert finding.meaning == snapshot("slots behind the last key of a request are read")
 
 
 def test_what_a_window_left_behind_is_the_requests_own(make_case: Any) -> None:
     finding = broken(one_slot(lambda *_: (0, 0)), make_case((1, 137), (5, 141), sliding_window=16))
-    assert finding.summary.startswith("NaN in pages the window has left behind reaches 6 of 6 rows")
+    assert finding.summary == snapshot(
+        "NaN in pages the window has left behind reaches 6 of 6 rows, first: row 0 (request 0, position 136)"
+    )
+    assert "6 of 6" in finding.summary
     assert finding.meaning == (
-        "keys that every row's window has left behind are read: the request's own pages, which a cache manager may "
-        "have given to others"
+        snapshot(
+            "keys that every row's window has left behind are read: the request's own pages, which a cache manager may "
+            "have given to others"
+        )
     )
 
 
@@ -205,9 +236,10 @@ def test_padding_rows_that_matter_are_called_so(make_case: Any) -> None:
 
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
-    assert finding.summary.startswith(
-        "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows"
+    assert finding.summary == snapshot(
+        "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows, first: row 0 (request 0, position 19)"
     )
+    assert "4 of 4" in finding.summary
 
 
 def test_beside_foreign_slots_that_leak_padding_is_asked_all_the_same(make_case: Any) -> None:
@@ -219,7 +251,9 @@ def test_beside_foreign_slots_that_leak_padding_is_asked_all_the_same(make_case:
 
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
-    assert finding.summary.startswith("padding rows of the inputs matter: ")
+    assert finding.summary == snapshot(
+        "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows, first: row 0 (request 0, position 19)"
+    )
     assert any(detail.startswith("NaN in the null page reaches 4 of 4 rows") for detail in finding.details)
 
 
@@ -227,4 +261,6 @@ def test_a_finite_pool_that_was_not_needed_is_a_note(make_case: Any) -> None:
     members = {"conventions": Conventions(needs_finite_pool=True)}
     finding = examine(backend_with(lambda *_: None, **members), make_case())
     assert isinstance(finding, Holds)
-    assert finding.notes == ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
+    assert finding.notes == snapshot(
+        ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
+    )

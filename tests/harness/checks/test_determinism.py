@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
@@ -67,10 +68,12 @@ def test_a_backend_that_declares_it_must_stay_within_the_budget(make_case: Any) 
         backend.conventions = WAVERING
     found = examine(slightly, case)
     assert isinstance(found, Holds)
-    assert found.notes == ("compared within the budget: the backend declares deterministic=False",)
+    assert found.notes == snapshot(("compared within the budget: the backend declares deterministic=False",))
     found = examine(grossly, case)
     assert isinstance(found, Broken)
-    assert "leave the budget" in found.summary
+    assert found.summary == snapshot(
+        "40 of 40 rows of the output leave the budget, first: row 0 (request 0, position 36), in the same step once more, on the same impl"
+    )
 
 
 def test_a_cache_that_wavers_is_found_whatever_is_declared(make_case: Any) -> None:
@@ -85,4 +88,4 @@ def test_a_cache_that_wavers_is_found_whatever_is_declared(make_case: Any) -> No
     members = {"get_impl_cls": staticmethod(lambda: Impl), "conventions": replace(WAVERING)}
     found = examine(type("Variant", (ReferenceBackend,), members), make_case())
     assert isinstance(found, Broken)
-    assert found.summary.startswith("the cache holds other bytes")
+    assert found.summary == snapshot("the cache holds other bytes, in the same step once more, on the same impl")

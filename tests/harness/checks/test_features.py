@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
@@ -126,16 +127,19 @@ def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) ->
     backend = type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     found = examine(backend, make_case(logits_soft_cap=20.0))
     assert isinstance(found, Broken)
-    assert "wrong after a layer without logits_soft_cap was made and asked" in found.summary
+    assert found.summary == snapshot(
+        "right at first, wrong after a layer without logits_soft_cap was made and asked: 38 of 40 rows"
+    )
+    assert "logits_soft_cap" in found.summary
 
 
 def test_of_layers_that_are_not_declared_the_next_is_asked(make_case: Any) -> None:
     cases = [make_case((1, length)) for length in range(30, 60)]
     case = next(case for case in cases if "causal" in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
-    assert examine(ReferenceBackend, case).notes == ("a layer with causal False in between",)
+    assert examine(ReferenceBackend, case).notes == snapshot(("a layer with causal False in between",))
     features = ReferenceBackend.features - {"non_causal"}
     found = examine(type("Variant", (ReferenceBackend,), {"features": features}), case)
-    assert found.notes == ("a layer with scale 0.09375 in place of 0.125 in between",)
+    assert found.notes == snapshot(("a layer with scale 0.09375 in place of 0.125 in between",))
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])

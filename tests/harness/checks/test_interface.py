@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
@@ -47,7 +48,7 @@ def test_what_the_backend_raises_ends_a_check_that_needs_the_step(make_case: Any
     case = checked(make_case(), type("Broken", (ReferenceImpl,), {stage: broken}))
     with pytest.raises(StageError) as failure:
         case.first_step()
-    assert failure.value.raised.message == "no such kernel"
+    assert failure.value.raised.message == snapshot("no such kernel")
     session, seen = case.try_first_step()
     assert isinstance(session, Raised) is (stage == "__init__")
     assert seen is failure.value.raised is case.seen

@@ -1,11 +1,13 @@
 """``lse`` where a row sees nothing, and where a backend measures it otherwise and says so."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.conventions import Conventions
@@ -28,7 +30,7 @@ def examine(case: Any, change: Any, conventions: Conventions | None = None) -> A
     return lse.check_lse(problem, truth_of(problem, CPU), changed, conventions or Conventions())
 
 
-def test_rows_that_see_nothing_must_have_minus_infinity(make_case: Any) -> None:
+def test_rows_that_see_nothing_must_have_minus_infinity(plain: Callable[[str], str], make_case: Any) -> None:
     case = make_case((5, 3), (2, 4))
 
     def finite(rows: torch.Tensor) -> torch.Tensor:
@@ -37,8 +39,12 @@ def test_rows_that_see_nothing_must_have_minus_infinity(make_case: Any) -> None:
     assert isinstance(examine(case, lambda rows: rows), Holds)
     found = examine(case, finite)
     assert isinstance(found, Broken)
-    assert found.summary.startswith("2 of 7 rows, first: row 0 (request 0, position -2), all heads")
-    assert found.meaning == "a row that sees nothing must have -inf"
+    assert plain(found.summary) == snapshot(
+        "2 of 7 rows, first: row 0 (request 0, position -2), all heads; worst ...; what is finite is right"
+    )
+    assert "2 of 7" in found.summary
+    assert "-2" in found.summary
+    assert plain(found.meaning) == snapshot("a row that sees nothing must have -inf")
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])

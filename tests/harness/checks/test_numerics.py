@@ -1,9 +1,11 @@
 """What a finding of ``numerics`` carries beside the verdict."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import load
@@ -67,7 +69,7 @@ def test_finite_numbers_are_judged_apart_from_those_that_are_not(make_case: Any,
     assert ("the right one times 1.5" in str(found.meaning)) is spoils
 
 
-def test_rows_that_were_never_written_do_not_hide_wrong_ones(make_case: Any) -> None:
+def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[str], str], make_case: Any) -> None:
     class Impl(ReferenceImpl):
         def attend(self, *args: Any) -> None:
             before = args[6][1].clone()
@@ -81,7 +83,9 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(make_case: Any) -> 
     assert isinstance(seen, Observation)
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
-    assert found.summary.startswith(
-        "1 of 7 rows were never written, first: row 1 (request 1, position 14); of the others"
+    assert plain(found.summary) == snapshot(
+        "1 of 7 rows were never written, first: row 1 (request 1, position 14); of the others: 1 of 7 rows, first: row 3 (request 1, position 16), all heads; worst ..."
     )
+    assert "1 of 7" in found.summary
+    assert "14" in found.summary
     assert (found.figures["rows_unwritten"], found.figures["rows_finite_wrong"]) == (1, 1)

@@ -1,9 +1,11 @@
 """What a backend leaves out is asked one thing at a time, once a backend, and judged like a case of a suite."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
@@ -71,7 +73,9 @@ def test_a_right_answer_is_a_note(make_case: Any) -> None:
     record = records(Bare, make_case())["case"]
     assert record.outcome == "passed"
     (note,) = record.notes
-    assert note.startswith("asked besides, and answered right without declaring it: ")
+    assert note == snapshot(
+        "asked besides, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)"
+    )
     assert "head_size 72" in note
 
 
@@ -96,7 +100,10 @@ def test_an_accident_in_one_form_fails(make_case: Any) -> None:
 
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
     assert record.outcome == "failed"
-    assert "sliding_window 9: not declared, and no clear refusal: TypeError at construct" in record.summary
+    assert record.summary == snapshot(
+        "asked besides with sliding_window 9: not declared, and no clear refusal: TypeError at construct: cannot unpack non-iterable int object"
+    )
+    assert "sliding_window" in record.summary
 
 
 def test_no_form_has_pages_of_no_token(make_case: Any) -> None:
@@ -112,7 +119,9 @@ def test_no_form_has_pages_of_no_token(make_case: Any) -> None:
     assert min(asked) == 1
 
 
-def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_raise(make_case: Any) -> None:
+def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_raise(
+    plain: Callable[[str], str], make_case: Any
+) -> None:
     class Impl(ReferenceImpl):
         def __init__(self, *arguments: Any, **more: Any) -> None:
             if arguments[5] is not None:
@@ -129,7 +138,11 @@ def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_
             super().attend(layer, query * (2 if self.logits_soft_cap else 1), *rest)
 
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
-    assert "asked besides with logits_soft_cap" in record.summary
-    assert "accepted, and wrong" in record.summary
+    assert plain(record.summary) == snapshot(
+        "asked besides with logits_soft_cap 20.0: not declared (logits_soft_cap 20.0: feature 'logits_soft_cap' is not declared), accepted, and wrong: 14 of 15 rows, first: row 0 (request 0, position 39), all heads; worst ..."
+    )
+    assert "logits_soft_cap" in record.summary
     assert any("TypeError at construct" in detail for detail in record.details)
-    assert record.details[-1] == "forward without metadata (the profiling call) left NaN or Inf in the output"
+    assert plain(record.details[-1]) == snapshot(
+        "forward without metadata (the profiling call) left NaN or Inf in the output"
+    )

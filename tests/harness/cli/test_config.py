@@ -1,8 +1,10 @@
 """[tool.attncheck] of pyproject.toml: what it fills in, and what is wrong with it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError
 from attncheck.harness.cli import app as cli
@@ -37,7 +39,9 @@ def test_the_table_fills_in_what_the_command_line_leaves_out(folder: Path) -> No
     ]
     assert [suite.ref for suite in run.header.suites] == ["small.yaml{cache.block_size: 8}"]
     (note,) = run.header.notes
-    assert note.startswith("options not given on the command line are from pyproject.toml: backends = reference,")
+    assert note == snapshot(
+        "options not given on the command line are from pyproject.toml: backends = reference,./wrong.py:Raising, checks = numerics,lse, device = cpu, expect = None, keep = 2, output = None, settings = cache.block_size=8, skip = lse, suites = small.yaml"
+    )
 
 
 def test_an_option_wins_and_the_line_that_repeats_a_record_works(folder: Path) -> None:
@@ -81,19 +85,32 @@ def test_without_a_table_nothing_is_filled_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('suite = "smoke"', "pyproject.toml: tool.attncheck.suite: unknown key; did you mean suites?"),
-        ("colour = 1", "tool.attncheck.colour: unknown key; known keys: suites, backends, "),
-        ("keep = 0", "tool.attncheck.keep: Input should be greater than or equal to 1 (found 0)"),
-        ('checks = {numerics = "no"}', "tool.attncheck.checks: Input should be a valid tuple"),
-        ("seed =", "pyproject.toml: is not TOML: Invalid value (at line 2"),
+        ('suite = "smoke"', snapshot("pyproject.toml: tool.attncheck.suite: unknown key; did you mean suites?")),
+        (
+            "colour = 1",
+            snapshot(
+                "pyproject.toml: tool.attncheck.colour: unknown key; known keys: suites, backends, checks, skip, settings, expect, device, seed, case_timeout, backend_timeout, memory_limit, device_memory_limit, pass_env, output, keep, cache"
+            ),
+        ),
+        (
+            "keep = 0",
+            snapshot("pyproject.toml: tool.attncheck.keep: Input should be greater than or equal to 1 (found 0)"),
+        ),
+        (
+            'checks = {numerics = "no"}',
+            snapshot("pyproject.toml: tool.attncheck.checks: Input should be a valid tuple (found {'numerics': 'no'})"),
+        ),
+        ("seed =", snapshot("TMP/pyproject.toml: is not TOML: Invalid value (at line 2, column 7)")),
     ],
 )
-def test_what_is_wrong_is_named(line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_named(
+    plain: Callable[[str], str], line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text(f"[tool.attncheck]\n{line}\n")
     with pytest.raises(CaseFileError) as wrong:
         read_config(tmp_path)
-    assert message in str(wrong.value)
+    assert plain(str(wrong.value)) == message
 
 
 def test_a_broken_file_of_others_is_no_matter_of_ours(tmp_path: Path) -> None:
@@ -101,7 +118,12 @@ def test_a_broken_file_of_others_is_no_matter_of_ours(tmp_path: Path) -> None:
     assert read_config(tmp_path) == Config()
 
 
-def test_a_wrong_check_of_the_table_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_check_of_the_table_is_refused(
+    plain: Callable[[str], str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "pyproject.toml").write_text('[tool.attncheck]\nchecks = "numeric"\n')
     assert cli.main(["run", "reference", "--suite", "small.yaml"]) == 2
-    assert "unknown check 'numeric'; did you mean 'numerics'?" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "'numeric'" in printed
+    assert "'numerics'" in printed
+    assert plain(printed) == snapshot("error: unknown check 'numeric'; did you mean 'numerics'? (known: ...)\n")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
 from attncheck.reports.run_file.store import read_run
@@ -23,34 +24,96 @@ TheRun = Callable[[Path], Path]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--backend", "refrence"], "did you mean 'reference'?"),
-        (["--backend", "./wrong.py"], "has 5 backends; ask for ./wrong.py:Wrong or ./wrong.py:Raising or "),
-        (["small.yaml"], "backend 'small.yaml' is named as a case file is; give --suite small.yaml"),
-        (["wrong:Missing"], "for the file, ask for ./wrong.py:Missing"),
-        (["wrong"], "for the file, ask for ./wrong.py"),
-        (["--no-output", "--output", "a.jsonl"], "--output a.jsonl names one"),
-        (["--skip", "cuda*", "--check", "cudagraph"], "--skip cudagraph leaves no check of cudagraph"),
-        (["--provider", "vllm", "--skip", "lse"], "--skip lse: only a provider is examined"),
-        (["-k", "("], "-k '(': expected"),
-        (["--last-failed"], "results: no run is kept there"),
-        (["--backend", "./broken.py:B"], "importing it raised"),
-        (["--backend", "./nothing.py:B"], "cannot read nothing.py"),
-        (["--backend", "./wrong.py:Nowhere"], "backend 'Nowhere' is unavailable here: needs a moon"),
-        (["--suite", "smoky"], "did you mean 'smoke'?"),
-        (["--suite", "nothing.yaml"], "nothing.yaml: there is no such file"),
-        (["--suite", "bad.yaml"], "bad.yaml:4:5"),
-        (["--case", "decod"], "did you mean 'decode'?"),
-        (["--case", "zz*"], "matches 'zz*'; `attncheck list cases --suite small.yaml` shows the ids"),
-        (["--case", "prefill", "--check", "lse"], "no case of small.yaml that matches asks for lse"),
-        (["--check", "numeric"], "did you mean 'numerics'?"),
-        (["--backend", "reference", "--device", "tpu"], "give cpu, cuda or cuda:N"),
-        (["--backend", "reference", "--device", "meta"], "attncheck examines on cpu, cuda or cuda:N"),
-        (["--backend", "reference", "--expect", "nothing.yaml"], "there is no such file"),
-        (["--backend", "reference", "--output", "wrong.py"], "wrong.py: exists already"),
+        (
+            ["--backend", "refrence"],
+            snapshot("error: unknown backend 'refrence'; did you mean 'reference'? (known: ...)"),
+        ),
+        (
+            ["--backend", "./wrong.py"],
+            snapshot(
+                "error: backend './wrong.py': has 5 backends; ask for ./wrong.py:Wrong or ./wrong.py:Raising or ./wrong.py:Leaving or ./wrong.py:Nowhere or ./wrong.py:Nothing"
+            ),
+        ),
+        (["small.yaml"], snapshot("error: backend 'small.yaml' is named as a case file is; give --suite small.yaml")),
+        (
+            ["wrong:Missing"],
+            snapshot(
+                "error: backend 'wrong:Missing': importing it raised ModuleNotFoundError: No module named 'wrong'; for the file, ask for ./wrong.py:Missing"
+            ),
+        ),
+        (["wrong"], snapshot("error: backend 'wrong': no backend has this name; for the file, ask for ./wrong.py")),
+        (
+            ["--no-output", "--output", "a.jsonl"],
+            snapshot("error: --no-output writes no run file, and --output a.jsonl names one; leave out one of them"),
+        ),
+        (["--skip", "cuda*", "--check", "cudagraph"], snapshot("error: --skip cudagraph leaves no check of cudagraph")),
+        (
+            ["--provider", "vllm", "--skip", "lse"],
+            snapshot("error: --skip lse: only a provider is examined, by utilities alone"),
+        ),
+        (
+            ["-k", "("],
+            snapshot(
+                "error: -k '(': expected not OR left parenthesis OR identifier; got end of input; join words by and, or, not and parentheses, such as 'window and not fp8'"
+            ),
+        ),
+        (
+            ["--last-failed"],
+            snapshot("error: results: no run is kept there; --last-failed needs one: run once without it"),
+        ),
+        (
+            ["--backend", "./broken.py:B"],
+            snapshot(
+                "error: backend './broken.py:B': importing it raised ModuleNotFoundError: No module named 'nothing_of_that_name' (TMP/broken.py:N: import nothing_of_that_name)"
+            ),
+        ),
+        (
+            ["--backend", "./nothing.py:B"],
+            snapshot("error: backend './nothing.py:B': cannot read nothing.py: No such file or directory"),
+        ),
+        (["--backend", "./wrong.py:Nowhere"], snapshot("error: backend 'Nowhere' is unavailable here: needs a moon")),
+        (["--suite", "smoky"], snapshot("error: unknown suite 'smoky'; did you mean 'smoke'? (known: ...)")),
+        (["--suite", "nothing.yaml"], snapshot("error: nothing.yaml: there is no such file; built-in suites: ...")),
+        (
+            ["--suite", "bad.yaml"],
+            snapshot(
+                "error: bad.yaml:4:5: cases[0].bach: a case has no key 'bach'; did you mean 'batch'? (known: ...)"
+            ),
+        ),
+        (["--case", "decod"], snapshot("error: no case of small.yaml matches 'decod'; did you mean 'decode'?")),
+        (
+            ["--case", "zz*"],
+            snapshot(
+                "error: no case of small.yaml matches 'zz*'; `attncheck list cases --suite small.yaml` shows the ids"
+            ),
+        ),
+        (["--case", "prefill", "--check", "lse"], snapshot("error: no case of small.yaml that matches asks for lse")),
+        (["--check", "numeric"], snapshot("error: unknown check 'numeric'; did you mean 'numerics'? (known: ...)")),
+        (
+            ["--backend", "reference", "--device", "tpu"],
+            snapshot("error: device 'tpu': no such device; give cpu, cuda or cuda:N"),
+        ),
+        (
+            ["--backend", "reference", "--device", "meta"],
+            snapshot("error: device 'meta': attncheck examines on cpu, cuda or cuda:N"),
+        ),
+        (
+            ["--backend", "reference", "--expect", "nothing.yaml"],
+            snapshot("error: nothing.yaml: there is no such file"),
+        ),
+        (
+            ["--backend", "reference", "--output", "wrong.py"],
+            snapshot("error: wrong.py: exists already; runs are never overwritten, name another file"),
+        ),
     ],
 )
 def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
-    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    plain: Callable[[str], str],
+    run: Attncheck,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
 ) -> None:
     (folder / "broken.py").write_text("import nothing_of_that_name\n")
     (folder / "bad.yaml").write_text("suite: bad\ncases:\n  - id: a\n    bach: q1\n")
@@ -58,7 +121,7 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
-    assert message in line
+    assert plain(line) == message
     assert not list((folder / "results").iterdir())
 
 
@@ -67,7 +130,9 @@ def test_two_files_of_one_suite_name_are_a_wrong_question(
 ) -> None:
     shutil.copy(folder / "small.yaml", folder / "again.yaml")
     assert here("--suite", "again.yaml") == 2
-    assert "again.yaml are both called 'small'; give them two names" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "'small'" in printed
+    assert printed == snapshot("error: small.yaml and again.yaml are both called 'small'; give them two names\n")
     varied = "small.yaml{cache.block_size: 32}"
     assert here("--suite", varied) == 2
     assert f"small.yaml and {varied} are both called 'small'; ask them in two runs" in capsys.readouterr().err
@@ -78,19 +143,24 @@ def test_two_backends_of_one_name_are_a_wrong_question(
 ) -> None:
     shutil.copy(folder / "wrong.py", folder / "other.py")
     assert run("--backend", "./wrong.py:Wrong", "--backend", "./other.py:Wrong") == 2
-    assert "two of the backends are called 'Wrong'" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "'Wrong'" in printed
+    assert printed == snapshot("error: two of the backends are called 'Wrong'; examine them in two runs\n")
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("weigh", "error: no such command 'weigh'; see `attncheck --help`"),
-        ("new", "Usage: attncheck new [OPTIONS] COMMAND [ARGS]..."),
-        ("compare", "error: missing argument 'BASE'; see `attncheck compare --help`"),
-        ("run --seed x", "error: --seed: must be a whole number (found 'x'); see `attncheck run --help`"),
-        ("run --seed -1", "error: --seed: must be at least 0 (found '-1'); see `attncheck run --help`"),
-        ("run --time-limit x", "error: --time-limit: must be a number (found 'x'); see `attncheck run --help`"),
-        ("run --frobnicate", "error: no such option: --frobnicate; see `attncheck run --help`"),
+        ("weigh", snapshot("error: no such command 'weigh'; see `attncheck --help`")),
+        ("new", snapshot("Usage: attncheck new [OPTIONS] COMMAND [ARGS]...")),
+        ("compare", snapshot("error: missing argument 'BASE'; see `attncheck compare --help`")),
+        ("run --seed x", snapshot("error: --seed: must be a whole number (found 'x'); see `attncheck run --help`")),
+        ("run --seed -1", snapshot("error: --seed: must be at least 0 (found '-1'); see `attncheck run --help`")),
+        (
+            "run --time-limit x",
+            snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck run --help`"),
+        ),
+        ("run --frobnicate", snapshot("error: no such option: --frobnicate; see `attncheck run --help`")),
     ],
 )
 def test_what_there_is_not_is_a_usage_error(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,11 +171,19 @@ def test_what_there_is_not_is_a_usage_error(words: str, line: str, capsys: pytes
 def test_a_value_that_is_no_choice_is_told_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "a.jsonl", "--format", "pdf"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --format: 'pdf' is not one of 'terminal', 'markdown', ")
+    assert line == snapshot(
+        "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv'; see `attncheck report --help`"
+    )
+    assert "--format" in line
+    assert "'pdf'" in line
+    assert "'terminal'" in line
+    assert "'markdown'" in line
     assert "Value error" not in line
 
 
-def test_each_mistake_of_a_case_file_is_an_error_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_mistake_of_a_case_file_is_an_error_of_its_own(
+    plain: Callable[[str], str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "bad.yaml").write_text(
         "suite: bad\ncases:\n"
         "  - {id: a, batch: q1, layer: {num_heads: 0, num_kv_heads: 1, head_size: 8}}\n"
@@ -113,8 +191,16 @@ def test_each_mistake_of_a_case_file_is_an_error_of_its_own(folder: Path, capsys
     )
     assert cli.main(["list", "cases", "--suite", "bad.yaml"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: bad.yaml:3:43: cases[0].layer.num_heads: num_heads must be above 0 (found 0)")
-    assert second.startswith("error: bad.yaml:4:13: cases[1].bach: a case has no key 'bach'")
+    assert plain(first) == snapshot(
+        "error: bad.yaml:3:43: cases[0].layer.num_heads: num_heads must be above 0 (found 0); query heads"
+    )
+    assert "43" in first
+    assert "num_heads" in first
+    assert plain(second) == snapshot(
+        "error: bad.yaml:4:13: cases[1].bach: a case has no key 'bach'; did you mean 'batch'? (known: ...)"
+    )
+    assert "13" in second
+    assert "'bach'" in second
 
 
 def test_a_backend_asked_for_by_name_must_have_been_examined(
@@ -122,7 +208,8 @@ def test_a_backend_asked_for_by_name_must_have_been_examined(
 ) -> None:
     assert here("--backend", "./wrong.py:Nothing") == 2
     printed = capsys.readouterr()
-    assert "not one case of backend 'Nothing' was examined: cannot" in printed.err
+    assert printed.err == snapshot("error: not one case of backend 'Nothing' was examined: cannot\n")
+    assert "'Nothing'" in printed.err
     assert "unsupported" in printed.out
     assert read_run(the_run(folder)).complete
 
@@ -131,7 +218,9 @@ def test_a_dump_that_is_a_file_is_refused_before_the_run(
     the_run: TheRun, here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here("--backend", "reference", "--dump", "wrong.py") == 2
-    assert "--dump wrong.py cannot be written: File exists" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "--dump" in printed
+    assert printed == snapshot("error: --dump wrong.py cannot be written: File exists\n")
     assert not list((folder / "results").iterdir())
 
 
@@ -143,7 +232,10 @@ def test_our_own_fault_is_exit_code_3_and_says_how_to_see_more(
 
     assert cli.exit_code(fall) == 3
     err = capsys.readouterr().err
-    assert "attncheck itself failed: ZeroDivisionError: of ours" in err
+    assert err == snapshot("""\
+attncheck itself failed: ZeroDivisionError: of ours
+set ATTNCHECK_TRACEBACK=1 to see where; please report it with that output
+""")
     assert "ATTNCHECK_TRACEBACK=1" in err
     assert "Traceback" not in err
     monkeypatch.setenv("ATTNCHECK_TRACEBACK", "1")
@@ -165,7 +257,9 @@ def test_a_missing_dependency_is_exit_code_3(folder: Path) -> None:
     code = "import sys; sys.modules['typer'] = None\nfrom attncheck.__main__ import main\nsys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 3
-    assert done.stderr.startswith("attncheck itself failed: ModuleNotFoundError: import of typer halted")
+    assert done.stderr == snapshot(
+        "attncheck itself failed: ModuleNotFoundError: import of typer halted; None in sys.modules\n"
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -239,7 +333,7 @@ def test_a_stdout_that_takes_no_more_is_an_error(folder: Path) -> None:
     command = [sys.executable, "-m", "attncheck", "list", "cases"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (3, "error: stdout cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (3, snapshot("error: stdout cannot be written: No space left on device\n"))
 
 
 def test_a_reader_that_leaves_is_no_fault(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """A run over every backend of a family: those that can run are examined, the others told with one reason each."""
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli.app import main
 from attncheck.harness.workers import survey
@@ -41,15 +42,23 @@ def test_a_backend_named_beside_a_family_must_still_be_examined(monkeypatch, tmp
     surveyed(monkeypatch, SurveyedBackend(name="reference"))
     words = ["run", "--backend", "some:*", "--backend", "torch_mla", *WORDS, "--output", str(tmp_path / "run.jsonl")]
     assert main(words) == 2
-    assert "not one case of backend 'torch_mla' was examined" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "'torch_mla'" in printed
+    assert printed == snapshot(
+        "error: not one case of backend 'torch_mla' was examined: the layer has no latent cache\n"
+    )
 
 
 def test_a_family_of_which_nothing_can_run_is_a_wrong_question(monkeypatch, capfd):
     surveyed(monkeypatch, SurveyedBackend(name="some:ONE", reason="ONE needs a GPU"))
     assert main(["run", "--backend", "some:*", *WORDS, "--no-output"]) == 2
-    assert "none of its 1 backends can run here; not examined: ONE: it needs a GPU" in capfd.readouterr().err
+    assert capfd.readouterr().err == snapshot(
+        "error: backend 'some:*': none of its 1 backends can run here; not examined: ONE: it needs a GPU\n"
+    )
 
 
 def test_an_unknown_family_is_a_wrong_question(capfd):
     assert main(["run", "--backend", "reference:*", *WORDS, "--no-output"]) == 2
-    assert "'reference' is no family of backends; ask for vllm:*" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "'reference'" in printed
+    assert printed == snapshot("error: backend 'reference:*': 'reference' is no family of backends; ask for vllm:*\n")

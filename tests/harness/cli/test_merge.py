@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
 
@@ -28,7 +29,7 @@ def runs(tmp_path_factory):
 def test_merged_shards_are_the_whole_run(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert cli.main(["merge", "3.jsonl", "1.jsonl", "2.jsonl", "--output", "merged.jsonl"]) == 0
-    assert capsys.readouterr().out.endswith("of 3 runs, run file: merged.jsonl\n")
+    assert capsys.readouterr().out == snapshot("24 records of 3 runs, run file: merged.jsonl\n")
     assert records(runs / "merged.jsonl") == records(runs / "whole.jsonl")
     headers = [json.loads((runs / name).read_text().partition("\n")[0]) for name in ("merged.jsonl", "whole.jsonl")]
     assert headers[0].keys() == headers[1].keys()
@@ -44,7 +45,9 @@ def test_no_shard_is_the_whole_run(runs):
 def test_a_missing_shard_is_a_wrong_question(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert cli.main(["merge", "1.jsonl", "2.jsonl", "--output", "none.jsonl"]) == 2
-    assert "shard 3/3 is missing" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "3/3" in printed
+    assert printed == snapshot("error: 1.jsonl: shard 3/3 is missing: the runs to merge have 1/3, 2/3\n")
     assert not (runs / "none.jsonl").exists()
 
 
@@ -68,14 +71,23 @@ def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--backend", "reference", "--shard", "3"], "as 2/7"),
-        (["--provider", "vllm", "--shard", "1/2"], "in a run of its own"),
-        (["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"], "1 cases"),
+        (
+            ["--backend", "reference", "--shard", "3"],
+            snapshot("error: --shard 3: give two numbers as 2/7, for the second of seven shards\n"),
+        ),
+        (
+            ["--provider", "vllm", "--shard", "1/2"],
+            snapshot("error: --shard 1/2 divides the cases of backends; examine a provider in a run of its own\n"),
+        ),
+        (
+            ["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"],
+            snapshot("error: --shard 1/2: 1 cases are selected; ask for at most as many shards\n"),
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(words, reason, capsys):
     assert cli.main(["run", *words, "--in-process", "--no-output"]) == 2
-    assert reason in capsys.readouterr().err
+    assert capsys.readouterr().err == reason
 
 
 def test_an_expected_failure_of_another_shard_is_not_missed(tmp_path, capsys, monkeypatch):

@@ -6,9 +6,11 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.backends.registry import load
@@ -77,23 +79,54 @@ def test_a_reference_can_be_typed_from_where_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("class", "a word of Python's"),
-        ("none", "a word of Python's"),
-        ("9a", "letters, digits and underscores"),
-        ("a-b", "letters, digits and underscores"),
-        ("kernels/fast", "letters, digits and underscores"),
-        ("", "letters, digits and underscores"),
-        ("torch_sdpa", "a registered backend"),
-        ("json", "hide an installed module"),
-        ("step", "its class would be called Step"),
+        ("class", snapshot("error: a backend cannot be called 'class': it is a word of Python's\n")),
+        ("none", snapshot("error: a backend cannot be called 'none': it is a word of Python's\n")),
+        (
+            "9a",
+            snapshot(
+                "error: a backend cannot be called '9a': it names a Python module, of letters, digits and underscores, a letter first\n"
+            ),
+        ),
+        (
+            "a-b",
+            snapshot(
+                "error: a backend cannot be called 'a-b': it names a Python module, of letters, digits and underscores, a letter first\n"
+            ),
+        ),
+        (
+            "kernels/fast",
+            snapshot(
+                "error: a backend cannot be called 'kernels/fast': it names a Python module, of letters, digits and underscores, a letter first\n"
+            ),
+        ),
+        (
+            "",
+            snapshot(
+                "error: a backend cannot be called '': it names a Python module, of letters, digits and underscores, a letter first\n"
+            ),
+        ),
+        (
+            "torch_sdpa",
+            snapshot("error: a backend cannot be called 'torch_sdpa': that is a registered backend; taken are ..."),
+        ),
+        (
+            "json",
+            snapshot("error: a backend cannot be called 'json': json.py would hide an installed module of that name\n"),
+        ),
+        (
+            "step",
+            snapshot(
+                "error: a backend cannot be called 'step': its class would be called Step, as another name in the file\n"
+            ),
+        ),
     ],
 )
 def test_a_bad_name_is_refused_and_nothing_written(
-    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Callable[[str], str], name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new"
     assert cli.main(["new", "backend", name, "--kind", "classes", "--output", str(folder)]) == 2
-    assert reason in capsys.readouterr().err
+    assert plain(capsys.readouterr().err) == reason
     assert not folder.exists()
 
 
@@ -106,10 +139,14 @@ def test_nothing_is_overwritten(there: str, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / there).read_text() == "years of work"
 
 
-def test_nothing_is_written_through_a_link_to_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_through_a_link_to_nowhere(
+    plain: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "fast.py").symlink_to("elsewhere.py")
     assert cli.main(["new", "backend", "fast", "--output", str(tmp_path)]) == 2
-    assert "fast.py cannot be written: File exists" in capsys.readouterr().err
+    assert plain(capsys.readouterr().err) == snapshot(
+        "error: --output TMP: TMP/fast.py cannot be written: File exists\n"
+    )
     assert not (tmp_path / "elsewhere.py").exists()
 
 
@@ -123,16 +160,21 @@ def test_what_stands_beside_is_not_hidden(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_a_wrong_question(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     assert cli.main(["new", "backend", "fast", "--output", str(tmp_path / "file" / "new")]) == 2
-    assert "cannot be written: Not a directory" in capsys.readouterr().err
+    assert plain(capsys.readouterr().err) == snapshot(
+        "error: --output TMP/file/new: TMP/file/new cannot be written: Not a directory\n"
+    )
 
 
 @pytest.mark.parametrize("kind", list(BackendKind))
 def test_only_the_template_itself_is_called_as_the_template(kind: BackendKind) -> None:
     assert re.search(r"^(class )?Mine\b", template_files(kind, "mine")["mine.py"], re.MULTILINE)
     if kind != BackendKind.FUNCTION:
-        with pytest.raises(QuestionError, match="its class would be called Impl"):
+        with pytest.raises(QuestionError) as refused:
             template_files(kind, "impl")
+        assert str(refused.value) == snapshot(
+            "a backend cannot be called 'impl': its class would be called Impl, as another name in the file"
+        )

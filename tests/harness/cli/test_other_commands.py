@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.backends import registry
 from attncheck.errors import BackendUnavailableError
@@ -149,7 +150,7 @@ def test_doctor_says_where_truths_are_stored(
         (found,) = re.findall(r"^truths +(.*)$", capsys.readouterr().out, re.MULTILINE)
         return str(found)
 
-    assert line() == "none are stored: ATTNCHECK_NO_CACHE is set"
+    assert line() == snapshot("none are stored: ATTNCHECK_NO_CACHE is set")
     monkeypatch.delenv("ATTNCHECK_NO_CACHE")
     assert line() == f"{folder}: empty"
     assert SharedFolder(folder).write("key", bytes(3 * 2**19 - 32))

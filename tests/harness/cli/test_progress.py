@@ -6,6 +6,7 @@ import sys
 import threading
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli import progress
 from attncheck.harness.cli.progress import NoProgress, ProgressBar, ProgressLines, progress_for
@@ -39,7 +40,7 @@ def test_lines_tell_the_first_failures_at_once(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr()
     assert printed.out == ""
     lines = printed.err.splitlines()
-    assert lines[0] == "failed  b[1]  s/case0  numerics: 1 of 2 rows"
+    assert lines[0] == snapshot("failed  b[1]  s/case0  numerics: 1 of 2 rows")
     assert len(lines) == progress.TOLD_AT_ONCE
 
 
@@ -51,7 +52,10 @@ def test_lines_say_now_and_then_how_far_it_is(
     with progress_for(3) as watcher:
         for number in range(3):
             watcher.see(record(number))
-    assert "case 2 of 3, 0 fell short" in capsys.readouterr().err
+    assert capsys.readouterr().err == snapshot("""\
+case 2 of 3, 0 fell short, about 20 s left
+case 3 of 3, 0 fell short
+""")
 
 
 def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +64,7 @@ def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkey
     with progress_for(4) as watcher:
         for backend in ("a", "a", "b"):
             watcher.see(record(0, backend=backend))
-    assert capsys.readouterr().err.splitlines()[-1].startswith("case 2 of 4, 0 fell short")
+    assert capsys.readouterr().err.splitlines()[-1] == snapshot("case 2 of 4, 0 fell short, about 2 min left")
 
 
 def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
@@ -80,7 +84,7 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
     lines = capsys.readouterr().err.splitlines()
     # Nobody asks in later rounds what the first one did not examine: it is done with at once.
     assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
-    assert lines[-1].startswith("case 8 of 8, 0 fell short")
+    assert lines[-1] == snapshot("case 8 of 8, 0 fell short")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,12 @@ def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.Mo
     with progress_for(2) as watcher:
         assert isinstance(watcher, ProgressBar)
         watcher.see(record(0, failed=True))
-    assert "b[1]  s/case0, 1 fell short" in terminal.getvalue()
+    message = terminal.getvalue()
+    assert "s/case0" in message
+    assert message == snapshot("""\
+\x1b[?25l\r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m  \r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m b[1]  s/case0, 1 fell short
+\x1b[?25h\r\x1b[1A\x1b[2K\
+""")
 
 
 def test_a_debugger_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:

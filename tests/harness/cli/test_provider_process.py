@@ -1,8 +1,10 @@
 """Providers of utilities in a process of their own: what ends or hangs there costs its own function."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import ProviderLoadError
 from attncheck.harness.cli.run_execution import execute_run
@@ -39,7 +41,7 @@ def test_a_function_that_ends_or_hangs_is_a_record_and_the_others_are_examined(t
         "get_kv_cache_layout": "passed",
     }
     ended, hung = found["reshape_query_for_spec_decode"], found["is_valid_kv_cache_layout"]
-    assert (ended.cause, ended.stage) == ("left with exit code 3", "function reshape_query_for_spec_decode")  # type: ignore[union-attr]
+    assert (ended.cause, ended.stage) == (snapshot("left with exit code 3"), "function reshape_query_for_spec_decode")  # type: ignore[union-attr]
     assert "in is_valid_kv_cache_layout" in hung.output  # type: ignore[union-attr]
 
 
@@ -59,11 +61,14 @@ def test_records_are_those_of_this_process(tmp_path: Path) -> None:
     assert {record.outcome for record in apart} == {"passed"}
 
 
-def test_a_provider_that_hangs_while_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_hangs_while_it_is_imported_is_refused(
+    plain: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time_limits, "LEAST_LOADING_S", 2.0)
     file = tmp_path / "mine.py"
     file.write_text("import time; time.sleep(600)\n")
-    with pytest.raises(
-        ProviderLoadError, match=r"mine\.py': its process ended while it was imported: no answer in time"
-    ):
+    with pytest.raises(ProviderLoadError) as refused:
         examine(file)
+    assert plain(str(refused.value)) == snapshot(
+        "provider 'TMP/mine.py': its process ended while it was imported: no answer in time; the limit was 2 s"
+    )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError, SelectionError
 from attncheck.harness.cli import app as cli
@@ -49,13 +50,21 @@ def test_a_runtime_environment_is_a_mapping(content: str | None, reason: str, tm
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--in-process"], "--executor ray does not go with --in-process"),
-        (["--dump", "tensors"], "--executor ray does not go with --dump"),
-        (["--show-output"], "--executor ray does not go with --show-output"),
-        (["--provider", "vllm"], "--executor ray does not go with --provider"),
-        (["--watch"], "--watch does not go with --executor ray"),
-        (["--check", "timing"], "compares times of one device"),
-        (["--executor", "dask"], "'dask' is not one of 'local', 'ray'"),
+        (["--in-process"], snapshot("error: --executor ray does not go with --in-process; leave out one of them")),
+        (["--dump", "tensors"], snapshot("error: --executor ray does not go with --dump; leave out one of them")),
+        (["--show-output"], snapshot("error: --executor ray does not go with --show-output; leave out one of them")),
+        (["--provider", "vllm"], snapshot("error: --executor ray does not go with --provider; leave out one of them")),
+        (["--watch"], snapshot("error: --watch does not go with --executor ray; leave out one of them")),
+        (
+            ["--check", "timing"],
+            snapshot(
+                "error: --executor ray: the check timing compares times of one device, and a cluster has many; take times by a run on one machine"
+            ),
+        ),
+        (
+            ["--executor", "dask"],
+            snapshot("error: --executor: 'dask' is not one of 'local', 'ray'; see `attncheck run --help`"),
+        ),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused(
@@ -63,4 +72,4 @@ def test_what_a_cluster_cannot_do_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "reference", "--executor", "ray", *words]) == 2
-    assert reason in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert " ".join(capsys.readouterr().err.replace("│", " ").split()) == reason

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
 
@@ -30,7 +31,9 @@ def test_the_command_is_told_by_its_environment(tmp_path: Path, capfd: pytest.Ca
         "ATTNCHECK_RECORD_EVERY": "3",
         "ATTNCHECK_RECORD_CASES": "7",
     }
-    assert "attncheck run --suite a.yaml" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "--suite" in printed
+    assert printed == snapshot("written: a.yaml; examine it: attncheck run --suite a.yaml\n")
     assert "ATTNCHECK_RECORD" not in os.environ
 
 
@@ -58,11 +61,11 @@ def test_nothing_is_overwritten(tmp_path: Path, capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "gone/a.yaml", "--", "true"], "no such folder"),
-        (["--every", "0", "--", "true"], "every is 0"),
-        (["--", "no-such-command"], "no-such-command: cannot be run"),
+        (["--output", "gone/a.yaml", "--", "true"], snapshot("error: --output gone/a.yaml: no such folder\n")),
+        (["--every", "0", "--", "true"], snapshot("error: recording: every is 0; give a whole number above 0\n")),
+        (["--", "no-such-command"], snapshot("error: no-such-command: cannot be run: No such file or directory\n")),
     ],
 )
 def test_wrong_questions(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["record", *arguments]) == 2
-    assert message in capfd.readouterr().err
+    assert capfd.readouterr().err == message

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import RunFileError
 from attncheck.harness.cli import app as cli
@@ -62,7 +63,7 @@ def test_a_torn_last_line_is_written_again(cut, whole, capsys, whole_line):
     path = cut(5, line if whole_line else line[: len(line) // 2])
     assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
     assert records(path.read_text()) == records(whole)
-    assert "the last line was cut off" in capsys.readouterr().err
+    assert capsys.readouterr().err == snapshot("note: cut.jsonl: the last line was cut off, and is written again\n")
 
 
 def test_a_cut_at_any_byte_of_the_last_two_lines_costs_only_what_it_tears(header, make_record, write_run, tmp_path):
@@ -85,7 +86,7 @@ def test_a_cut_at_any_byte_of_the_last_two_lines_costs_only_what_it_tears(header
         assert read_run(path).complete
 
 
-def test_a_file_that_was_cut_within_its_header_is_begun_anew(header, make_record, write_run, tmp_path, capsys):
+def test_a_file_that_was_cut_within_its_header_is_begun_anew(plain, header, make_record, write_run, tmp_path, capsys):
     record = make_record("passed")
     path = write_run(tmp_path / "cut.jsonl", header, record)
     content = path.read_bytes()
@@ -94,44 +95,83 @@ def test_a_file_that_was_cut_within_its_header_is_begun_anew(header, make_record
         with RunWriter(path, header, read_part(path, header)) as writer:
             writer.add(record)
         assert read_run(path).records == (record,)
-        assert "its header was cut off; the run begins anew" in capsys.readouterr().err
+        assert plain(capsys.readouterr().err) == snapshot(
+            "note: TMP/cut.jsonl: its header was cut off; the run begins anew\n"
+        )
 
 
-def test_a_file_that_is_no_run_is_left_as_it_is(header, tmp_path):
+def test_a_file_that_is_no_run_is_left_as_it_is(plain, header, tmp_path):
     path = tmp_path / "notes.jsonl"
     path.write_text("notes of mine")
-    with pytest.raises(RunFileError, match="is no run file"):
+    with pytest.raises(RunFileError) as refused:
         read_part(path, header)
+    assert plain(str(refused.value)) == snapshot(
+        "TMP/notes.jsonl:1: is no run file: its first line is not JSON (expected ident at line 1 column 2)"
+    )
     assert path.read_text() == "notes of mine"
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--seed", "3"], "seed (0 and 3)"),
-        (["--check", "containment"], "checks"),
-        (["--backend", "flex_attention"], "backends"),
-        (["--shard", "1/2"], "shard ('' and '1/2')"),
-        (["--expect", "known.yaml"], "options.expect ('' and '"),
+        (
+            ["--seed", "3"],
+            snapshot("error: cut.jsonl: cannot be resumed by this command, whose question differs in seed (0 and 3)\n"),
+        ),
+        (
+            ["--check", "containment"],
+            snapshot("error: cut.jsonl: cannot be resumed by this command, whose question differs in checks\n"),
+        ),
+        (
+            ["--backend", "flex_attention"],
+            snapshot("error: cut.jsonl: cannot be resumed by this command, whose question differs in backends\n"),
+        ),
+        (
+            ["--shard", "1/2"],
+            snapshot(
+                "error: cut.jsonl: cannot be resumed by this command, whose question differs in shard ('' and '1/2')\n"
+            ),
+        ),
+        (
+            ["--expect", "known.yaml"],
+            snapshot(
+                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.expect ('' and 'HASH')\n"
+            ),
+        ),
     ],
 )
-def test_another_question_is_refused_by_what_differs(cut, words, reason, capsys):
+def test_another_question_is_refused_by_what_differs(cut, plain, words, reason, capsys):
     path = cut(4)
     (path.parent / "known.yaml").write_text(
         "- {backend: torch_sdpa, case: smoke/decode.float16, check: numerics, outcome: failed, reason: known}\n"
     )
     before = path.read_text()
     assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
-    assert f"whose question differs in {reason}" in capsys.readouterr().err
+    assert plain(capsys.readouterr().err) == reason
     assert path.read_text() == before
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--time-limit", "0.02"], "options.time_limit (0.01 and 0.02)"),
-        (["--warm-cache"], "options.warm_cache (False and True)"),
-        (["--kernels"], "options.kernels (False and True)"),
+        (
+            ["--time-limit", "0.02"],
+            snapshot(
+                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.time_limit (0.01 and 0.02)\n"
+            ),
+        ),
+        (
+            ["--warm-cache"],
+            snapshot(
+                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.warm_cache (False and True)\n"
+            ),
+        ),
+        (
+            ["--kernels"],
+            snapshot(
+                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.kernels (False and True)\n"
+            ),
+        ),
     ],
 )
 def test_times_taken_otherwise_are_another_question(tmp_path, monkeypatch, words, reason, capsys):
@@ -142,7 +182,7 @@ def test_times_taken_otherwise_are_another_question(tmp_path, monkeypatch, words
     path = tmp_path / "cut.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])
     assert run(*timed, *words, "--resume", "cut.jsonl") == 2
-    assert f"differs in {reason}" in capsys.readouterr().err
+    assert capsys.readouterr().err == reason
 
 
 def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
@@ -157,17 +197,26 @@ def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
     (tmp_path / "cut.jsonl").write_text("".join(lines[:2]))
     (tmp_path / "mine.py").write_text(f"{source}\n# edited\n")
     assert run(*words, "--resume", "cut.jsonl") == 2
-    assert "differs in backends" in capsys.readouterr().err
+    assert capsys.readouterr().err == snapshot(
+        "error: cut.jsonl: cannot be resumed by this command, whose question differs in backends\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("whole.jsonl", "is complete"), ("none.jsonl", "cannot be read"), ("run.jsonl.gz", "only a file named .jsonl")],
+    [
+        ("whole.jsonl", snapshot("error: whole.jsonl: is complete; there is nothing to resume\n")),
+        ("none.jsonl", snapshot("error: none.jsonl: cannot be read: No such file or directory\n")),
+        (
+            "run.jsonl.gz",
+            snapshot("error: run.jsonl.gz: cannot be continued: only a file named .jsonl can be written on\n"),
+        ),
+    ],
 )
 def test_a_file_with_nothing_to_resume_is_refused(cut, whole, name, reason, capsys):
     (cut(1).parent / "whole.jsonl").write_text(whole)
     assert run(*OPTIONS, "--resume", name) == 2
-    assert reason in capsys.readouterr().err
+    assert capsys.readouterr().err == reason
 
 
 @pytest.mark.parametrize("words", [["--output", "x.jsonl"], ["--provider", "vllm"], ["--no-output"]])

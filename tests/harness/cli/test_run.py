@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.store import read_run
@@ -120,10 +121,16 @@ def test_dump_writes_tensors_that_load_as_data(run: Attncheck, folder: Path) -> 
     assert torch.allclose(content["output"].double(), 1.25 * content["truth"], rtol=1e-4)
 
 
-def test_lines_for_ci_go_to_stderr(run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_for_ci_go_to_stderr(
+    plain: Callable[[str], str], run: Attncheck, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--backend", "./wrong.py:Wrong", "--check", "numerics") == 1
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[0].startswith("failed  Wrong  small/decode  numerics: ")
+    message = printed.err.splitlines()[0]
+    assert "small/decode" in message
+    assert plain(message) == snapshot(
+        "failed  Wrong  small/decode  numerics: 2 of 2 rows, first: row 0 (request 0, position 19), all heads; worst ..."
+    )
     assert "\033" not in printed.out + printed.err
 
 

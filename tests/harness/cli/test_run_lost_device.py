@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
 from attncheck.reports.run_file.records import Crashed, TimedOut
@@ -123,13 +124,18 @@ def test_a_process_that_hangs_is_killed_at_the_limit_and_the_next_case_is_examin
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--case-timeout", "-1"), "--case-timeout -1: give seconds, or 0 for no limit"),
-        (("--case-timeout", "nan"), "--case-timeout nan: give seconds, or 0 for no limit"),
-        (("--case-timeout", "9", "--in-process"), "--in-process starts none; leave out one of them"),
+        (("--case-timeout", "-1"), snapshot("error: --case-timeout -1: give seconds, or 0 for no limit\n")),
+        (("--case-timeout", "nan"), snapshot("error: --case-timeout nan: give seconds, or 0 for no limit\n")),
+        (
+            ("--case-timeout", "9", "--in-process"),
+            snapshot(
+                "error: --case-timeout 9 kills the process of a backend, and --in-process starts none; leave out one of them\n"
+            ),
+        ),
     ],
 )
 def test_a_limit_that_cannot_be_kept_is_refused(
     run: Attncheck, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
 ) -> None:
     assert run("Hanging", *words) == 2
-    assert reason in capfd.readouterr().err
+    assert capfd.readouterr().err == reason

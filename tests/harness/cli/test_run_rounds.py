@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -187,8 +188,8 @@ def test_in_this_process_there_is_one_round_and_it_says_so(run: Attncheck, capfd
     found = read_run("out.jsonl")
     assert [(record.check, record.round) for record in found.records] == [("numerics", 0), ("timing", 0)]
     assert found.header.rounds == 1
-    assert found.header.notes == (
-        "timed in this one process: how far times of different processes lie apart is not known",
+    assert found.header.notes == snapshot(
+        ("timed in this one process: how far times of different processes lie apart is not known",)
     )
     assert found.header.notes[0] in capfd.readouterr().out
 
@@ -198,7 +199,9 @@ def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
 ) -> None:
     assert run("--backend", "mine.py:Plain", "--case", "window", "--rounds", "9") == 2
     assert told() == [("Plain", 0, "window", "unsupported")]
-    assert "not one case of backend 'Plain' was examined: no windows" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "'Plain'" in printed
+    assert printed == snapshot("error: not one case of backend 'Plain' was examined: no windows\n")
 
 
 def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case, question
@@ -20,7 +21,7 @@ LAYER = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8)
 def test_pictures() -> None:
     window = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, sliding_window=2)
     assert draw_mask(window, PathSpec(), RequestSpec(query_len=3, seq_len=5), 80) == [
-        "3 rows x 5 keys",
+        snapshot("3 rows x 5 keys"),
         ".##..",
         "..##.",
         "...##",
@@ -33,7 +34,7 @@ def test_pictures() -> None:
         "####.#",
     ]
     assert draw_mask(LAYER, PathSpec(), RequestSpec(query_len=32, seq_len=64), 8)[:3] == [
-        "32 rows x 64 keys, a character is 2 x 8",
+        snapshot("32 rows x 64 keys, a character is 2 x 8"),
         "####+...",
         "####+...",
     ]
@@ -119,7 +120,10 @@ def test_a_case_is_found_in_any_suite(capsys: pytest.CaptureFixture[str]) -> Non
         assert words in printed.out
     assert printed.err == ""
     assert cli.main(["show", "decode", "--suite", "smoke"]) == 0
-    assert "3 cases match; this is the first. The others: decode.bfloat16, decode.float32" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "decode.bfloat16" in text
+    assert "decode.float32" in text
+    assert text == snapshot("3 cases match; this is the first. The others: decode.bfloat16, decode.float32\n")
     assert cli.main(["show", "no-such-case"]) == 2
 
 

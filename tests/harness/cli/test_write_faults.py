@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
 from attncheck.reports.run_file.store import read_run
@@ -58,7 +59,7 @@ def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(
 def test_a_file_that_cannot_hold_the_header_is_removed(folder: Path, preloaded: None) -> None:
     command = [sys.executable, "-c", LIMITED, "100", *WORDS, "--in-process", "--output", "cut.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (3, "error: cut.jsonl cannot be written: File too large\n")
+    assert (done.returncode, done.stderr) == (3, snapshot("error: cut.jsonl cannot be written: File too large\n"))
     assert not (folder / "cut.jsonl").exists()
 
 
@@ -85,7 +86,7 @@ def test_a_read_only_folder_is_an_error(folder: Path) -> None:
     done = in_mount("ro", f"{FRESH} --output small/run.jsonl")
     assert (done.returncode, done.stderr) == (
         3,
-        "error: small/run.jsonl cannot be written: Read-only file system\n",
+        snapshot("error: small/run.jsonl cannot be written: Read-only file system\n"),
     )
 
 
@@ -93,7 +94,7 @@ def test_a_closed_stdout_is_an_error_before_anything_is_examined(folder: Path) -
     done = subprocess.run(["bash", "-c", f"exec {FRESH} >&-"], stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         3,
-        "error: stdout is closed; send it to a file, or to /dev/null\n",
+        snapshot("error: stdout is closed; send it to a file, or to /dev/null\n"),
     )
     assert not list((folder / "results").iterdir())
 
@@ -132,6 +133,6 @@ def test_a_reader_that_is_gone_before_the_run_ends_it_at_once(
     command = [sys.executable, "-m", "attncheck", *WORDS]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (3, "error: stdout cannot be written: Broken pipe\n")
+    assert (done.returncode, done.stderr) == (3, snapshot("error: stdout cannot be written: Broken pipe\n"))
     (line,) = the_run(folder).read_text().splitlines()
     assert json.loads(line)["kind"] == "header"

@@ -1,9 +1,11 @@
 """What a backend declares about cases and machines decides the outcome, and must be true."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
@@ -26,7 +28,7 @@ def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any,
     assert outcomes(records) == dict.fromkeys(ALL[:-1], "errored") | {"refusals": "failed"}
     claim = records["refusals"]
     assert claim.outcome == "failed"
-    assert claim.summary == "declared, but refused at construct: NotImplementedError: windows are not for me"
+    assert claim.summary == snapshot("declared, but refused at construct: NotImplementedError: windows are not for me")
 
 
 @pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons", "unavailable_case_reasons"])
@@ -71,17 +73,22 @@ def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: An
     assert outcomes(records) == dict.fromkeys(ALL[:-1], "unsupported") | {"refusals": "passed"}
     record = records["numerics"]
     assert record.outcome == "unsupported"
-    assert "'sinks' is not declared" in record.reasons[0]
+    assert record.reasons[0] == snapshot("the layer has attention sinks: feature 'sinks' is not declared")
+    assert "'sinks'" in record.reasons[0]
 
 
 def test_undeclared_accepted_and_right_is_noted(make_case: Any, examine: Any, variant: Any) -> None:
     backend = variant(features=ReferenceBackend.features - {"sinks"})  # its impl still asks ReferenceBackend
     claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "passed"
-    assert claim.notes[0].startswith("answered right without declaring it")
+    assert claim.notes[0] == snapshot(
+        "answered right without declaring it: the layer has attention sinks: feature 'sinks' is not declared"
+    )
 
 
-def test_undeclared_accepted_and_wrong_fails(make_case: Any, examine: Any, with_impl: Any) -> None:
+def test_undeclared_accepted_and_wrong_fails(
+    plain: Callable[[str], str], make_case: Any, examine: Any, with_impl: Any
+) -> None:
     def without_sinks(self: Any, *args: Any, **keywords: Any) -> None:
         ReferenceImpl.__init__(self, *args, **(keywords | {"sinks": None}))
 
@@ -89,8 +96,10 @@ def test_undeclared_accepted_and_wrong_fails(make_case: Any, examine: Any, with_
     backend.features = ReferenceBackend.features - {"sinks"}
     claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "failed"
-    assert "accepted, and wrong" in claim.summary
-    assert claim.meaning == "the sinks are ignored: its truth fits all rows"
+    assert plain(claim.summary) == snapshot(
+        "not declared (the layer has attention sinks: feature 'sinks' is not declared), accepted, and wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+    )
+    assert plain(claim.meaning) == snapshot("the sinks are ignored: its truth fits all rows")
 
 
 def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any, examine: Any, with_impl: Any) -> None:
@@ -98,7 +107,9 @@ def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any, examine: 
     backend.features = ReferenceBackend.features - {"sinks"}
     claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "failed"
-    assert claim.summary.startswith("not declared, and no clear refusal: ZeroDivisionError at forward after changing")
+    assert claim.summary == snapshot(
+        "not declared, and no clear refusal: ZeroDivisionError at forward after changing the cache: division by zero"
+    )
 
 
 def test_undeclared_lse_is_unsupported(make_case: Any, examine: Any, variant: Any) -> None:
@@ -135,4 +146,6 @@ def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any
     record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["refusals"]
     assert record.outcome == "unsupported"
     assert record.by == "attncheck"
-    assert record.reasons == ("output_quant by the path 'split_kv': codes of parts of the keys cannot be merged",)
+    assert record.reasons == snapshot(
+        ("output_quant by the path 'split_kv': codes of parts of the keys cannot be merged",)
+    )

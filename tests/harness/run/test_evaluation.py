@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
@@ -62,7 +63,11 @@ def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any, examine: A
     assert outcomes(records) == dict.fromkeys(ALL[:-1], "errored") | {"refusals": "failed"}
     record = records["numerics"]
     assert record.outcome == "errored"
-    assert (record.stage, record.error_type, record.message) == ("forward", "ZeroDivisionError", "division by zero")
+    assert (record.stage, record.error_type, record.message) == (
+        "forward",
+        "ZeroDivisionError",
+        "division by zero",
+    )
 
 
 def test_leaving_the_process_is_errored_and_the_run_goes_on(make_case: Any, examine: Any, with_impl: Any) -> None:
@@ -119,7 +124,12 @@ def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any, loaded: A
     records = list(examiner.run())
     assert {record.case_id for record in records} == {"fine"}
     assert len(examiner.blind) == 1
-    assert "made/blind: blind to sliding_window" in str(examiner.blind[0])
+    message = str(examiner.blind[0])
+    assert "made/blind" in message
+    assert "sliding_window" in message
+    assert message == snapshot(
+        "case made/blind: blind to sliding_window: no row of the batch has a key it could act on; lengthen a request"
+    )
     assert examiner.fault_of(blind) is examiner.blind[0]
     assert examiner.fault_of(fine) is None
     assert examiner.blind[0].__traceback__ is None, "its frames would keep the case's tensors for the whole run"
@@ -220,7 +230,7 @@ def test_a_check_of_ours_that_runs_out_of_memory_accuses_nobody(
     monkeypatch.setattr("attncheck.harness.checks.case_checks.CaseChecks.examine", full)
     record = examine(ReferenceBackend, make_case())["numerics"]
     assert (record.outcome, record.by) == ("unsupported", "attncheck")
-    assert record.reasons == ("out of memory during the check: no more",)
+    assert record.reasons == snapshot(("out of memory during the check: no more",))
 
 
 def test_truths_are_computed_once_for_all_examiners(

@@ -1,10 +1,12 @@
 """An expectation file is read whole, or refused with the place of its first mistake."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError
 from attncheck.harness.run.expectation_file import load_expectations
@@ -26,29 +28,89 @@ def test_a_file_without_entries_expects_nothing(tmp_path: Path, text: str) -> No
 @pytest.mark.parametrize(
     ("text", "place", "message"),
     [
-        ("backend: Wrong\n", ":1:1", "a list of expectations belongs here, and this is a mapping"),
-        ("- Wrong\n", ":1:3", "mapping"),
-        ("- backend: Wrong\n  case: a\n", ":1:3", "missing"),
-        (None, ":5:", "one of 'failed'"),
-        ("- {backend: W, case: a, check: numeric, outcome: failed, reason: r}\n", ":1:32", "did you mean 'numerics'"),
-        ("- {backend: W, case: a, check: lse, outcome: failed, reason: ''}\n", ":1:62", "needs a reason"),
-        ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, seed: 3}\n", ":1:65", "no key 'seed'"),
-        ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: soon}\n", ":1:72", "write YYYY-MM-DD"),
-        ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: 2026}\n", ":1:72", "a text"),
+        (
+            "backend: Wrong\n",
+            ":1:1",
+            snapshot(
+                "TMP/expect.yaml:1:1: a list of expectations belongs here, and this is a mapping; write - backend: ..., one entry after the other"
+            ),
+        ),
+        (
+            "- Wrong\n",
+            ":1:3",
+            snapshot("TMP/expect.yaml:1:3: [0]: an expectation must be a mapping (found 'Wrong'); give a mapping"),
+        ),
+        (
+            "- backend: Wrong\n  case: a\n",
+            ":1:3",
+            snapshot("""\
+TMP/expect.yaml:1:3: [0].check: check is missing; give it (name of the check; *: any)
+TMP/expect.yaml:1:3: [0].outcome: outcome is missing; give it (what is expected: failed, errored, crashed or timed_out)
+TMP/expect.yaml:1:3: [0].reason: reason is missing; give it (why it is expected)\
+"""),
+        ),
+        (
+            None,
+            ":5:",
+            snapshot(
+                "TMP/expect.yaml:5:12: [0].outcome: outcome must be one of 'failed', 'errored', 'crashed' or 'timed_out' (found 'passed'); what is expected: failed, errored, crashed or timed_out"
+            ),
+        ),
+        (
+            "- {backend: W, case: a, check: numeric, outcome: failed, reason: r}\n",
+            ":1:32",
+            snapshot(
+                "TMP/expect.yaml:1:32: [0].check: unknown check (found 'numeric'); did you mean 'numerics'? (known: ...)"
+            ),
+        ),
+        (
+            "- {backend: W, case: a, check: lse, outcome: failed, reason: ''}\n",
+            ":1:62",
+            snapshot("TMP/expect.yaml:1:62: [0].reason: an expected failure needs a reason; say why it is known"),
+        ),
+        (
+            "- {backend: W, case: a, check: lse, outcome: failed, reason: r, seed: 3}\n",
+            ":1:65",
+            snapshot(
+                "TMP/expect.yaml:1:65: [0].seed: an expectation has no key 'seed'; did you mean 'needs'? (known: ...)"
+            ),
+        ),
+        (
+            "- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: soon}\n",
+            ":1:72",
+            snapshot("TMP/expect.yaml:1:72: [0].until: until must be a date (found 'soon'); write YYYY-MM-DD"),
+        ),
+        (
+            "- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: 2026}\n",
+            ":1:72",
+            snapshot(
+                "TMP/expect.yaml:1:72: [0].until: until must be a text (found 2026); last day on which it is expected, YYYY-MM-DD"
+            ),
+        ),
         (
             "- {backend: W, case: a, check: lse, outcome: failed, reason: r, within: {budget: 3}}\n",
             ":1:74",
-            "did you mean 'budgets'",
+            snapshot(
+                "TMP/expect.yaml:1:74: [0].within.budget: within has no key 'budget'; did you mean 'budgets'? (known: ...)"
+            ),
         ),
         (
             "- {backend: W, case: a, check: lse, outcome: failed, reason: r, within: {values: [NaN]}}\n",
             ":1:83",
-            "one of 'nan'",
+            snapshot(
+                "TMP/expect.yaml:1:83: [0].within.values[0]: an element of values must be one of 'nan', 'inf', 'finite' or 'unwritten' (found 'NaN'); sorts of wrong values: nan, inf, finite, unwritten"
+            ),
         ),
-        ("- {backend: [}\n", ":1:", "not YAML"),
+        (
+            "- {backend: [}\n",
+            ":1:",
+            snapshot("TMP/expect.yaml:1:14: not YAML: did not find expected node content; see the line before, too"),
+        ),
     ],
 )
-def test_a_wrong_file_is_answered_with_the_place(tmp_path: Path, text: str | None, place: str, message: str) -> None:
+def test_a_wrong_file_is_answered_with_the_place(
+    plain: Callable[[str], str], tmp_path: Path, text: str | None, place: str, message: str
+) -> None:
     path = tmp_path / "expect.yaml"
     path.write_text(
         text if text is not None else "- backend: W\n  case: a\n  check: lse\n\n  outcome: passed\n  reason: r\n"
@@ -56,12 +118,13 @@ def test_a_wrong_file_is_answered_with_the_place(tmp_path: Path, text: str | Non
     with pytest.raises(CaseFileError) as caught:
         load_expectations(path)
     assert f"{path}{place}" in str(caught.value)
-    assert message in str(caught.value)
+    assert plain(str(caught.value)) == message
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match="there is no such file"):
+def test_a_file_that_is_not_there(plain: Callable[[str], str], tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError) as refused:
         load_expectations(tmp_path / "expect.yaml")
+    assert plain(str(refused.value)) == snapshot("TMP/expect.yaml: there is no such file")
 
 
 @pytest.mark.parametrize(

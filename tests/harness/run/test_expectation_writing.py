@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.run.expectation_file import load_expectations
 from attncheck.harness.run.expectation_writing import expectations_text
@@ -97,9 +98,7 @@ def test_every_finding_is_one_entry_with_its_story_above(tmp_path: Path) -> None
         errored("smoke/b", "no kernel"),
     ]
     text, found = again(tmp_path, records)
-    assert (
-        text
-        == """\
+    assert text == snapshot("""\
 # Expected failures, from run.jsonl: 2 findings.
 # The run was cut off: a whole run may find more.
 
@@ -118,8 +117,7 @@ def test_every_finding_is_one_entry_with_its_story_above(tmp_path: Path) -> None
   outcome: "failed"
   says: "the window is ignored"
   reason: "not explained yet; found by the run of 2026-11-22"
-"""
-    )
+""")
     assert {each.outcome for each in found} == {"xfailed"}
 
 
@@ -145,5 +143,16 @@ def test_an_earlier_reason_is_kept_and_a_fault_of_attncheck_is_never_excused(tmp
     known = record("xfailed", underlying="failed", summary="7 of 40 rows", reason="known: issue 17")
     ours = record("errored", "smoke/b", stage=OURSELVES, error_type="WorkerError", message="no")
     text = expectations_text(Run("run.jsonl", RunHeader.model_validate(HEADER), (known, ours)))
-    assert '"known: issue 17"' in text
+    assert text == snapshot("""\
+# Expected failures, from run.jsonl: 1 finding.
+# The run was cut off: a whole run may find more.
+
+# 1 case, such as smoke/a.1: 7 of 40 rows
+- backend: "Gqa"
+  case: "smoke/a.1"
+  check: "numerics"
+  outcome: "failed"
+  reason: "known: issue 17"
+""")
+    assert "17" in text
     assert "smoke/b" not in text

@@ -1,6 +1,7 @@
 """Where backends do not take the pages of a suite, others are chosen that most of them take; cases keep their own."""
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.page_choice import fit_pages
@@ -40,8 +41,10 @@ def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_says_is_kept(suite
     asked = select_cases([suite])
     fitted, notes = fit_pages(asked, [backend(page_multiples=(32,), layouts=("HND",))], {})
     assert pages(fitted) == {"left": (32, "HND"), "sized": (8, "HND"), "laid.NHD": (32, "NHD"), "laid.HND": (32, "HND")}
-    assert notes == (
-        "suite own: cache.block_size=32 in place of 16, cache.layout=HND in place of NHD, for a; --set chooses others",
+    assert notes == snapshot(
+        (
+            "suite own: cache.block_size=32 in place of 16, cache.layout=HND in place of NHD, for a; --set chooses others",
+        )
     )
     again = select_cases(fitted.refs)
     assert (again.cases, again.suites[0].hash) == (fitted.cases, fitted.suites[0].hash)
@@ -70,8 +73,8 @@ def test_most_backends_decide_and_the_suite_where_as_many_take_its_own(suite):
     small, large, any_size = backend("s", page_sizes=(16,)), backend("l", page_sizes=(128,)), backend("x")
     kept, notes = fit_pages(asked, [small, large, any_size], {})
     assert pages(kept)["left"] == (16, "NHD")
-    assert notes == (
-        "suite own: l does not take cache.block_size=16, cache.layout=NHD; in a run of its own others are chosen",
+    assert notes == snapshot(
+        ("suite own: l does not take cache.block_size=16, cache.layout=NHD; in a run of its own others are chosen",)
     )
     fitted, _ = fit_pages(asked, [large, any_size], {})
     assert pages(fitted)["left"] == (128, "NHD")

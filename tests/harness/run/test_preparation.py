@@ -1,9 +1,11 @@
 """A run is prepared: without a named suite, each backend gets the one that it says suits it."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.cases.loader import load_suite
@@ -77,8 +79,10 @@ def test_a_suite_that_is_named_is_asked_of_all(slow: str) -> None:
 @pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
 def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
     refs = [slow.replace("Slow", name) for name in names]
-    with pytest.raises(SelectionError, match="no such case in interpreted, the suite asked by default; give --suite"):
+    with pytest.raises(SelectionError) as refused:
         prepare_run(select_cases([], ["decode.float16"]), refs, RunSettings(device="cpu"))
+    assert str(refused.value) == snapshot("no such case in interpreted, the suite asked by default; give --suite smoke")
+    assert "--suite" in str(refused.value)
 
 
 def test_a_run_that_names_nothing_is_short() -> None:
@@ -94,8 +98,14 @@ def test_a_run_that_names_nothing_is_short() -> None:
     assert {case.key for case in prepared.plan.cases} == set().union(*asked.values())
     (note,) = prepared.notes
     assert re.search(r"triton_unified.*: 9 of 79 cases of suite interpreted; ", note)
-    assert "reference_mla, torch_mla: 2 of 78 cases of suite smoke; " in note
-    assert note.endswith("; --case '*' asks all")
+    assert note == snapshot(
+        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 79 cases of suite interpreted; reference_mla, torch_mla: 2 of 78 cases of suite smoke; triton_mla: 1 of 79 cases of suite interpreted; --case '*' asks all"
+    )
+    assert "reference_mla" in note
+    assert "torch_mla" in note
+    assert "78" in note
+    assert "--case" in note
+    assert "'*'" in note
 
 
 def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
@@ -124,8 +134,10 @@ def test_a_process_prepares_its_part_without_choosing_a_backend() -> None:
 def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
     gone = UnavailableBackend("gone", "gone", ("no library",))
     selection, settings = select_cases(["smoke"]), RunSettings(device="cpu")
-    with pytest.raises(SelectionError, match="'gone' is unavailable here: no library"):
+    with pytest.raises(SelectionError) as refused:
         prepare_run(selection, ["gone"], settings, loaded=[gone])
+    assert str(refused.value) == snapshot("backend 'gone' is unavailable here: no library")
+    assert "'gone'" in str(refused.value)
     prepared = prepare_run(selection, ["gone"], settings, loaded=[gone], keeps_unavailable=True)
     assert [each.unavailable_reasons for each in prepared.backends] == [("no library",)]
     assert prepared.plan.backends == (gone,)
@@ -142,9 +154,14 @@ def test_from_python_too(slow: str) -> None:
     assert [suite.name for suite in examination.header.suites] == ["interpreted"]
 
 
-def test_only_the_two_can_be_said(slow: str) -> None:
-    with pytest.raises(BackendLoadError, match="default_suite answered 'decode', none of smoke, interpreted"):
+def test_only_the_two_can_be_said(plain: Callable[[str], str], slow: str) -> None:
+    with pytest.raises(BackendLoadError) as refused:
         attncheck.examine(slow.replace("Slow", "Odd"))
+    assert plain(str(refused.value)) == snapshot(
+        "backend 'TMP/slow.py:Odd': default_suite answered 'decode', none of smoke, interpreted"
+    )
+    assert "default_suite" in str(refused.value)
+    assert "'decode'" in str(refused.value)
     assert DEFAULT_SUITES == ("smoke", "interpreted")
 
 
@@ -171,7 +188,12 @@ def test_a_named_backend_is_asked_on_pages_that_it_takes(tmp_path: Path) -> None
     assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)
     (record,) = examined(prepared)
     assert (record.outcome, record.case_hash) == ("passed", prepared.selection.cases[0].hash)
-    assert prepared.notes[0].startswith("suite smoke: cache.block_size=48 in place of 16, cache.layout=HND")
+    assert prepared.notes[0] == snapshot(
+        "suite smoke: cache.block_size=48 in place of 16, cache.layout=HND in place of NHD, for Picky; --set chooses others"
+    )
+    assert "block_size" in prepared.notes[0]
+    assert "48" in prepared.notes[0]
+    assert "16" in prepared.notes[0]
 
 
 def test_declarations_that_raise_choose_no_pages(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -75,15 +76,16 @@ def test_ten_rounds_where_nothing_else_is_said(
 @pytest.mark.parametrize(
     ("wanted", "is_timed", "in_process", "told"),
     [
-        (0, True, False, "0 rounds: give a whole number, 1 or above"),
-        (-1, False, True, "-1 rounds: give a whole number"),
-        (2, False, False, "add --check timing"),
-        (2, True, True, "leave out --in-process or --rounds"),
+        (0, True, False, snapshot("0 rounds: give a whole number, 1 or above")),
+        (-1, False, True, snapshot("-1 rounds: give a whole number, 1 or above")),
+        (2, False, False, snapshot("2 rounds, and only the check timing is made in rounds; add --check timing")),
+        (2, True, True, snapshot("2 rounds in one process: a round is a process; leave out --in-process or --rounds")),
     ],
 )
 def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, told: str) -> None:
-    with pytest.raises(SelectionError, match=told):
+    with pytest.raises(SelectionError) as refused:
         choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
+    assert str(refused.value) == told
 
 
 class FakePool(WorkerPool):
@@ -117,5 +119,9 @@ def test_a_selection_knows_whether_it_is_timed() -> None:
     assert asked.is_timed
     assert asked.cases == select_cases(["decode"]).cases
     check_timed(asked, "--kernels")
-    with pytest.raises(SelectionError, match="--kernels is about the check timing"):
+    with pytest.raises(SelectionError) as refused:
         check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")
+    assert str(refused.value) == snapshot(
+        "--kernels is about the check timing, which is made by name: ask for it as well"
+    )
+    assert "--kernels" in str(refused.value)

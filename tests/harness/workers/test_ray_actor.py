@@ -1,10 +1,11 @@
 """What runs on a node, without a cluster: whom it refuses, and that it examines as a run does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.harness.run.backend_description import BackendDescription
@@ -132,7 +133,9 @@ def test_a_device_that_is_not_there_is_a_reason(actor: RayActor, folder: Path) -
     assert "device 'xpu'" in answer.reason
 
 
-def test_suites_that_read_otherwise_on_the_node_are_refused(actor: RayActor, folder: Path) -> None:
+def test_suites_that_read_otherwise_on_the_node_are_refused(
+    plain: Callable[[str], str], actor: RayActor, folder: Path
+) -> None:
     selection, prepared = begun(actor, folder)
     suite = replace(selection.suites[0], cases=selection.suites[0].cases[:1])
     changed = replace(selection, suites=(suite,))
@@ -140,4 +143,4 @@ def test_suites_that_read_otherwise_on_the_node_are_refused(actor: RayActor, fol
     actor.begin(assignment.model_copy(update={"digests": ("0" * 12,)}), WorkerSettings())
     (reason,) = actor.describe({"reference": ""})
     assert isinstance(reason, str)
-    assert "has changed since the run began" in reason
+    assert plain(reason) == snapshot("ROOT/src/attncheck/cases/suites/smoke.yaml has changed since the run began")

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -122,8 +123,9 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
         assert isinstance(fault, HarnessFailure)
         assert fault.error == "KeyError: 'small/none'"
         assert "in serve_cases" in fault.traceback
-        with pytest.raises(ProcessEndedError, match="left with exit code 0"):
+        with pytest.raises(ProcessEndedError) as refused:
             process.receive()
+        assert str(refused.value) == snapshot("left with exit code 0")
 
 
 def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
@@ -218,7 +220,7 @@ def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: 
         process.send(ChooseDevice(wanted="moon", wishes=()))
         refused = process.receive()
         assert isinstance(refused, Refused)
-        assert "no such device; give cpu, cuda or cuda:N" in refused.reason
+        assert refused.reason == snapshot("device 'moon': no such device; give cpu, cuda or cuda:N")
         process.send(assignment())
         assert isinstance(process.receive(), Described)
 
@@ -239,16 +241,18 @@ def test_times_are_taken_as_the_run_says(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ref", "reason"),
     [
-        ("refrence", "did you mean 'reference'?"),
-        ("mine.py:Other", "Needy"),
+        ("refrence", snapshot("unknown backend 'refrence'; did you mean 'reference'? (known: ...)")),
+        ("mine.py:Other", snapshot("backend 'mine.py:Other': TMP/mine.py has no 'Other'; ask for TMP/mine.py:Needy")),
     ],
 )
-def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str, reason: str) -> None:
+def test_what_is_no_backend_is_refused_in_the_same_words(
+    plain: Callable[[str], str], folder: Path, ref: str, reason: str
+) -> None:
     with loading(ref) as process:
         process.send(assignment())
         refused = process.receive()
         assert isinstance(refused, Refused)
-        assert reason in refused.reason
+        assert plain(refused.reason) == reason
 
 
 def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
@@ -258,17 +262,21 @@ def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
         process.send(asked)
         refused = process.receive()
         assert isinstance(refused, Refused)
-        assert "small.yaml has changed since the run began" in refused.reason
+        assert refused.reason == snapshot("small.yaml has changed since the run began")
 
 
-def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_exits_is_refused(
+    plain: Callable[[str], str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "module_that_leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(str(folder))
     with loading("module_that_leaves:Mine") as process:
         process.send(assignment())
         refused = process.receive()
         assert isinstance(refused, Refused)
-        assert "importing it raised SystemExit: 0" in refused.reason
+        assert plain(refused.reason) == snapshot(
+            "backend 'module_that_leaves:Mine': importing it raised SystemExit: 0 (TMP/module_that_leaves.py:N: raise SystemExit(0))"
+        )
 
 
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
@@ -277,7 +285,8 @@ def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path
         described = process.receive()
         assert isinstance(described, Described)
         assert described.description.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
-        assert described.description.unavailable_reasons == ("needs a moon",)
+        assert described.description.unavailable_reasons == snapshot(("needs a moon",))
         process.finish()
-        with pytest.raises(ProcessEndedError, match="left with exit code 0"):
+        with pytest.raises(ProcessEndedError) as refused:
             process.receive()
+        assert str(refused.value) == snapshot("left with exit code 0")

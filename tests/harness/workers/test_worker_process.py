@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from inline_snapshot import snapshot
 
 from attncheck.harness.workers import process_control, worker_process
 from attncheck.harness.workers.protocol import Examine
@@ -166,8 +167,9 @@ time.sleep(60)
 open({str(tmp_path / "awake")!r}, "w").close()
 """
     with start(monkeypatch, code) as process:
-        with pytest.raises(ProcessEndedError, match="left with exit code 4"):
+        with pytest.raises(ProcessEndedError) as refused:
             process.receive()
+        assert str(refused.value) == snapshot("left with exit code 4")
         assert not (tmp_path / "awake").exists()  # told while the copy still held the pipe
     assert wait_for(lambda: ended(int(note.read_text())))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -216,11 +217,16 @@ def test_what_does_not_go_together_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             step.answer(**options)
     step.kv_cache = step.kv_cache.to(torch.float8_e5m2)
-    with pytest.raises(ValueError, match="needs a k_scale of one element"):
+    with pytest.raises(ValueError) as refused:
         step.answer(k_scale=None)
+    assert str(refused.value) == snapshot("latent attention: a cache of codes needs a k_scale of one element")
+    assert "k_scale" in str(refused.value)
     step.kv_cache = step.kv_cache.to(torch.float64)
-    with pytest.raises(ValueError, match=r"kv_cache is torch\.float64"):
+    with pytest.raises(ValueError) as refused:
         step.answer()
+    assert str(refused.value) == snapshot("latent attention: kv_cache is torch.float64")
+    assert "kv_cache" in str(refused.value)
+    assert "torch.float64" in str(refused.value)
 
 
 def test_no_requests_are_nothing_to_do() -> None:

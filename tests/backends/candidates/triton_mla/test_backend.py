@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
 from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
@@ -87,6 +88,8 @@ def test_a_scale_a_head_is_refused_before_anything_is_written() -> None:
     cache = torch.zeros(2, 4, 20, device=DEVICE).to(torch.float8_e4m3fn)
     layer = type("Layer", (), {"_k_scale": torch.ones(3, device=DEVICE)})()
     rows = torch.ones(1, 16, device=DEVICE), torch.ones(1, 4, device=DEVICE)
-    with pytest.raises(ValueError, match="k_scale has shape"):
+    with pytest.raises(ValueError) as refused:
         impl.write(layer, *rows, cache, torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    assert str(refused.value) == snapshot("k_scale has shape (3,): neither 1 element, [1] nor [2, 4, 1]")
+    assert "k_scale" in str(refused.value)
     assert not cache.float().any()

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -141,27 +142,47 @@ def test_offsets_beyond_32_bits_are_reached() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"key": torch.zeros(1, HEADS, SIZE)}, r"key has shape \(1, 3, 24\), not \[2\+, 3, 24\]"),
-        ({"key": torch.zeros(2, HEADS, SIZE, dtype=torch.float64)}, "key has dtype torch.float64"),
-        ({"key_cache": torch.zeros(BLOCKS, PAGE, HEADS, SIZE, dtype=torch.float16)}, "caches have dtypes"),
-        ({"value_cache": torch.zeros(BLOCKS, PAGE, SIZE)}, "caches have shapes"),
-        ({"slot_mapping": torch.zeros(2)}, "slot_mapping is torch.float32"),
+        (
+            {"key": torch.zeros(1, HEADS, SIZE)},
+            snapshot("reshape_and_cache: key has shape (1, 3, 24), not [2+, 3, 24]"),
+        ),
+        (
+            {"key": torch.zeros(2, HEADS, SIZE, dtype=torch.float64)},
+            snapshot("reshape_and_cache: key has dtype torch.float64"),
+        ),
+        (
+            {"key_cache": torch.zeros(BLOCKS, PAGE, HEADS, SIZE, dtype=torch.float16)},
+            snapshot("reshape_and_cache: caches have dtypes torch.float16 and torch.float32"),
+        ),
+        (
+            {"value_cache": torch.zeros(BLOCKS, PAGE, SIZE)},
+            snapshot(
+                "reshape_and_cache: caches have shapes (5, 6, 3, 24) and (5, 6, 24), not [NB, BS, Hkv, D]; value has shape (2, 3, 24), not [2+, 24]"
+            ),
+        ),
+        (
+            {"slot_mapping": torch.zeros(2)},
+            snapshot("reshape_and_cache: slot_mapping is torch.float32 (2,), not int32 or int64 [T]"),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], message: str) -> None:
     cache = torch.zeros(BLOCKS, PAGE, HEADS, SIZE)
     given = {"key": torch.ones(2, HEADS, SIZE), "value": torch.ones(2, HEADS, SIZE), "key_cache": cache}
     given |= {"value_cache": cache, "slot_mapping": torch.tensor([1, 2])} | changed
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError) as refused:
         reshape_and_cache(**given)
+    assert str(refused.value) == message
     assert not cache.any()
 
 
 def test_a_scale_of_no_shape_is_refused() -> None:
     cache = torch.zeros(BLOCKS, PAGE, HEADS, SIZE, dtype=torch.float8_e5m2)
     rows = torch.ones(2, HEADS, SIZE)
-    with pytest.raises(ValueError, match=r"k_scale has shape \(2,\): neither 1 element, \[3\] nor \[5, 6, 3\]"):
+    with pytest.raises(ValueError) as refused:
         reshape_and_cache(rows, rows, cache, cache, torch.tensor([1, 2]), k_scale=torch.ones(2))
+    assert str(refused.value) == snapshot("k_scale has shape (2,): neither 1 element, [3] nor [5, 6, 3]")
+    assert "k_scale" in str(refused.value)
 
 
 def test_a_compiled_step_writes_the_same_into_views_of_one_tensor() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.vllm import latent_bridge
 from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLatentBuilder
@@ -95,7 +96,7 @@ def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch)
 
 def test_rows_without_a_slot_are_asked_where_graphs_are(monkeypatch):
     asked = batch((1, 9), (4, 9), unmapped_tokens=3)
-    assert reasons(asked) == ["rows that no slot is for: vLLM's runner pads no rows on a CPU"]
+    assert reasons(asked) == snapshot(["rows that no slot is for: vLLM's runner pads no rows on a CPU"])
     monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: True)
     assert reasons(asked) == []
 

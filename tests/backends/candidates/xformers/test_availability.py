@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.xformers import availability
 from attncheck.backends.candidates.xformers.backend import XFormersBackend
@@ -90,7 +91,7 @@ def test_the_operator_named_here_needs_no_extension(monkeypatch):
 
 def test_without_a_gpu_of_nvidia_s_none_is_served(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "device cuda: torch finds no GPU" in XFormersBackend.unavailable_reasons("cuda")
+    assert XFormersBackend.unavailable_reasons("cuda") == snapshot(["device cuda: torch finds no GPU"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert any("AMD" in reason for reason in XFormersBackend.unavailable_reasons("cuda"))

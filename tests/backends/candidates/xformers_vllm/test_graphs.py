@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.xformers.availability import unavailable_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
@@ -39,14 +40,21 @@ def finding(builder):
     return GraphLevelCheck(0, torch.device("cpu")).examine(Promising, case)
 
 
-def test_the_views_read_the_device_in_forward():
+def test_the_views_read_the_device_in_forward(plain):
     found = finding(PromisingBuilder)
     assert isinstance(found, Broken)
-    assert "declared UNIFORM_SINGLE_TOKEN_DECODE, measured NEVER" in found.summary
-    assert "host read: .item()" in found.summary
+    assert plain(found.summary) == snapshot(
+        "declared UNIFORM_SINGLE_TOKEN_DECODE, measured NEVER: probe 'decode' broke: forward cannot be captured (8 requests of 1, 8 tokens): host read: .item() at src/attncheck/backends/candidates/xformers_vllm/metadata.py:N in _view; host read: .item() at src/attncheck/backends/candidates/xformers_vllm/metadata.py:N in _view"
+    )
+    assert "UNIFORM_SINGLE_TOKEN_DECODE" in found.summary
 
 
 def test_without_that_the_bias_of_the_capture_is_frozen():
     found = finding(EarlyBuilder)
     assert isinstance(found, Broken)
-    assert "metadata.attn_bias.k_seqinfo.seqlen_py[0] was 1 at capture" in found.meaning
+    assert found.meaning == snapshot(
+        "the same step is right without a graph: numbers are frozen at capture, such as these: metadata.max_seq_len was 80 at capture and is 35 now; metadata.attn_bias.k_seqinfo.max_seqlen was 1 at capture and is 35 now; metadata.attn_bias.k_seqinfo.seqlen_py[0] was 1 at capture and is 15 now"
+    )
+    assert "attn_bias" in found.meaning
+    assert "k_seqinfo" in found.meaning
+    assert "seqlen_py" in found.meaning

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.registry import load
 from attncheck.harness.checks.cudagraph import backend_levels, check
@@ -82,7 +83,7 @@ def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(
 def test_head_room_is_told():
     finding = judge_level(measurement(NEVER, UNIFORM, ProbeFault("wrong")))
     assert isinstance(finding, Holds)
-    assert finding.notes == ("head-room: NEVER is declared, UNIFORM_BATCH measured",)
+    assert finding.notes == snapshot(("head-room: NEVER is declared, UNIFORM_BATCH measured",))
 
 
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, SINGLE), (NEVER, NEVER)])
@@ -96,7 +97,7 @@ def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
 def test_head_room_is_told_as_far_as_it_was_seen():
     finding = judge_level(measurement(NEVER, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
-    assert finding.notes[0] == "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured"
+    assert finding.notes[0] == snapshot("head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured")
 
 
 def test_how_it_was_measured_stands_beside_a_level_that_holds():
@@ -104,11 +105,14 @@ def test_how_it_was_measured_stands_beside_a_level_that_holds():
     noted = replace(measured, levels=measured.levels.model_copy(update={"notes": ("over numbers",)}))
     assert judge_level(noted).notes == (
         "over numbers",
-        "head-room: UNIFORM_SINGLE_TOKEN_DECODE is declared, UNIFORM_BATCH measured",
+        snapshot("head-room: UNIFORM_SINGLE_TOKEN_DECODE is declared, UNIFORM_BATCH measured"),
     )
 
 
 def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
     finding = judge_level(measurement(SINGLE, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
-    assert "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known" in finding.notes[0]
+    assert finding.notes[0] == snapshot(
+        "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known: probe 'lengths' cannot be examined here: hidden"
+    )
+    assert "UNIFORM_SINGLE_TOKEN_DECODE" in finding.notes[0]

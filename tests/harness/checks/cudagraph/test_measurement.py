@@ -5,6 +5,7 @@ from enum import Enum
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
@@ -76,10 +77,12 @@ def test_every_probe_has_an_outcome_and_those_behind_the_first_that_broke_are_no
     assert set(outcomes[first + 1 :]) == {"not run"}
 
 
-def test_the_line_that_reads_the_host_is_named(questions):
+def test_the_line_that_reads_the_host_is_named(plain, questions):
     measurement = measure_level(ReferenceBackend, questions, CPU)
     _, fault = measurement.broke
-    assert "host read: .tolist() at " in str(fault)
+    assert plain(str(fault)) == snapshot(
+        "forward cannot be captured (8 requests of 1, 8 tokens): host read: .tolist() at src/attncheck/reference/arguments.py:N in host_ints; data-dependent shape: .nonzero() at src/attncheck/reference/attention/cache.py:N in reshape_and_cache; host read: .cpu() at src/attncheck/reference/attention/pages.py:N in paged_requests; host copy: .to() at src/attncheck/reference/attention/pages.py:N in paged_requests"
+    )
     assert "reference/arguments.py:" in str(fault)
 
 
@@ -144,7 +147,10 @@ def test_a_level_whose_batches_are_declined_is_not_reached(questions):
     assert measurement.reached is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     finding = cudagraph.judge_level(measurement)
     assert isinstance(finding, Broken)
-    assert "query_len 2: only decodes" in finding.summary
+    assert finding.summary == snapshot(
+        "declared UNIFORM_BATCH, measured UNIFORM_SINGLE_TOKEN_DECODE: probe 'verify 2' broke: the backend declares that it does not serve such batches: query_len 2: only decodes"
+    )
+    assert "query_len" in finding.summary
 
 
 def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
@@ -159,7 +165,7 @@ def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
 
     with pytest.raises(StageError) as caught:
         measure_level(Broken, questions, CPU)
-    assert caught.value.raised.message == "no kernel for this machine"
+    assert caught.value.raised.message == snapshot("no kernel for this machine")
 
 
 def test_one_that_refuses_only_to_be_captured_measures_never(questions):
@@ -174,5 +180,7 @@ def test_one_that_refuses_only_to_be_captured_measures_never(questions):
 
     measurement = measure_level(Refuses, questions, CPU)
     assert measurement.reached is AttentionCGSupport.NEVER
-    assert "NotImplementedError: no graphs" in str(measurement.broke[1])
+    assert str(measurement.broke[1]) == snapshot(
+        "build for capture raised NotImplementedError: no graphs (8 requests of 1, 8 tokens)"
+    )
     assert isinstance(cudagraph.judge_level(measurement), Holds)

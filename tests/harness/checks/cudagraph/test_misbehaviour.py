@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
@@ -58,7 +59,10 @@ def test_a_frozen_number_is_a_fault_although_no_two_answers_have_the_same_bits()
 
     finding = examined(backend_of(Builder, Impl))
     assert isinstance(finding, Broken)
-    assert "max_seq_len was 1 at capture" in finding.meaning
+    assert finding.meaning == snapshot(
+        "the same step is right without a graph: numbers are frozen at capture, such as these: metadata.seq_lens[0] was 1 at capture and is 15 now; metadata.common.max_seq_len was 1 at capture and is 35 now"
+    )
+    assert "max_seq_len" in finding.meaning
 
 
 def test_what_it_cannot_do_at_all_above_its_level_leaves_the_level_measured():
@@ -148,7 +152,9 @@ def test_what_is_raised_once_is_a_finding(impl, said):
 def test_what_the_watch_causes_is_no_finding():
     finding = examined(backend_of(impl=RaisesWatched))
     assert isinstance(finding, NotExamined)
-    assert "does not run while torch's modes watch it: RuntimeError: no rule for this mode" in finding.reasons[0]
+    assert finding.reasons[0] == snapshot(
+        "level UNIFORM_BATCH, probe 'decode': cannot be examined here: it does not run while torch's modes watch it: RuntimeError: no rule for this mode"
+    )
 
 
 class ChangesAtCapture(SDPAImpl):
@@ -183,14 +189,24 @@ class FillsForCapture(SDPABuilder):
 @pytest.mark.parametrize(
     ("impl", "said"),
     [
-        (ChangesAtCapture, "'decode' broke: forward changed its inputs at capture: metadata.num_computed_tokens_cpu"),
-        (ChangesBehind, "'buckets' broke: forward changed its inputs at capture: metadata.seq_lens (8 requests"),
+        (
+            ChangesAtCapture,
+            snapshot(
+                "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: forward changed its inputs at capture: metadata.num_computed_tokens_cpu (8 requests of 1, 8 tokens)"
+            ),
+        ),
+        (
+            ChangesBehind,
+            snapshot(
+                "declared UNIFORM_BATCH, measured NEVER: probe 'buckets' broke: forward changed its inputs at capture: metadata.seq_lens (8 requests of 1, 8 tokens)"
+            ),
+        ),
     ],
 )
 def test_what_forward_changes_of_the_metadata_at_capture_is_told(impl, said):
     finding = examined(backend_of(impl=impl))
     assert isinstance(finding, Broken)
-    assert said in finding.summary
+    assert finding.summary == said
 
 
 def test_a_builder_may_fill_in_the_dummies_of_a_capture():
@@ -220,7 +236,9 @@ def test_a_threshold_that_raises_is_the_builder_s_fault():
 
     finding = examined(backend_of(Builder))
     assert isinstance(finding, Broken)
-    assert "builder raised ValueError: no threshold" in finding.summary
+    assert finding.summary == snapshot(
+        "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: graph for 8 requests of 1, 8 tokens, requests 1 of 15, 1 of 7, 1 of 35, 1 of 1, 1 of 2, 1 of 16, 1 of 17, 1 of 17: builder raised ValueError: no threshold"
+    )
 
 
 class Closed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.registry import LoadedBackend
@@ -55,7 +56,7 @@ def test_what_the_backend_leaves_out_stands_beside_it(merge_case: Any) -> None:
     assert set(outcomes(records).values()) == {"unsupported"}
     record = records["refusals"]
     assert record.outcome == "unsupported"
-    assert record.reasons == ("dtype float32: supported are float16",)
+    assert record.reasons == snapshot(("dtype float32: supported are float16",))
 
 
 def test_a_list_of_functions_that_raises_is_errored(merge_case: Any) -> None:
@@ -73,7 +74,7 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
 
     records = examine(offering(causal_conv1d=broken), conv_case())
     assert outcomes(records) == dict.fromkeys(ALL, "errored") | UNASKED | {"refusals": "failed"}
-    assert said(records["refusals"]) == "declared, but raised at causal_conv1d: KeyError: 'line'"
+    assert said(records["refusals"]) == snapshot("declared, but raised at causal_conv1d: KeyError: 'line'")
     record = records["numerics"]
     assert record.outcome == "errored"
     assert record.traceback.count("File ") == 1  # that of the function, and none of the harness
@@ -116,9 +117,9 @@ def test_changed_arguments_are_named_though_the_answer_is_right(merge_case: Any,
         return y
 
     merged = examine(offering(merge_attn_states=merge), merge_case())
-    assert said(merged["numerics"]) == "arguments were changed: lse_a, out_b"
+    assert said(merged["numerics"]) == snapshot("arguments were changed: lse_a, out_b")
     convolved = examine(offering(causal_conv1d=convolve), conv_case())
-    assert said(convolved["numerics"]) == "arguments were changed: x, has_initial_state"
+    assert said(convolved["numerics"]) == snapshot("arguments were changed: x, has_initial_state")
 
 
 def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any) -> None:
@@ -146,7 +147,7 @@ def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: A
 
     record = examine(offering(merge_attn_states=merge), merge_case())["containment"]
     assert record.outcome == "passed"
-    assert record.notes == ("compared within the budget: the function does not repeat itself on equal input",)
+    assert record.notes == snapshot(("compared within the budget: the function does not repeat itself on equal input",))
 
 
 def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any, merge_case: Any) -> None:
@@ -159,7 +160,7 @@ def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any
     assert needed_bytes(merge_case((1, 10**6))) < 2**20  # context is only a number
 
 
-def test_a_wrong_convolution_is_told_in_rows(conv_case: Any) -> None:
+def test_a_wrong_convolution_is_told_in_rows(plain: Callable[[str], str], conv_case: Any) -> None:
     def convolve(x: Any, *rest: Any, **options: Any) -> Any:
         y = causal_conv1d(x, *rest, **options)
         y[7] *= 1.05
@@ -167,7 +168,9 @@ def test_a_wrong_convolution_is_told_in_rows(conv_case: Any) -> None:
         return y
 
     records = examine(offering(causal_conv1d=convolve), conv_case((6, 9), (6, 20)))
-    assert said(records["numerics"]) == "2 of 12 rows, first: row 7 (request 1, position 15); worst not a number"
+    assert plain(said(records["numerics"])) == snapshot(
+        "2 of 12 rows, first: row 7 (request 1, position 15); worst ..."
+    )
     assert outcomes(records)["cache_write"] == "passed"
 
 

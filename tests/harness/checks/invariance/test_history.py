@@ -1,10 +1,12 @@
 """What an impl and builder saw before, or see beside a step: the finding names the batch or the layer that matters."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
@@ -78,35 +80,106 @@ def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -
 @pytest.mark.parametrize(
     ("mutant", "history", "words"),
     [
-        (mutants.PlansForTheLongest, "a batch of longer requests", "wrong after a batch of longer requests"),
-        (mutants.KeepsTheMostRequests, "a batch of more requests", "wrong after a batch of more requests"),
-        (mutants.StaysSplit, "a batch of one request with many keys", "many keys (q1s601)"),
-        (mutants.PrefillsAsItDecoded, "a batch of decodes", "wrong after a batch of decodes"),
-        (mutants.KeepsTheMaskInMetadata, "other", "wrong in a step with a layer with scale"),
-        (mutants.GathersOnceAStep, "mirror", "a second layer of the same kind"),
-        (mutants.WritesForSharingLayers, "sharing", "a layer that shares its cache"),
-        (mutants.ScaleOfTheLatestLayer, "other", "wrong in a step with a layer with scale"),
-        (mutants.TableOfTheLatestGroup, "group", "a layer with head_size 32 in another group"),
-        (mutants.OnePlanForAllBuilders, "equal", "in flight as a micro-batch"),
-        (mutants.BoundOfTheLatestBuild, "unequal", "in flight as a micro-batch"),
+        (
+            mutants.PlansForTheLongest,
+            "a batch of longer requests",
+            snapshot(
+                "right in a first step, wrong after a batch of longer requests (q33s49_q7s131_q1s210): 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.KeepsTheMostRequests,
+            "a batch of more requests",
+            snapshot(
+                "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows, first: row 40 (request 2, position 129), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.StaysSplit,
+            "a batch of one request with many keys",
+            snapshot(
+                "right in a first step, wrong after a batch of one request with many keys (q1s601): 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.PrefillsAsItDecoded,
+            "a batch of decodes",
+            snapshot(
+                "right in a first step, wrong after a batch of decodes (q1_q1s55_q1s130): 38 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.KeepsTheMaskInMetadata,
+            "other",
+            snapshot(
+                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows, first: row 1 (request 0, position 1), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.GathersOnceAStep,
+            "mirror",
+            snapshot(
+                "right in a first step, wrong in a step with a second layer of the same kind: a second layer of the same kind: 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.WritesForSharingLayers,
+            "sharing",
+            snapshot(
+                "right in a first step, wrong in a step with a layer that shares its cache: a layer that shares its cache: 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.ScaleOfTheLatestLayer,
+            "other",
+            snapshot(
+                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows, first: row 1 (request 0, position 1), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.TableOfTheLatestGroup,
+            "group",
+            snapshot(
+                "right in a first step, wrong in a step with a layer with head_size 32 in another group: 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.OnePlanForAllBuilders,
+            "equal",
+            snapshot(
+                "right in a first step, wrong in a step with a batch of the same shape (q33_q7s60_q1s129) in flight as a micro-batch: 8 of 41 rows, first: row 33 (request 1, position 54), all heads; worst ..."
+            ),
+        ),
+        (
+            mutants.BoundOfTheLatestBuild,
+            "unequal",
+            snapshot(
+                "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows, first: row 40 (request 2, position 129), all heads; worst ..."
+            ),
+        ),
     ],
 )
-def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: Any, history: str, words: str) -> None:
+def test_the_finding_names_what_makes_the_difference(
+    plain: Callable[[str], str], make_case: Any, mutant: Any, history: str, words: str
+) -> None:
     rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
     one = everything(rows, session)[history]
     # Much more is played; what does not matter is left out of the words.
     around = replace(one, before=(*one.before, earlier_batches.alike(rows.problem.case)))
     found = check_step(rows, session, around)
     assert isinstance(found, Broken)
-    assert words in found.summary
+    assert plain(found.summary) == words
     assert "of the same shape (" not in found.summary or history == "equal"
 
 
-def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(make_case: Any) -> None:
+def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(plain: Callable[[str], str], make_case: Any) -> None:
     rows, session = begun(mutants.DecodesAsItPrefilled, make_case((1, 37), (1, 130)))
     found = check_step(rows, session, everything(rows, session)["a batch of prompts"])
     assert isinstance(found, Broken)
-    assert "wrong after a batch of prompts (q37_q64)" in found.summary
+    assert plain(found.summary) == snapshot(
+        "right in a first step, wrong after a batch of prompts (q37_q64): 2 of 2 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+    )
+    assert "q37_q64" in found.summary
 
 
 def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:

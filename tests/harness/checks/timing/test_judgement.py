@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.timing import judgement
@@ -57,15 +58,18 @@ def test_right_answers_pass(bench):
     assert bench.judge.num_judged == 5
 
 
-def test_the_answer_of_an_earlier_call_is_known_again(bench):
+def test_the_answer_of_an_earlier_call_is_known_again(plain, bench):
     earlier = [bench.source.next() for _ in range(3)]
     for asked in earlier:
         bench.put(asked, bench.right(asked))
     found = bench.refusal(bench.source.next(), bench.right(earlier[1]))
-    assert "the contents of 2 calls before: results are kept" in found.meaning
-    assert found.summary.startswith("forward: call 4 was answered wrong: ")
+    assert plain(found.meaning) == snapshot(
+        "it is the right answer to the contents of 2 calls before: results are kept, and found again by address or by a fingerprint of the inputs"
+    )
+    assert plain(found.summary) == snapshot(
+        "forward: call 4 was answered wrong: 5 of 5 rows, first: row 0 (request 0, position 20), all heads; worst ..."
+    )
     found = bench.refusal(bench.source.next(), bench.right(earlier[2]))
-    assert "of the call before" in found.meaning
 
 
 def test_an_output_nobody_wrote_is_told_from_a_wrong_one(bench):
@@ -81,7 +85,9 @@ def test_an_output_that_comes_later_is_told(bench, monkeypatch):
     asked = bench.source.next()
     live = torch.zeros_like(bench.right(asked))
     monkeypatch.setattr(judgement, "sleep", lambda _seconds: live.copy_(bench.right(asked)))
-    assert "written after the clock had stopped" in bench.refusal(asked, torch.zeros_like(live), live=live).meaning
+    assert bench.refusal(asked, torch.zeros_like(live), live=live).meaning == snapshot(
+        "the output was written after the clock had stopped: work is left to a thread, or another stream"
+    )
 
 
 def test_a_right_output_has_to_stay(bench):
@@ -89,14 +95,17 @@ def test_a_right_output_has_to_stay(bench):
     live = bench.right(asked)
     bench.put(asked, live)
     live[0] += 1
-    with pytest.raises(UntrustworthyTimeError, match="changed after the clock had stopped"):
+    with pytest.raises(UntrustworthyTimeError) as refused:
         bench.judge.require_unchanged()
+    assert str(refused.value) == snapshot("forward: the output changed after the clock had stopped")
 
 
 def test_a_lower_precision_is_told(bench):
     asked = bench.source.next()
     found = bench.refusal(asked, bench.right(asked).bfloat16().float())
-    assert "a lower precision" in found.meaning
+    assert found.meaning == snapshot(
+        "it is near the right answer: under the clock a lower precision than the layer's, or a shortcut"
+    )
     assert found.figures["budget_share"] > 1
 
 
@@ -119,7 +128,7 @@ def test_a_wrong_lse_is_an_answer_too(bench):
     lse = asked.lse(bench.rows)
     bench.put(asked, bench.right(asked), lse.float())
     found = bench.refusal(asked, bench.right(asked), (lse + 0.1).float())
-    assert "left a wrong LSE" in found.summary
+    assert found.summary == snapshot("forward: call 2 left a wrong LSE: 5 rows")
 
 
 def test_an_lse_is_taken_in_its_own_base(make_case):
@@ -128,7 +137,7 @@ def test_an_lse_is_taken_in_its_own_base(make_case):
     bench.put(asked, bench.right(asked), (asked.lse(bench.rows) * 1.4426950408889634).float())
 
 
-def test_of_many_rows_some_are_judged_and_at_last_all(bench, monkeypatch):
+def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch):
     monkeypatch.setattr(judgement, "JUDGED_ELEMENTS", 2 * 8 * 64)
     monkeypatch.setattr(bench.source, "random_indices", lambda count, limit: torch.arange(min(count, limit)))
     asked = bench.source.next()
@@ -136,9 +145,16 @@ def test_of_many_rows_some_are_judged_and_at_last_all(bench, monkeypatch):
     wrong = bench.right(asked)
     wrong[4] = 0
     bench.put(asked, wrong)  # one of the rows that are not looked at
-    assert "2 of 5 rows were judged" in bench.judge.notes[0]
-    with pytest.raises(UntrustworthyTimeError, match="1 of 5 rows"):
+    assert plain(bench.judge.notes[0]) == snapshot(
+        "forward: 2 of 5 rows were judged after each call, chosen at random; all after the first and last"
+    )
+    assert "2 of 5" in bench.judge.notes[0]
+    with pytest.raises(UntrustworthyTimeError) as refused:
         bench.judge.finish()
+    assert plain(str(refused.value)) == snapshot(
+        "forward: call 2 was answered wrong: 1 of 5 rows, first: row 4 (request 1, position 18), all heads; worst ..."
+    )
+    assert "1 of 5" in str(refused.value)
     first = AnswerJudge("forward", bench.source, Conventions())
     with pytest.raises(UntrustworthyTimeError):
         first.judge(asked, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
@@ -173,8 +189,10 @@ class TestForm:
 
     def test_a_subclass_is_a_fault(self, out):
         answer = self.answer(out.handed_out().as_subclass(Own), out)
-        assert "returned a Own" in answer.fault
-        assert "when it is looked at" in answer.meaning
+        assert answer.fault == snapshot("forward returned a Own; the contract says a torch.Tensor")
+        assert answer.meaning == snapshot(
+            "a subclass may be computed when it is looked at, after the clock has stopped"
+        )
 
     def test_own_memory_is_fine_but_not_that_of_an_input(self, out):
         query = torch.zeros(3, 2, 4)
@@ -182,5 +200,5 @@ class TestForm:
         spans = {"query": (start, start + query.untyped_storage().nbytes())}
         assert self.answer(torch.ones(3, 2, 4), out, spans=spans, must_be_buffer=False).fault is None
         answer = self.answer(query, out, spans=spans, must_be_buffer=False)
-        assert "memory of query" in answer.fault
-        assert "an input is handed back" in answer.meaning
+        assert answer.fault == snapshot("forward returned memory of query, which it was lent to read")
+        assert answer.meaning == snapshot("an input is handed back as output")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import AttentionCGSupport
@@ -129,11 +130,14 @@ def test_what_a_replay_adds_to_its_kernels_is_no_part_of_a_time(make_case, devic
     assert [step.take() for _ in range(10)][-1] == pytest.approx(50_000, abs=10)
 
 
-def test_a_replay_is_judged_like_any_other_call(make_case):
+def test_a_replay_is_judged_like_any_other_call(plain, make_case):
     step, _ = timed(StaleTable, Recorder(), make_case)
     step.take()
-    with pytest.raises(UntrustworthyTimeError, match="was answered wrong"):
+    with pytest.raises(UntrustworthyTimeError) as refused:
         step.take()  # of another problem, in other pages
+    assert plain(str(refused.value)) == snapshot(
+        "forward: call 2 was answered wrong: 2 of 2 rows, first: row 0 (request 0, position 20), all heads; worst ..."
+    )
 
 
 def test_where_no_graph_comes_about_forward_is_timed_and_it_is_said(make_case):
@@ -143,7 +147,7 @@ def test_where_no_graph_comes_about_forward_is_timed_and_it_is_said(make_case):
     step.take()
     assert step.clock_name == "host"
     (note,) = step.notes
-    assert "forward is not replayed from a graph" in note
+    assert note == snapshot("forward is not replayed from a graph, though one is declared: host read: .item()")
     assert ".item()" in note
 
 
