@@ -35,10 +35,6 @@ def test_a_file_of_the_page_is_the_one_that_is_written(kind):
     assert written["test_mine.py"].replace("vllm:", "") == TEST
 
 
-def test_the_function_of_the_readme_is_the_same():
-    assert f"```python\n{FUNCTION}```\n" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 def test_what_is_written_is_said(shell, tmp_path):
     assert shell(NEW[0], tmp_path)[0] == 0
     (said,) = re.findall(r"^writes `(.*?)`.*`(.*?)`", TEXT, re.MULTILINE)
