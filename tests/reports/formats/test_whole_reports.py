@@ -126,11 +126,8 @@ reference  UNIFORM_SINGLE_TOKEN_DECODE  UNIFORM_SINGLE_TOKEN_DECODE  1      1/2
 emulated: no GPU, the operators of forward are recorded and replayed on the CPU; probes: passed of
   examined; head-room: more is measured than declared
 
-not examined
-  reference: 1 case (lse), unsupported: feature 'lse' is not declared
-  reference: 1 case, unsupported: head_size 80 is not one of 64, 128
-
-conventions of reference: lse_base: e
+not examined: 4 checks of 2 cases (2 reasons)
+  list them: --verbose, or attncheck report run.jsonl --section unexamined
 
 passed: 1 backend, 2 cases: 2 passed, 4 unsupported
 """)
@@ -246,37 +243,9 @@ backend    numerics  lse  cache_write  cudagraph  timing  worst      not
 reference  3/3       -    -            1/1        1/1     0.50       -
 Wrong      0/3       0/1  0/1          0/2        1/1     18.4       3
 
-kernels of reference: a (1 case)
-
-CUDA-graph levels (recorder: emulated)
-
-backend    declared                     measured                     cases  probes
-reference  NEVER                        UNIFORM_SINGLE_TOKEN_DECODE  1      1/2
-  broke at verify (UNIFORM_BATCH): host read: .item() at wrong.py:9 in forward
-  head-room: could declare UNIFORM_SINGLE_TOKEN_DECODE
-Wrong      UNIFORM_SINGLE_TOKEN_DECODE  NEVER                        1      0/1
-  broke at decode (UNIFORM_SINGLE_TOKEN_DECODE): host read: .item() at wrong.py:9 in forward
-  and 1 case errored
-
-emulated: no GPU, the operators of forward are recorded and replayed on the CPU; probes: passed of
-  examined; head-room: more is measured than declared
-
-suite  reference  Wrong
-smoke  4/4        1/7
-mine   1/1        0/1
-
-speeds in smoke: geometric means of 1 case that all were timed in
-
-backend    cases  forward (us)  build (us)  slowest case
-reference  1      1,000         100         edge (1,000)
-Wrong      1      2,000         -           edge (2,000)
-
-  Wrong takes 2 times as long as reference in smoke: 2 times in smoke/edge, 2 times in smoke/edge
-  one round: the next process may well differ by more than the figures show
-  forward by CUDA events
-  build by a monotonic clock around the call
-  warm: caches were left as the call before left them
-  each case: `attncheck report --format markdown`
+backend    smoke  mine
+reference  4/4    1/1
+Wrong      1/7    0/1
 
 finding 1 of 5, Wrong: the window is one key too long (the truth with sliding_window=129 fits all
   rows)
@@ -322,11 +291,39 @@ finding 5 of 5, Wrong: RuntimeError in forward: out of memory
 
 expected: Wrong: 1 case, check lse: upstream issue 5
 
-not examined
-  Wrong: 3 cases (lse), unsupported: no lse
+CUDA-graph levels (recorder: emulated)
 
-conventions of reference: lse_base: e
+backend    declared                     measured                     cases  probes
+reference  NEVER                        UNIFORM_SINGLE_TOKEN_DECODE  1      1/2
+  broke at verify (UNIFORM_BATCH): host read: .item() at wrong.py:9 in forward
+  head-room: could declare UNIFORM_SINGLE_TOKEN_DECODE
+Wrong      UNIFORM_SINGLE_TOKEN_DECODE  NEVER                        1      0/1
+  broke at decode (UNIFORM_SINGLE_TOKEN_DECODE): host read: .item() at wrong.py:9 in forward
+  and 1 case errored
+
+emulated: no GPU, the operators of forward are recorded and replayed on the CPU; probes: passed of
+  examined; head-room: more is measured than declared
+
+Speeds in smoke
+
+Geometric means of 1 case that all were timed in:
+
+backend    cases  forward (us)  build (us)  slowest case
+reference  1      1,000         100         edge (1,000)
+Wrong      1      2,000         -           edge (2,000)
+
+Wrong takes 2 times as long as reference in smoke: 2 times in smoke/edge, 2 times in smoke/edge
+one round: the next process may well differ by more than the figures show
+forward by CUDA events
+build by a monotonic clock around the call
+warm: caches were left as the call before left them
+
+not examined: 3 checks of 3 cases (1 reason)
+  list them: --verbose, or attncheck report run.jsonl --section unexamined
+
 conventions of Wrong: lse_base: 2, batch_invariant: yes
+
+times of each case: attncheck report run.jsonl --section timings
 
 error: entry 2 matches no case
 
