@@ -50,39 +50,48 @@ def shown(comparison: RunComparison, name: str) -> str:
 
 def test_terminal(found: RunComparison) -> None:
     assert shown(found, "terminal") == snapshot("""\
-BASE base.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
-NEW  new.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
-
-what differs  BASE  NEW
-seed          0     1
-
-in BASE only: 1 case of reference: smoke/gone
-
-outcomes that changed
-  worse reference, smoke/a and 1 more case: numerics
-    passed -> unsupported: no sinks
-  better reference, smoke/d: numerics
-    failed -> passed
-
-slower
-  fails  time   interval         BASE    NEW       part     backend    case
-  yes    +9.8%  +8.6% to +11.1%  996 us  1,094 us  forward  reference  smoke/slow
-
-faster
-  time    interval          BASE    NEW     part     backend    case
-  -20.1%  -21.3% to -18.9%  999 us  798 us  forward  reference  smoke/fast
-
-cannot tell
-  1 time, reference, smoke/loud, forward: processes differ by 17.5% over 10 rounds; 611 a side would
-    find 5.0%
-
-times of  slower  faster  same  cannot tell
-forward   1       1       1     1
-
-processes differ by 1.0% (the middle of 4 pairs): with 10 rounds a side, a slowdown of 3.1% is found
-  four times in five
+BASE: base.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
+NEW: new.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
 
 reference of BASE and reference of NEW: no difference above 11.4 % was found in smoke
+
+Outcomes that changed
+
+        backend    cases             checks    BASE -> NEW            what
+worse   reference  smoke/a, smoke/b  numerics  passed -> unsupported  no sinks
+better  reference  smoke/d           numerics  failed -> passed
+
+Times
+
+part     slower  faster  same  cannot tell
+forward  1       1       1     1
+
+Processes differ by 1.0% (the middle of 4 pairs): with 10 rounds a side, a slowdown of 3.1% is found
+  four times in five. Intervals hold for all pairs at once.
+
+Slower
+
+fails  backend    case        part     time   interval         BASE    NEW
+yes    reference  smoke/slow  forward  +9.8%  +8.6% to +11.1%  996 us  1,094 us
+
+Faster
+
+backend    case        part     time    interval          BASE    NEW
+reference  smoke/fast  forward  -20.1%  -21.3% to -18.9%  999 us  798 us
+
+Cannot tell
+
+1: processes differ by 17.5% over 10 rounds; 611 a side would find 5.0%, reference, smoke/loud,
+  forward
+
+What differs
+
+      BASE  NEW
+seed  0     1
+
+Not in both runs
+
+in BASE only: 1 case of reference: smoke/gone
 
 regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 by as much as --fail-on
   says), 1 faster, 1 same, 1 CANNOT BE TOLD; 7 of 8 cases of 1 of 1 backend compared; missing: 1
