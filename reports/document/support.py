@@ -6,6 +6,7 @@ from attncheck.reports.analysis.phrases import one_line
 from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict
 from attncheck.reports.document.blocks import Block, Heading, Paragraph, Span, Table, Text, listed, table
 from attncheck.reports.document.run_values import RunValues
+from attncheck.reports.run_file.header import RunHeader
 
 _VERDICTS: dict[SupportVerdict, Span] = {
     "right": Span(""),
@@ -26,16 +27,21 @@ def support(run: RunValues, *, whole: bool) -> list[Block]:
     backends = run.summary.backends
     if not whole or (run.summary.providers and not backends):
         return []
+    return support_blocks(run.header, backends, run.found.support)
+
+
+def support_blocks(header: RunHeader, backends: Sequence[str], rows: Sequence[SupportRow]) -> list[Block]:
+    """Return what ``backends`` declare, and the tables of ``rows``."""
     none = "no optional feature"
     blocks = listed(
         [
             f"{backend.name} declares: {', '.join(sorted(backend.features)) or none}"
-            for backend in run.header.backends
+            for backend in header.backends
             if backend.name in backends
         ]
     )
-    features = [row for row in run.found.support if not row.is_form]
-    forms = [row for row in run.found.support if row.is_form]
+    features = [row for row in rows if not row.is_form]
+    forms = [row for row in rows if row.is_form]
     if features:
         about = f"Measured by the cases that need a feature ({', '.join(ANSWERS)}). A number counts cases."
         cells = {(row.feature, row.backend): row.in_words for row in features}
