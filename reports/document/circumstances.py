@@ -59,7 +59,7 @@ def _count(run: RunValues, reasons: int) -> Item:
     }
     counted = f"{phrases.plural(checks, 'check')} of {phrases.plural(len(cases), 'case')}"
     command = f", or attncheck report {shlex.quote(run.path)} --section unexamined" if run.path else ""
-    listing = Item(f"list them: --verbose{command}", is_whole=True)
+    listing = Item(f"list them: {run.listing}{command}", is_whole=True)
     return Item(f"not examined: {counted} ({phrases.plural(reasons, 'reason')})", (listing,))
 
 

@@ -15,7 +15,11 @@ from attncheck.reports.speeds.speed import Speed, speeds
 
 @dataclass(frozen=True)
 class RunValues:
-    """A run, and what its records come to. ``warning``: that it was cut off. ``path``: its file, "" if it has none."""
+    """A run, and what its records come to.
+
+    ``warning``: that it was cut off. ``path``: its file, "" if it has none. ``listing``: what lists all that a brief
+    section leaves out.
+    """
 
     header: RunHeader
     records: Sequence[Record]
@@ -24,6 +28,7 @@ class RunValues:
     warning: str = ""
     path: str = ""
     finished: str = ""
+    listing: str = "--verbose"
 
     @classmethod
     def of(cls, run: Run) -> "RunValues":

@@ -61,14 +61,6 @@ class Style:
         colours = _COLOUR.findall(text) if self.color else []
         return "".join(part + colour for part, colour in zip_longest(parts, colours, fillvalue=""))
 
-    def table(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> str:
-        """Return the rows as aligned columns, or if these are too wide, each row as a wrapped list of its cells.
-
-        ``empty``: cells that such a list leaves out.
-        """
-        heading, told = self.table_rows(rows, empty=empty)
-        return "\n".join([heading, *told] if heading else told)
-
     def turned_table(self, rows: Sequence[Sequence[str]]) -> str:
         """Return the rows as aligned columns, or if these are too wide, transposed in as many tables as needed."""
         if max(map(visible_width, table(rows).splitlines())) <= self.width:
@@ -84,11 +76,10 @@ class Style:
                 first = last
         return "\n\n".join(tables)
 
-    def table_rows(
-        self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", ""), is_named: bool = True
-    ) -> tuple[str, list[str]]:
-        """Return the heading of such a table ("" for lists), and the text of each row.
+    def table_rows(self, rows: Sequence[Sequence[str]], *, is_named: bool = True) -> tuple[str, list[str]]:
+        """Return the heading and the text of each row, as aligned columns.
 
+        If these are too wide, the heading is "", and each row a wrapped list of its cells without empty ones.
         ``is_named``: each cell of a list follows the name of its column.
         """
         lines = table(rows).splitlines()
@@ -100,7 +91,7 @@ class Style:
             ", ".join(
                 f"{name} {cell}" if is_named else cell
                 for name, cell in zip(names[1:], row[1:], strict=True)
-                if cell not in empty
+                if cell not in ("-", "")
             )
             for row in rows[1:]
         ]

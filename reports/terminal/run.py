@@ -66,13 +66,14 @@ def render(
     quiet: bool = False,
     verbose: bool = False,
     run_file: Path | None = None,
+    listing: str = "--verbose",
 ) -> str:
     """Return the sections of a run without its first lines, ending with the counts of all outcomes.
 
     ``quiet``: only verdicts, findings and counts. ``verbose``: every section whole. ``run_file``: the path of the
-    records, for a command that reads them.
+    records, for a command that reads them. ``listing``: what lists all that is left out.
     """
-    values = RunValues(header, records, errors, complete, path=str(run_file or ""))
+    values = RunValues(header, records, errors, complete, path=str(run_file or ""), listing=listing)
     return text.render(_blocks(values, quiet=quiet, verbose=verbose), Style(width, color))
 
 

@@ -67,23 +67,6 @@ def test_terminal_table_counts_passed_of_examined(header: RunHeader, records: li
     )
 
 
-def test_the_verdict_of_each_backend_comes_first(header: RunHeader, records: list[Record], make: Make) -> None:
-    header = header.model_copy(update={"backends": (*header.backends, BackendInfo(name="third", ref="third"))})
-    unavailable = make("unavailable", backend="third")
-    text = terminal.render(header, [*records, unavailable])
-    assert text.splitlines()[:3] == [
-        "reference: PASSED: 1 case",
-        "Wrong: FAILED: 2 findings in 2 of 3 cases",
-        "not examined: third (unavailable; see `attncheck doctor`)",
-    ]
-    lines = markdown.render_run(Run("run.jsonl", header, (*records, unavailable))).splitlines()
-    assert [line for line in lines if line.startswith("- ")][:3] == [
-        "- **reference: passed**: 1 case",
-        "- **Wrong: failed**: 2 findings in 2 of 3 cases",
-        "- not examined: third",
-    ]
-
-
 def test_a_backend_that_cannot_run_here_has_one_line_unless_nothing_else_was_examined(
     header: RunHeader, records: list[Record], make: Make
 ) -> None:
@@ -98,21 +81,6 @@ def test_a_backend_that_cannot_run_here_has_one_line_unless_nothing_else_was_exa
     alone = terminal.render(header, [unavailable])
     assert "third    unavailable  1 case  needs CUDA" in alone
     assert "conventions of third" in terminal.render(header, [unavailable], verbose=True)
-
-
-def test_terminal_tells_each_failure_whole(header: RunHeader, records: list[Record]) -> None:
-    text = terminal.render(header, records)
-    wrong, error = (paragraph(text, f"finding {number} of 2, Wrong: ") for number in (1, 2))
-    assert "1 case, check numerics; exit status 1" in wrong
-    assert "example: smoke/window.bfloat16-16, check numerics" in wrong
-    for part in (FAILURE["summary"], FAILURE["meaning"], FAILURE["details"][0]):
-        assert part in wrong
-    assert "example: smoke/edge, check cache_write" in error
-    assert "repeat: attncheck run --backend ./wrong.py:Wrong" in wrong
-    assert "RuntimeError in forward: no such kernel" in error
-    assert 'File "wrong.py", line 9, in forward' in error
-    assert "\n\nexpected: Wrong: 1 case, check numerics: upstream issue 5\n\n" in text
-    assert "conventions of Wrong: lse_base: 2, batch_invariant: yes" in text
 
 
 def test_terminal_names_the_version_of_a_foreign_backend(header: RunHeader, records: list[Record]) -> None:
@@ -305,13 +273,6 @@ def test_errors_of_the_run_turn_a_good_table_into_a_failure(write: Write, make: 
     assert "error: entry 2 of expect.yaml matches no case" in text
     assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 1 passed, 1 error"
     assert "entry 2 of expect.yaml matches no case" in markdown.render_run(run)
-
-
-def test_markdown_has_backends_by_suites_with_conventions(write: Write, records: list[Record], make: Make) -> None:
-    text = markdown.render_run(read_run(write(*records, make("passed", suite="mine"))))
-    assert "| backend | smoke | mine | worst error (budgets) | not examined |" in text
-    assert "| reference 0.1.0<br>lse_base: e | 2/2 | 1/1 | 0.50 | - |" in text
-    assert "| Wrong<br>lse_base: 2, batch_invariant: yes | **0/3** | - | 18.4 | 3 |" in text
 
 
 def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Write, make: Make) -> None:
