@@ -149,7 +149,8 @@ class Examination:
         return phrases.closing(self.summary, self.footer.errors)
 
     def _report(self, *, quiet: bool = False) -> str:
-        return terminal.render(self.header, self.records, errors=self.footer.errors, quiet=quiet)
+        errors, listing = self.footer.errors, 'render("markdown")'
+        return terminal.render(self.header, self.records, errors=errors, quiet=quiet, listing=listing)
 
     def _repr_markdown_(self) -> str:
         """Return the Markdown report, for notebooks that prefer Markdown."""

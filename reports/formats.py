@@ -12,6 +12,7 @@ from attncheck.reports.terminal.columns import Style
 
 if TYPE_CHECKING:
     from attncheck.reports.comparison.compare import RunComparison
+    from attncheck.reports.document.blocks import SectionName
     from attncheck.reports.run_file.store import Run
 
 
@@ -28,6 +29,7 @@ class ReportFormat:
 
     ``about_runs``, ``about_comparison``: its text in the help of the commands. ``advice``: what to do with several
     runs, for a format of a single run. ``is_step_summary``: the text belongs in the summary of a GitHub step.
+    ``render_sections``: for a text format, renders the named sections of runs, whole.
     """
 
     about_runs: str
@@ -36,14 +38,21 @@ class ReportFormat:
     render_comparison: "Callable[[RunComparison, Style], RenderedReport] | None" = None
     advice: str = ""
     is_step_summary: bool = False
+    render_sections: "Callable[[Sequence[Run], Sequence[SectionName], Style], RenderedReport] | None" = None
 
 
 def _terminal_runs(runs: "Sequence[Run]", style: Style) -> RenderedReport:
     from attncheck.reports.terminal import run as terminal
 
-    return RenderedReport(
-        "\n\n".join(terminal.render_run(run, color=style.color, width=style.width) for run in runs) + "\n"
-    )
+    texts = [terminal.render_run(run, color=style.color, width=style.width, verbose=style.verbose) for run in runs]
+    return RenderedReport("\n\n".join(texts) + "\n")
+
+
+def _terminal_sections(runs: "Sequence[Run]", names: "Sequence[SectionName]", style: Style) -> RenderedReport:
+    from attncheck.reports.terminal import run as terminal
+
+    texts = [terminal.render_sections(run, names, color=style.color, width=style.width) for run in runs]
+    return RenderedReport("\n\n".join(texts) + "\n")
 
 
 def _terminal_comparison(comparison: "RunComparison", style: Style) -> RenderedReport:
@@ -56,6 +65,12 @@ def _markdown_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports.markdown import run as markdown
 
     return RenderedReport("\n".join(markdown.render_run(run) for run in runs))
+
+
+def _markdown_sections(runs: "Sequence[Run]", names: "Sequence[SectionName]", _style: Style) -> RenderedReport:
+    from attncheck.reports.markdown import run as markdown
+
+    return RenderedReport("\n".join(markdown.render_sections(run, names) for run in runs))
 
 
 def _markdown_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
@@ -114,8 +129,16 @@ def _csv_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
 
 
 FORMATS: Mapping[str, ReportFormat] = {
-    "terminal": ReportFormat("Text for a terminal", _terminal_runs, "Text for a terminal", _terminal_comparison),
-    "markdown": ReportFormat("Markdown", _markdown_runs, "Markdown", _markdown_comparison),
+    "terminal": ReportFormat(
+        "Text for a terminal",
+        _terminal_runs,
+        "Text for a terminal",
+        _terminal_comparison,
+        render_sections=_terminal_sections,
+    ),
+    "markdown": ReportFormat(
+        "Markdown", _markdown_runs, "Markdown", _markdown_comparison, render_sections=_markdown_sections
+    ),
     "html": ReportFormat("one self-contained HTML page", _html_runs),
     "junit": ReportFormat("JUnit XML", _junit_runs),
     "github": ReportFormat(
@@ -125,6 +148,7 @@ FORMATS: Mapping[str, ReportFormat] = {
         "a GitHub step summary with annotations of what failed",
         _github_comparison,
         is_step_summary=True,
+        render_sections=_markdown_sections,
     ),
     "pytest-benchmark": ReportFormat(
         "the JSON of pytest-benchmark, of one run",

@@ -28,7 +28,7 @@ from attncheck.reports.run_file.records import (
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.tables import time_unit
-from attncheck.reports.terminal.findings import story
+from attncheck.reports.terminal.run import story
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow (its production 2)."""

@@ -2,19 +2,22 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from attncheck.errors import QuestionError
 from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, terminal_width, use_color, write_output
+from attncheck.reports.document.blocks import SectionName
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.terminal.columns import Style
 
 if TYPE_CHECKING:  # type checkers do not support enums with computed members
     RunFormat = str
+    SectionChoice = SectionName
 else:
     RunFormat = StrEnum("RunFormat", {name: name for name in FORMATS})
+    SectionChoice = StrEnum("SectionChoice", {name: name for name in get_args(SectionName)})
 
 
 def report(
@@ -24,6 +27,13 @@ def report(
         typer.Option("--format", help=f"{'; '.join(form.about_runs for form in FORMATS.values())}."),
     ] = "terminal",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+    section: Annotated[
+        list[SectionChoice] | None,
+        typer.Option(help="Print this section alone, whole; of terminal, markdown and github. May be repeated."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Leave nothing out of the text for a terminal.")
+    ] = False,
     color: Color = ColorChoice.AUTO,
 ) -> int:
     """Report on run files, one after the other; HTML compares the first with each of the others."""
@@ -32,9 +42,16 @@ def report(
     chosen = FORMATS[form]
     if chosen.advice and len(runs) > 1:
         raise QuestionError(f"--format {form} takes one run, and {len(runs)} are given; {chosen.advice}")
+    if section and chosen.render_sections is None:
+        able = ", ".join(name for name, each in FORMATS.items() if each.render_sections)
+        raise QuestionError(f"--section does not go with --format {form}; formats with sections are {able}")
     read = [read_run(path) for path in runs]
     refuse_input(output, runs)
-    rendered = chosen.render_runs(read, Style(terminal_width(), output is None and use_color(color)))
+    style = Style(terminal_width(), output is None and use_color(color), verbose)
+    if section and chosen.render_sections is not None:
+        rendered = chosen.render_sections(read, [*dict.fromkeys(section)], style)
+    else:
+        rendered = chosen.render_runs(read, style)
     write_output(rendered.text, output, is_summary=chosen.is_step_summary)
     typer.echo(rendered.log, nl=False)
     return 0

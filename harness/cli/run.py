@@ -162,7 +162,7 @@ def run(
 
     def print_result(finished: "FinishedRun") -> None:
         with printing_to_stdout(finished.path):
-            _print_report(finished, quiet=quiet, color=use_color(color))
+            _print_report(finished, quiet=quiet, verbose=verbose, color=use_color(color))
             if durations is not None:
                 _print_durations(finished.records, durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
@@ -185,7 +185,7 @@ def _print_nothing(header: "RunHeader") -> None:
     """Print nothing, for --quiet."""
 
 
-def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
+def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
     from attncheck.harness.cli.resuming import resume_command
     from attncheck.reports.terminal import run as terminal
 
@@ -200,6 +200,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
         color=color,
         width=terminal_width(),
         quiet=quiet,
+        verbose=verbose and not quiet,
         run_file=finished.path,
     )
     typer.echo(text, color=color)

@@ -196,7 +196,14 @@ Resume = Annotated[
 ]
 NoOutput = Annotated[bool, typer.Option("--no-output", help="Write no run file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what fell short, and the last lines.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for each record as it comes, to stderr.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Print a line for each record as it comes, to stderr, and leave nothing out of the report.",
+    ),
+]
 Durations = Annotated[
     int | None, typer.Option("--durations", min=0, metavar="N", help="Print the N slowest checks of cases; 0: all.")
 ]

@@ -17,7 +17,7 @@ from attncheck.harness.run.selection import checks_of
 from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, Unavailable, Unsupported, XFailed
 from attncheck.reports.run_file.timings import TIMING
-from attncheck.reports.terminal.findings import story
+from attncheck.reports.terminal.run import story
 
 ApplyExpectations = Callable[[Question, Record], Record]
 """Function that returns a record with the expected failures applied."""

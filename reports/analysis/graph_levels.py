@@ -2,7 +2,7 @@
 
 Cases with equal layer and cache share one examination, whose result is on the record of each. This module merges such
 records, together with those that differ only in the figures of a reason or in the probes played. It computes rows;
-``terminal.run`` and ``markdown.graph_levels`` render the tables.
+``document.graph_levels`` makes tables of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

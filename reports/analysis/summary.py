@@ -1,6 +1,6 @@
 """Count records: outcomes by backend, check and suite, what was not examined and why, and what did not pass.
 
-Pure functions from records to frozen values, which ``terminal`` and ``markdown`` render. A check repeated in several
+Pure functions from records to frozen values, of which ``document`` makes sections. A check repeated in several
 rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
 """
 

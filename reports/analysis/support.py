@@ -2,7 +2,7 @@
 
 Support is measured by the output checks (:data:`ANSWERS`) of the cases that need a feature or have a form such as
 ``head_size=64``. Other checks (poison, graphs, claims) do not depend on the feature. A case that needs several features
-and does not pass counts in the row of each. This module computes rows; ``markdown.support`` renders the tables.
+and does not pass counts in the row of each. This module computes rows; ``document.support`` makes tables of them.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Results for the functions of providers: a verdict, counts and notes for each.
 
-This module computes rows and sentences; ``terminal`` and ``markdown`` render the tables.
+This module computes rows and sentences; ``document.tables`` makes tables of them.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,6 @@ backend's text cannot become a command: annotations are escaped as in the runner
 looks like one (:func:`attncheck.reports.analysis.phrases.printable`).
 """
 
-import html
 from collections.abc import Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
@@ -13,16 +12,18 @@ from attncheck.reports.analysis.places import place_to_show
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import RunSummary, summarise
 from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.document import run as document
+from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph
+from attncheck.reports.document.failures import errors, failure_blocks
+from attncheck.reports.document.run_values import RunValues
+from attncheck.reports.document.tables import checks
 from attncheck.reports.github.annotations import annotation, as_shown
-from attncheck.reports.markdown import markup
-from attncheck.reports.markdown.findings import failing, verdicts
-from attncheck.reports.markdown.run import check_table
-from attncheck.reports.markdown.speeds import listed, means
+from attncheck.reports.markdown import text
+from attncheck.reports.markdown.run import bold
 from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
+from attncheck.reports.speeds.notes import doubts
 from attncheck.reports.speeds.speed import speeds
-from attncheck.reports.speeds.summary import summary_tables
 
 MAX_SUMMARY_BYTES = 1_000_000
 """Below the 1 MiB limit of a step's summary, since other commands of the step may write to it, too."""
@@ -39,37 +40,35 @@ def summary(runs: Sequence[Run]) -> str:
 
 
 def _summary_of(run: Run, room: int) -> str:
-    counted = summarise(run.records, checks=run.header.checks)
-    answer, found = run_findings(run.records, run.header), speeds(run.records)
-    tables = summary_tables(found)
-    head = [
-        f"## attncheck: {markup.escaped(phrases.closing(counted, run.errors, complete=run.complete))}",
-        markup.escaped(phrases.title(run.header)),
-        f"**{markup.escaped(warning)}**" if (warning := phrases.incomplete(run)) else "",
-        "\n".join(f"- error: {markup.escaped(error)}" for error in run.errors),
-        verdicts(answer.verdicts),
-        check_table(counted) if counted.backends else "",
-        *(part for table in tables for part in (f"### Speeds in {markup.escaped(table.suite)}", *means(table))),
-        _folded("About these figures", [listed([*fastest_note(tables), *speed_notes(found)])]) if found else "",
-    ]
-    text = "\n\n".join(part for part in head if part)
+    values = RunValues.of(run)
+    head = text.render(_head(values), folds=True)
     cut = "\n\nThe rest was cut, since a summary holds 1 MiB: the run file has it all.\n"
-    if len(text.encode()) + len(cut.encode()) > room:
-        return first_bytes(text, room - len(cut.encode())) + cut
-    _, *told = failing(answer.findings, counted, run.header) or [""]
-    kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # 200 for the fold itself
-    for story in told:
-        if size + len(story.encode()) + 2 <= room:
-            kept.append(story)
-            size += len(story.encode()) + 2
+    if len(head.encode()) + len(cut.encode()) > room:
+        return first_bytes(head, room - len(cut.encode())) + cut
+    told = failure_blocks(values)
+    kept: list[Block] = []
+    size, left_out = len(head.encode()) + len(cut.encode()) + 200, 0  # 200 for the fold itself
+    for blocks in told:
+        length = len(text.render(blocks).encode()) + 2
+        left_out += size + length > room
+        if size + length <= room:
+            kept += blocks
+            size += length
     if kept:
-        text += "\n\n" + _folded(f"Findings ({len(told)})", kept)
-    return text + (cut if len(kept) < len(told) else "\n")
+        head += "\n\n" + text.render([Folded(f"Findings ({len(told)})", tuple(kept))], folds=True)
+    return head + (cut if left_out else "\n")
 
 
-def _folded(title: str, parts: Sequence[str]) -> str:
-    # The empty line makes GitHub render the parts as Markdown.
-    return "\n\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
+def _head(run: RunValues) -> list[Block]:
+    return [
+        Heading(2, f"attncheck: {run.closing()}"),
+        Paragraph(phrases.title(run.header)),
+        *bold(run.warning),
+        *errors(run, whole=False),
+        *document.blocks(run, ("verdict",), whole=True),
+        *([checks(run, run.summary.backends)] if run.summary.backends else []),
+        *document.blocks(run, ("timings",), whole=False),
+    ]
 
 
 def first_bytes(text: str, size: int) -> str:

@@ -14,6 +14,7 @@ from attncheck.errors import MissingExtraError
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.utilities import LEGEND
 from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.document.timings import averaged
 from attncheck.reports.html.budget_chart import TALLEST
 from attncheck.reports.html.comparison_view import comparison_view
 from attncheck.reports.html.finding_view import SHOWN
@@ -25,7 +26,6 @@ from attncheck.reports.html.units import measured_time
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
-from attncheck.reports.terminal.speeds import averaged
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -15,11 +15,17 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 _MARKUP = re.compile(r"[\\`*\[\]|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+_SPACE = re.compile(r"\s+")
 
 
 def escaped(text: str) -> str:
     """Return ``text`` on one line, with Markdown and HTML markup escaped; the underscore in ``a_b`` needs none."""
-    flat = " ".join(phrases.printable(text).split())
+    return escaped_part(text).strip()
+
+
+def escaped_part(text: str) -> str:
+    """Return a part of a line, escaped in the same way; a space at either end stays."""
+    flat = _SPACE.sub(" ", phrases.printable(text))
     return _MARKUP.sub(lambda match: "\\" + match[0], flat).replace("&", "&amp;").replace("<", "&lt;")
 
 

@@ -36,10 +36,14 @@ def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """The layout of text: the columns of a line, and whether words are coloured by ANSI sequences."""
+    """The layout of text: the columns of a line, and whether words are coloured by ANSI sequences.
+
+    ``verbose``: a report leaves nothing out.
+    """
 
     width: int = WIDTH
     color: bool = False
+    verbose: bool = False
 
     def wrap(self, text: str, indent: str = "") -> str:
         """Wrap long lines to the width, not counting colour sequences."""
@@ -57,14 +61,6 @@ class Style:
         colours = _COLOUR.findall(text) if self.color else []
         return "".join(part + colour for part, colour in zip_longest(parts, colours, fillvalue=""))
 
-    def table(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> str:
-        """Return the rows as aligned columns, or if these are too wide, each row as a wrapped list of its cells.
-
-        ``empty``: cells that such a list leaves out.
-        """
-        heading, told = self.table_rows(rows, empty=empty)
-        return "\n".join([heading, *told] if heading else told)
-
     def turned_table(self, rows: Sequence[Sequence[str]]) -> str:
         """Return the rows as aligned columns, or if these are too wide, transposed in as many tables as needed."""
         if max(map(visible_width, table(rows).splitlines())) <= self.width:
@@ -80,15 +76,23 @@ class Style:
                 first = last
         return "\n\n".join(tables)
 
-    def table_rows(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> tuple[str, list[str]]:
-        """Return the heading of such a table ("" for lists), and the text of each row."""
+    def table_rows(self, rows: Sequence[Sequence[str]], *, is_named: bool = True) -> tuple[str, list[str]]:
+        """Return the heading and the text of each row, as aligned columns.
+
+        If these are too wide, the heading is "", and each row a wrapped list of its cells without empty ones.
+        ``is_named``: each cell of a list follows the name of its column.
+        """
         lines = table(rows).splitlines()
         if max(map(visible_width, lines)) <= self.width:
             height = max(name.count("\n") for name in rows[0]) + 1
             return "\n".join(lines[:height]), lines[height:]
         names = [name.replace("\n", " ") for name in rows[0]]
         lists = [
-            ", ".join(f"{name} {cell}" for name, cell in zip(names[1:], row[1:], strict=True) if cell not in empty)
+            ", ".join(
+                f"{name} {cell}" if is_named else cell
+                for name, cell in zip(names[1:], row[1:], strict=True)
+                if cell not in ("-", "")
+            )
             for row in rows[1:]
         ]
         return "", [self.wrap(f"{row[0]}: {told}") for row, told in zip(rows[1:], lists, strict=True)]

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.summary import summarise
-from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.document.failures import errors as errors_of
+from attncheck.reports.document.failures import expected, failures, verdict
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.terminal.columns import WIDTH, Style
-from attncheck.reports.terminal.findings import render_findings, render_verdicts
+from attncheck.reports.terminal.text import render
 
 _SHOWN = 6
 """Maximum checks named in one line."""
@@ -26,14 +27,12 @@ def render_round(
     width: int = WIDTH,
 ) -> str:
     """Return the text of a round. ``before``: the records of the previous round, empty in the first one."""
-    style = Style(width, color)
-    found = run_findings(records, header)
-    shown = render_findings(found.findings, summarise(records, checks=header.checks), header, style)
+    style, run = Style(width, color), RunValues(header, records, errors)
     sections = [
-        render_verdicts(found.verdicts, style),
+        render(verdict(run, whole=False), style),
         _changes(records, before, style) if before else "",
-        *shown[:1],
-        "\n".join(style.wrap(f"error: {error}") for error in errors),
+        render([*failures(run, whole=False), *expected(run, whole=False)][:1], style),
+        render(errors_of(run, whole=False), style),
     ]
     return "\n\n".join(section for section in sections if section)
 

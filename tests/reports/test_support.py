@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR, SupportRow, support_rows
-from attncheck.reports.markdown.support import support
+from attncheck.reports.document.support import support_blocks
+from attncheck.reports.markdown.text import render
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, ma
     fine = make("passed", case_id="h96b", needs=("head_size=96",))
     refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     records = (*sizes, short, fine, *outside("h72", "head_size=72", claim=refused))
-    text = "\n".join(support(Run("run", header, records), ["reference"], support_rows(records, header)))
+    text = render(support_blocks(header, ["reference"], support_rows(records, header)))
     assert "| `alibi` | right (2) |" in text
     assert "| `head_size` | 64 (1), 128 (1); **wrong**: 96 (1 of 2 right); refused: 72 |" in text
 
@@ -155,7 +155,7 @@ def test_a_case_that_falls_short_for_another_reason_says_nothing_of_what_it_need
     }
     assert found["alibi"].in_words == "wrong in 1 of 1"
     assert found["sinks"].in_words == "right (1); 1 fail for other reasons"
-    text = "\n".join(support(Run("run", stated, tuple(records)), ["reference"], tuple(found.values())))
+    text = render(support_blocks(stated, ["reference"], tuple(found.values())))
     assert "not known, all fail for other reasons: 64 (0 of 1 right)" in text
 
 

@@ -45,6 +45,29 @@ def report(*words: str) -> int:
     return cli.main(["report", "run.jsonl", *words])
 
 
+@pytest.mark.parametrize("form", ["terminal", "markdown", "github"])
+def test_named_sections_alone_are_printed(run: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    assert report("--section", "verdict", "--section", "failures", "--format", form) == 0
+    told = capsys.readouterr().out
+    assert told.index("1 finding in 1 of 2 cases") < told.index("Repeat:")
+    assert "timing" in told
+    assert "median" not in told
+    assert report("--section", "graph-levels", "--format", form) == 0
+    assert capsys.readouterr().out == "The run has no graph-levels.\n"
+
+
+def test_sections_are_of_text_formats(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("--section", "verdict", "--format", "json") == 2
+    assert "formats with sections are terminal, markdown, github" in capsys.readouterr().err
+
+
+def test_verbose_leaves_nothing_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report() == 0
+    assert "Circumstances" not in capsys.readouterr().out
+    assert report("--verbose") == 0
+    assert "\nCircumstances\n" in capsys.readouterr().out
+
+
 def test_each_format_is_what_it_says(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def printed(form: str) -> str:
         assert report("--format", form) == 0

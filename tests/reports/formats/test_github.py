@@ -199,25 +199,6 @@ def test_ordinary_names_of_cxx_stay_as_they_are() -> None:
         assert phrases.printable(text) == text
 
 
-def test_the_summary_is_short_and_folds_what_fell_short(make: Make, timed: Make, header: RunHeader) -> None:
-    records = (
-        make("failed", backend="Wrong", case_id="<b>", meaning="one key too many"),
-        timed({"forward": 1e6, "build": 1e5}),
-    )
-    text = github.summary([run_of(header, *records)])
-    lines = text.splitlines()
-    assert lines[0] == "## attncheck: failed: 2 backends, 2 cases: 1 passed, 1 failed"
-    assert "| Wrong | **0/1** | - |" in lines
-    assert "| reference | 1 | 1,000 | 100 | edge (1,000) |" in lines
-    assert lines.index("- **Wrong: failed**: 1 finding in 1 of 1 case") < lines.index("| Wrong | **0/1** | - |")
-    folded = text[text.index("<details><summary>Findings (1)</summary>\n\n") :]
-    assert "### Wrong: one key too many\n" in folded
-    assert "&lt;b>" in folded
-    assert text.endswith("</details>\n")
-    passed = github.summary([run_of(header, make("passed"))])
-    assert "<details>" not in passed
-
-
 @pytest.mark.slow
 def test_the_summary_stays_below_the_limit_and_says_what_it_left_out(make: Make, header: RunHeader) -> None:
     long = "é" * 1500

@@ -213,7 +213,7 @@ def test_reports_with_times_have_them_and_others_no_word_of_them(
     kernels = [{"name": "a|b<c>", "count": 2, "duration_ns": 3000}]
     records = [timed({"forward": 1e6, "build": 2e4}, timing={"kernels": kernels}, case_id="x" * 90)]
     text = terminal.render(timing_header, records)
-    assert "speeds in smoke: geometric means of 1 case that all were timed in" in text
+    assert "Speeds in smoke\n\nGeometric means of 1 case that all were timed in:\n" in text
     assert all(len(line) <= 100 for line in text.splitlines())
     page = markdown.render_run(Run("run.jsonl", timing_header, tuple(records)))
     assert "\n## Speeds\n" in page

@@ -1,0 +1,224 @@
+"""Verdicts and failures: a line for each backend, then its findings with one example each.
+
+In brief, a finding has the lines of its example; whole, it has every figure, traceback and output.
+"""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.findings import Finding
+from attncheck.reports.analysis.repro import repro_command, sanitizer_command
+from attncheck.reports.document.blocks import (
+    Block,
+    Code,
+    Colour,
+    Heading,
+    Item,
+    Items,
+    Paragraph,
+    Span,
+    Text,
+    listed,
+    table,
+)
+from attncheck.reports.document.run_values import RunValues
+from attncheck.reports.run_file.causes import died_at, last_words, native_frames, raised_at
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record, XFailed
+
+SHOWN_CASES = 12
+"""Maximum cases of a whole finding that are named; the run file has all of them."""
+SHOWN_FINDINGS = 6
+"""Maximum findings of one backend shown with their example in brief; each of the others takes one line."""
+SHOWN_FUNCTIONS = 3
+"""Maximum failing functions of a provider shown in brief; its table has all of them."""
+PRINTED_WIDTH = 280
+"""Maximum characters of a line that a process printed, in brief."""
+
+_COLOURS: dict[str, Colour] = {"failed": "red", "passed": "green", "not examined": "yellow"}
+
+
+def verdict(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return a line for each backend, with its false claims and what it could declare below.
+
+    Backends without a verdict share a line; in brief, those that cannot run on the machine have one of their own.
+    """
+    lines = []
+    for each in run.found.verdicts:
+        if each.verdict == "not examined":
+            continue
+        below: list[Text] = [Span(f"false claims: {phrases.claims(each)}", is_bold=True)] if each.false_claims else []
+        below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
+        word = Span(each.verdict, is_bold=True, colour=_COLOURS[each.verdict], is_loud=True)
+        text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
+        lines.append(Item(text, tuple(map(Item, below))))
+    silent = [each.backend for each in run.found.verdicts if each.verdict == "not examined"]
+    absent = [] if whole else [name for name in silent if name in run.absent]
+    others = [name for name in silent if name not in absent]
+    for names, why in ((others, ""), (absent, " (unavailable; see `attncheck doctor`)")):
+        lines += [Item(f"not examined: {', '.join(map(phrases.one_line, names))}{why}")] if names else []
+    return [Items(tuple(lines))] if lines else []
+
+
+def failures(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return the findings that fail the run, and the failing functions of providers."""
+    if not whole:
+        return [*_few_findings(run), *_few_functions(run)]
+    told = failure_blocks(run)
+    return [Heading(2, "Findings"), *(block for blocks in told for block in blocks)] if told else []
+
+
+def failure_blocks(run: RunValues) -> list[list[Block]]:
+    """Return the blocks of each finding that fails the run, and of each failing function, whole."""
+    told = [_whole_finding(finding, run) for finding in _failing(run)]
+    return told + [_whole_function(record, run.header) for record in _failing_functions(run)]
+
+
+def _failing(run: RunValues) -> list[Finding]:
+    return [finding for finding in run.found.findings if not finding.is_expected]
+
+
+def _failing_functions(run: RunValues) -> list[Record]:
+    return [record for record in run.summary.short if record.check == UTILITIES]
+
+
+def expected(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return the expected findings: one record a check and the number of others, or in brief one line each."""
+    found = [finding for finding in run.found.findings if finding.is_expected]
+    if whole:
+        told = [block for finding in found for block in _whole_expected(finding)]
+        return [Heading(2, "Expected findings"), *told] if told else []
+    lines = tuple(
+        Item(f"expected: {phrases.one_line(f'{each.backend}: {phrases.extent(each)}: {each.title}')}") for each in found
+    )
+    return [Items(lines, is_cut=True)] if lines else []
+
+
+def _few_findings(run: RunValues) -> list[Block]:
+    findings = _failing(run)
+    total = Counter(finding.backend for finding in findings)
+    place: Counter[str] = Counter()
+    told: list[Block] = []
+    others = []
+    for finding in findings:
+        place[finding.backend] += 1
+        number = f"finding {place[finding.backend]} of {total[finding.backend]}"
+        if place[finding.backend] <= SHOWN_FINDINGS:
+            story = story_items(finding.example, run.header)
+            told.append(
+                Items(tuple(_facts(finding, run, story)), (Span(number, colour="red"), f", {_heading(finding)}"))
+            )
+        else:
+            others.append(Item(f"{number}, {_heading(finding)}: {phrases.extent(finding)}"))
+    if others:
+        reader = f"in full: attncheck report {shlex.quote(run.path or 'RUN')} --section failures"
+        told.append(Items((*others, Item(reader, is_whole=True)), "further findings"))
+    return told
+
+
+def _few_functions(run: RunValues) -> list[Block]:
+    shown: Counter[str] = Counter()
+    told: list[Block] = []
+    for record in _failing_functions(run):
+        shown[record.backend] += 1
+        if shown[record.backend] <= SHOWN_FUNCTIONS:
+            who = f"  {phrases.one_line(record.backend)}  {phrases.one_line(record.case_id)}"
+            told.append(Items(story_items(record, run.header), (Span(record.outcome, colour="red"), who)))
+    more = [f"{name}: {count - SHOWN_FUNCTIONS}" for name, count in shown.items() if count > SHOWN_FUNCTIONS]
+    return [*told, Paragraph(f"not shown here: {'; '.join(more)} (the table has them all)")] if more else told
+
+
+def _heading(finding: Finding) -> str:
+    return f"{phrases.one_line(finding.backend)}: {phrases.one_line(finding.title)}"
+
+
+def _facts(finding: Finding, run: RunValues, example: Sequence[Item], cases: Sequence[Item] = ()) -> list[Item]:
+    """Return extent, what the cases have in common, ``cases``, and the example with the lines of ``example`` below."""
+    rounds = phrases.rounds_short(run.summary, finding.example)
+    below = [Item(finding.case.shape)] if finding.case else []
+    return [
+        Item(f"{phrases.extent(finding)}; exit status {finding.exit_status}"),
+        *([Item(f"in common: {finding.contrast}")] if finding.contrast else []),
+        *cases,
+        Item(f"example: {phrases.example(finding)}{f' ({rounds})' if rounds else ''}", (*below, *example)),
+    ]
+
+
+def _whole_finding(finding: Finding, run: RunValues) -> list[Block]:
+    """Return a heading, the facts with at most :data:`SHOWN_CASES` cases, and all details of the example."""
+    cases = []
+    if len(finding.cases) > 1:
+        more = f" and {len(finding.cases) - SHOWN_CASES} more" if len(finding.cases) > SHOWN_CASES else ""
+        cases.append(Item(f"cases: {', '.join(finding.cases[:SHOWN_CASES])}{more}"))
+    return [
+        Heading(3, f"{finding.backend}: {phrases.cut(finding.title, 200)}"),
+        Items(tuple(_facts(finding, run, [_outcome(finding.example)], cases))),
+        *_details(finding.example, run.header),
+    ]
+
+
+def _whole_function(record: Record, header: RunHeader) -> list[Block]:
+    return [Heading(3, f"{record.backend}: {record.case_id}"), Items((_outcome(record),)), *_details(record, header)]
+
+
+def _outcome(record: Record) -> Item:
+    return Item((Span(record.outcome, is_bold=True), f": {phrases.what_happened(record)}"))
+
+
+def _details(record: Record, header: RunHeader) -> list[Block]:
+    blocks: list[Block] = []
+    if isinstance(record, Failed):
+        blocks += [Code(each) if "\n" in each.strip() else Items((Item(each),)) for each in record.details]
+        blocks += [Paragraph(f"Likely cause: {record.meaning}")] if record.meaning else []
+        figures = [[name, f"{value:.6g}"] for name, value in record.figures.items()]
+        blocks += [table(["figure", "value"], figures)] if figures else []
+    if isinstance(record, Errored):
+        blocks.append(Code(record.traceback or record.message))
+    if isinstance(record, Ended | Failed | Errored) and record.output:
+        blocks += [Paragraph("The end of what it printed:"), Code(record.output)]
+    if isinstance(record, Ended) and record.native_stack:
+        blocks += [Paragraph("Its stacks, by py-spy:"), Code(record.native_stack)]
+    commands = "\n".join(filter(None, [repro_command(record, header), sanitizer_command(record, header)]))
+    return [*blocks, Paragraph("Repeat:"), Code(commands, "sh")]
+
+
+def _whole_expected(finding: Finding) -> list[Block]:
+    rows = []
+    for check in finding.checks:
+        first, *further = [r for r in finding.records if r.check == check and isinstance(r, XFailed)]
+        more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
+        rows.append([check, f"{first.case}{more}", first.underlying, first.summary])
+    return [
+        Heading(3, f"{finding.backend}: {finding.title}"),
+        table(["check", "case", "outcome", "what happened"], rows),
+    ]
+
+
+def story_items(record: Record, header: RunHeader | None = None) -> tuple[Item, ...]:
+    """Return what happened to a record that did not pass, its likely cause, and the command that repeats it."""
+    lines = [phrases.what_happened(record)]
+    if isinstance(record, Failed):
+        lines += [line for detail in record.details for line in detail.splitlines()]
+        lines += [f"likely cause: {record.meaning}"] if record.meaning else []
+    if isinstance(record, Errored) and (place := raised_at(record.traceback)):
+        lines.append(place)
+    if isinstance(record, Ended):
+        lines += died_at(record.output)
+        lines += [f"in {phrases.one_line(frame)}" for frame in native_frames(record.native_stack)]
+    # Paths stay unbroken, so that they can be copied.
+    told = [Item(line, is_whole=line.startswith("File ")) for line in lines]
+    words = last_words(record.output) if isinstance(record, Ended | Failed | Errored) else ()
+    shown = tuple(Item(phrases.cut(phrases.one_line(word), PRINTED_WIDTH)) for word in words)
+    told += [Item("printed last:", shown)] if shown else []
+    told.append(Item(f"repeat: {repro_command(record, header)}", is_whole=True))
+    sanitizer = sanitizer_command(record, header)
+    return (*told, *([Item(f"or: {sanitizer}", is_whole=True)] if sanitizer else []))
+
+
+def errors(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return the errors of the run itself."""
+    if not whole:
+        return listed([f"error: {error}" for error in run.errors])
+    return [Heading(2, "Errors of the run"), *listed(run.errors)] if run.errors else []

@@ -1,0 +1,90 @@
+"""Measured support: a table of features, and one of sizes and forms with values by verdict."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from attncheck.reports.analysis.phrases import one_line
+from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict
+from attncheck.reports.document.blocks import Block, Heading, Paragraph, Span, Table, Text, listed, table
+from attncheck.reports.document.run_values import RunValues
+from attncheck.reports.run_file.header import RunHeader
+
+_VERDICTS: dict[SupportVerdict, Span] = {
+    "right": Span(""),
+    "short": Span("wrong", is_bold=True),
+    "unproven": Span("not known, all fail for other reasons"),
+    "wrong": Span("not declared, accepted and wrong", is_bold=True),
+    "died": Span("not declared, and the process died", is_bold=True),
+    "answered": Span("not declared, and right all the same"),
+    "refused": Span("refused"),
+    "unclear": Span("refused unclearly"),
+    "left": Span("not examined"),
+}
+"""Words before the values of a verdict, in this order."""
+
+
+def support(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return the declared features of each backend, then the measured features, sizes and forms; [] in brief."""
+    backends = run.summary.backends
+    if not whole or (run.summary.providers and not backends):
+        return []
+    return support_blocks(run.header, backends, run.found.support)
+
+
+def support_blocks(header: RunHeader, backends: Sequence[str], rows: Sequence[SupportRow]) -> list[Block]:
+    """Return what ``backends`` declare, and the tables of ``rows``."""
+    none = "no optional feature"
+    blocks = listed(
+        [
+            f"{backend.name} declares: {', '.join(sorted(backend.features)) or none}"
+            for backend in header.backends
+            if backend.name in backends
+        ]
+    )
+    features = [row for row in rows if not row.is_form]
+    forms = [row for row in rows if row.is_form]
+    if features:
+        about = f"Measured by the cases that need a feature ({', '.join(ANSWERS)}). A number counts cases."
+        cells = {(row.feature, row.backend): row.in_words for row in features}
+        blocks += [
+            Heading(2, "Features"),
+            Paragraph(about),
+            _by_backend("feature", sorted({row.feature for row in features}), cells, backends),
+        ]
+    if forms:
+        about = "The values that the cases had, each with how many cases were right. A word precedes other values."
+        values = _values(forms)
+        keys = list(dict.fromkeys(key for key, _ in values))
+        told = {place: tuple(_cell(by_verdict)) for place, by_verdict in values.items()}
+        blocks += [Heading(2, "Sizes and forms"), Paragraph(about), _by_backend("", keys, told, backends)]
+    return blocks
+
+
+def _by_backend(
+    heading: str, names: Sequence[str], cells: Mapping[tuple[str, str], Text], backends: Sequence[str]
+) -> Table:
+    rows = [[Span(name, is_code=True), *(cells.get((name, backend), "-") for backend in backends)] for name in names]
+    return table([heading, *map(one_line, backends)], rows)
+
+
+def _values(rows: Sequence[SupportRow]) -> dict[tuple[str, str], dict[SupportVerdict, list[str]]]:
+    """Return, by key and backend, the values of each verdict, with how many cases were right."""
+    values: dict[tuple[str, str], dict[SupportVerdict, list[str]]] = {}
+    for row in rows:
+        key, _, value = row.feature.partition("=")
+        asked = row.right + row.short
+        shown = f"{value} ({row.right} of {asked} right)" if row.short else f"{value} ({asked})" if asked else value
+        values.setdefault((key, row.backend), {}).setdefault(row.verdict, []).append(shown)
+    return values
+
+
+def _cell(values: Mapping[SupportVerdict, Sequence[str]]) -> Iterator[Span | str]:
+    def size(value: str) -> tuple[bool, int, str]:
+        digits = value.partition(" ")[0]
+        is_size = digits.isdecimal() and len(digits) < 20
+        return (not is_size, int(digits) if is_size else 0, value)
+
+    told = [verdict for verdict in _VERDICTS if verdict in values]
+    for verdict in told:
+        yield "; " if verdict is not told[0] else ""
+        word, text = _VERDICTS[verdict], ", ".join(sorted(values[verdict], key=size))
+        yield from (word, f": {text}") if word.text else (text,)

@@ -1,0 +1,134 @@
+"""Tables of outcomes: backends by checks, backends by suites, and functions of providers."""
+
+from collections.abc import Sequence
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.summary import OutcomeCounts
+from attncheck.reports.analysis.utilities import (
+    HEADINGS,
+    LEGEND,
+    function_rows,
+    notes_by_heading,
+    provider_title,
+)
+from attncheck.reports.document.blocks import (
+    BREAK,
+    Block,
+    Colour,
+    Heading,
+    Paragraph,
+    Span,
+    Table,
+    Text,
+    listed,
+    table,
+)
+from attncheck.reports.document.run_values import RunValues
+
+_VERDICTS: dict[str, Colour] = {"equal": "green", "drifted": "green", "judged": "green", "missing": ""}
+"""Colours of verdicts on functions; all others are red."""
+
+
+def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return the tables of checks and of suites, and which kernels ran, for a run with backends.
+
+    In brief, the table of checks has all counts, that of suites is left out for a single suite, and so are kernels.
+    """
+    if not whole:
+        if not run.present:
+            return []
+        return [checks(run, run.present, totals=True), *([suites(run)] if len(run.summary.suites) > 1 else [])]
+    if run.summary.providers and not run.summary.backends:
+        return []
+    return [
+        Heading(2, "Backends and suites"),
+        Paragraph(
+            (
+                "Good records of examined ones, over all checks; ",
+                Span("-", is_code=True),
+                " where nothing was examined.",
+            )
+        ),
+        _whole_suites(run),
+        Heading(2, "Backends and checks"),
+        checks(run, run.summary.backends),
+        *listed(
+            [
+                f"Kernels of {name}: {phrases.chosen_kernels(cases)}"
+                for name, cases in run.summary.chosen_kernels.items()
+            ]
+        ),
+    ]
+
+
+def checks(run: RunValues, backends: Sequence[str], *, totals: bool = False) -> Table:
+    """Return backends by checks; cells are passed of examined. ``totals``: with the worst error and what is left."""
+    rows = [
+        [_name(backend), *(_cell(run.summary.by_check.get((backend, check))) for check in run.summary.checks)]
+        + (_totals(run, backend) if totals else [])
+        for backend in backends
+    ]
+    headings = ["backend", *map(_name, run.summary.checks), *(_total_headings(run) if totals else [])]
+    return table(headings, rows, is_turned=True)
+
+
+def suites(run: RunValues) -> Table:
+    """Return present backends by suites."""
+    rows = [[_name(backend), *_of_suites(run, backend)] for backend in run.present]
+    return table(["backend", *map(_name, run.summary.suites)], rows, is_turned=True)
+
+
+def _whole_suites(run: RunValues) -> Table:
+    """Return backends by suites, with what their figures depend on beside their names, and totals."""
+    infos = {info.name: info for info in run.header.backends}
+    rows = []
+    for backend in run.summary.backends:
+        info = infos.get(backend)
+        name = f"{backend} {info.version}" if info and info.version else backend
+        stated = (BREAK, phrases.conventions(info)) if info and info.conventions else ()
+        rows.append([(name, *stated), *_of_suites(run, backend), *_totals(run, backend)])
+    return table(["backend", *map(_name, run.summary.suites), *_total_headings(run)], rows)
+
+
+def _name(text: str) -> str:
+    return phrases.one_line(text)
+
+
+def _of_suites(run: RunValues, backend: str) -> list[Text]:
+    return [_cell(run.summary.by_suite.get((backend, suite))) for suite in run.summary.suites]
+
+
+def _total_headings(run: RunValues) -> list[str]:
+    return [*(["worst\nerror\n(budgets)"] if run.summary.has_errors_measured else []), "not\nexamined"]
+
+
+def _totals(run: RunValues, backend: str) -> list[Text]:
+    counts = run.summary.by_backend[backend]
+    worst: list[Text] = [phrases.budgets(counts.worst_share)] if run.summary.has_errors_measured else []
+    return [*worst, str(counts.not_examined or "-")]
+
+
+def _cell(tally: OutcomeCounts | None) -> Text:
+    if tally is None or not tally.examined:
+        return "-"
+    text = f"{tally['passed']}/{tally.examined}"
+    return Span(text, is_bold=True, colour="red") if tally.short else Span(text, colour="green")
+
+
+def functions(run: RunValues, *, whole: bool) -> list[Block]:  # noqa: ARG001 (the signature of a section)
+    """Return a table of functions for each provider, its legend and notes."""
+    return [block for provider in run.summary.providers for block in _provider(run, provider)]
+
+
+def _provider(run: RunValues, provider: str) -> list[Block]:
+    rows = function_rows(run.records, provider)
+    cells: list[list[Text]] = [
+        [Span(row.name, is_code=True), Span(row.word, colour=_VERDICTS.get(row.word, "red")), *row.counts]
+        for row in rows
+    ]
+    notes = [
+        block
+        for heading, said in notes_by_heading(rows)
+        for block in listed([f"{names}: {note}" for names, note in said], heading)
+    ]
+    return [Heading(2, provider_title(run.header, provider)), Paragraph(f"{LEGEND}."), table(HEADINGS, cells), *notes]
