@@ -226,7 +226,7 @@ def get_current_vllm_config() -> Any:
         return _CURRENT.get()
     except LookupError as error:
         raise RuntimeError(
-            "no vllm_config is current: it can be asked for while impls and builders are made"
+            "no vllm_config is current: get_current_vllm_config works only while impls and builders are constructed"
         ) from error
 
 

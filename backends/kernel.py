@@ -275,7 +275,7 @@ def _check_declarations(
     if bool(codes) != ("fp8_kv" in features):
         wrong.append("the feature 'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together")
     if "tree" in features:
-        wrong.append("a function is not told the tree ('tree'): derive a backend, whose builder is")
+        wrong.append("a function does not get the tree ('tree'): derive a backend; its builder gets it")
     if "mla" in features:
         wrong.append("a function over keys and values cannot serve a latent cache ('mla')")
     wrong += [f"attn_type {kind} has no paged cache" for kind in attn_types if kind not in _CACHED_TYPES]

@@ -127,7 +127,7 @@ def tree_mask(speculative_token_tree: str) -> torch.Tensor:
         for depth in range(len(node) + 1):
             ancestor = row_of.get(node[:depth])
             if ancestor is None or ancestor > row:
-                raise ValueError(f"speculative_token_tree {speculative_token_tree}: {node} stands before its parent")
+                raise ValueError(f"speculative_token_tree {speculative_token_tree}: {node} comes before its parent")
             mask[row, ancestor] = True
     return mask
 
@@ -138,5 +138,5 @@ def _nodes(written: str) -> list[tuple[int, ...]]:
     except (ValueError, SyntaxError, TypeError) as error:
         raise ValueError(f"speculative_token_tree {written!r} is no list of tuples of choices") from error
     if len(set(nodes)) != len(nodes) or () in nodes:
-        raise ValueError(f"speculative_token_tree {written!r}: every node stands once, and the root is left out")
+        raise ValueError(f"speculative_token_tree {written!r}: each node must occur once, and the root not at all")
     return [(), *nodes]

@@ -127,7 +127,7 @@ def load(ref: str) -> LoadedBackend:
     if colon and all(part.isidentifier() for part in place.split(".")):
         return _checked(ref, attribute, _attribute(ref, _import_module(ref, place), attribute), f"module {place}")
     if Path(f"{ref}.py").is_file():
-        raise BackendLoadError(ref, "no backend has this name", allowed=f"for the file, ask for ./{ref}.py")
+        raise BackendLoadError(ref, "no backend has this name", allowed=f"for the file, write ./{ref}.py")
     raise UnknownNameError("backend", ref, known_names())
 
 
@@ -147,14 +147,14 @@ def load_object(obj: object) -> LoadedBackend:
 def _load_registered(ref: str, name: str, argument: str | None, target: str, origin: str) -> LoadedBackend:
     """Load a registered name; an ImportError here means that a library is missing, not that the name is wrong."""
     if name in FAMILIES and argument in (None, "", "*"):
-        raise BackendLoadError(ref, f"{name} stands for many backends", allowed=f"name one, such as {FAMILIES[name]}")
+        raise BackendLoadError(ref, f"{name} names many backends", allowed=f"name one, such as {FAMILIES[name]}")
     full_name = name if argument is None else ref
     module, _, attribute = target.partition(":")
     try:
         found = _attribute(ref, _import_module(ref, module, missing_is_unavailable=True), attribute)
         if argument is not None:
             if not hasattr(found, "from_argument"):
-                raise BackendLoadError(ref, f"{name} takes no argument", allowed=f"ask for {name!r}")
+                raise BackendLoadError(ref, f"{name} takes no argument", allowed=f"write {name!r}")
             try:
                 found = found.from_argument(argument)
             except AttncheckError:
@@ -183,7 +183,7 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
             raise BackendLoadError(ref, str(error)) from error
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         if _is_of_vllm(found):
-            raise BackendLoadError(ref, "is a backend of vLLM's", allowed=f"ask for vllm:{ref}")
+            raise BackendLoadError(ref, "is a backend of vLLM's", allowed=f"write vllm:{ref}")
         raise BackendLoadError(
             ref,
             f"is {found!r}, neither a backend nor a function",
@@ -212,7 +212,7 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
         if missing_is_unavailable:
             raise
         file, known = Path(f"{name.replace('.', '/')}.py"), f"registered names are {', '.join(known_names())}"
-        allowed = f"for the file, ask for ./{file}{ref[len(name) :]}" if file.is_file() else known
+        allowed = f"for the file, write ./{file}{ref[len(name) :]}" if file.is_file() else known
         raise BackendLoadError(ref, import_failure(error), allowed=allowed) from error
     except (Exception, SystemExit) as error:
         raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
@@ -281,7 +281,7 @@ def _backends_in(module: ModuleType) -> list[str]:
 def _choice(place: str, classes: list[str]) -> str:
     if not classes:
         return f"{place} defines no AttentionBackend"
-    return "ask for " + " or ".join(f"{place}:{name}" for name in classes)
+    return "write " + " or ".join(f"{place}:{name}" for name in classes)
 
 
 def _place(module: ModuleType) -> str:

@@ -36,12 +36,12 @@ def read_path(tree: Tree) -> PathSpec:
     if isinstance(tree, Table):
         if len(tree.entries) != 1:
             raise tree.place.fault(
-                f"one path is asked at a time, and here are {len(tree.entries)}", allowed="write {name: options}"
+                f"a case has one path, and here are {len(tree.entries)}", allowed="write {name: options}"
             )
         ((name, options),) = tree.entries.items()
         place = tree.names[name]
     elif isinstance(tree, Items):
-        raise tree.place.fault("one path is asked at a time", allowed="write a name, or {name: options}")
+        raise tree.place.fault("a case has one path", allowed="write a name, or {name: options}")
     else:
         name, place = text_of(tree, "path"), tree.place
         options = Table(replace(place, key=join_key(place.key, name)), {}, {})

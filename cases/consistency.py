@@ -126,7 +126,7 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
         )
     if path in _ROWS_HAVE_KEYS and request.context_len < 0:
         raise SpecError(
-            f"{request.query_len} new tokens do not fit (rows that see no key are asked by the path paged)",
+            f"{request.query_len} new tokens do not fit (rows that see no key belong to the path paged)",
             field=f"{where}.seq_len",
             value=request.total_len,
             allowed=f"give at least {request.query_len}",
@@ -173,7 +173,7 @@ def _check_surroundings(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) ->
                 f"not defined for the path {batch.path.name}",
                 field=f"batch.{name}",
                 value=value,
-                allowed=f"leave it out, or ask by one of the paths {', '.join(_ONE_CALL)}",
+                allowed=f"leave it out, or use one of the paths {', '.join(_ONE_CALL)}",
             )
     if batch.block_table.null_pages and not any(_frees_a_page(layer, cache, request) for request in batch.requests):
         raise SpecError(

@@ -27,8 +27,8 @@ _CACHE_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 _KINDS = ("gqa_paged", "gqa_ragged", "mla_paged")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _NOTES = {
-    "gqa_paged": "kv_indices is not read: pages are laid out anew, none of them shared",
-    "gqa_ragged": "keys and values in one piece are asked in pages of 16, the layout of a cache",
+    "gqa_paged": "kv_indices is not read: pages are assigned again, and none is shared",
+    "gqa_ragged": "contiguous keys and values are examined in pages of 16",
     "mla_paged": "qk_nope_head_dim follows from sm_scale, and v_head_dim is taken to be the same",
 }
 
@@ -90,7 +90,7 @@ def read_flashinfer_bench(text: str, path: Path) -> Suite:
     """
     root = next((each for each in path.absolute().parents if (each / "definitions").is_dir()), None)
     if root is None:
-        raise _fault(path, None, "no folder definitions/ stands above the file", "keep workloads in their data set")
+        raise _fault(path, None, "no folder above the file is called definitions/", "keep workloads in their data set")
     definition = cache(lambda name: _definition(root, name))
     cases: dict[str, Case] = {}
     notes: dict[str, None] = {}
@@ -201,7 +201,7 @@ def _is_causal(definition: _Definition) -> bool:
     if "noncausal" in words:
         return False
     if "qo_indptr" in definition.inputs and "causal" not in words:
-        raise _unread(f"the name {definition.name} says neither causal nor noncausal")
+        raise _unread(f"the name {definition.name} names neither causal nor noncausal")
     return True
 
 

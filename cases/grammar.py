@@ -39,7 +39,7 @@ def parse_batch(text: str) -> tuple[RequestSpec, ...]:
                 f"up to here the batch holds {tokens} tokens",
                 text=text,
                 position=position,
-                allowed=f"at most {MAX_TOKENS} tokens are a question",
+                allowed=f"at most {MAX_TOKENS} tokens are allowed",
             )
         requests.append(request)
         position += len(segment) + 1
@@ -71,7 +71,7 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
                 f"{match[name][:24]}{match[suffix] if suffix else ''} is too large",
                 text=text,
                 position=start + match.start(name),
-                allowed=f"at most {MAX_TOKENS} tokens are a question",
+                allowed=f"at most {MAX_TOKENS} tokens are allowed",
             )
         return int(digits) * scale
 
@@ -80,11 +80,11 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
     seq_len = query_len if match["s"] is None else number("s", "sk")
     if count == 0:
         raise BatchSpecError(
-            "a count of 0 asks nothing", text=text, position=start, allowed="leave the segment out, or give a count"
+            "a count of 0 has no effect", text=text, position=start, allowed="leave the segment out, or give a count"
         )
     if query_len == 0:
         raise BatchSpecError(
-            "a request without new tokens asks nothing",
+            "a request without new tokens has no effect",
             text=text,
             position=start + match.start("q") - 1,
             allowed="padding requests are written {requests: ..., padding: {requests: n}}",

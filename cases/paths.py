@@ -77,7 +77,7 @@ def _check_against_layer(layer: LayerSpec, path: str) -> None:
         return
     if layer.attn_type != AttentionType.DECODER or path in ("encoder_only", "cross"):
         raise SpecError(
-            f"a layer of type {layer.attn_type} is asked by the path {implied}",
+            f"a layer of type {layer.attn_type} needs the path {implied}",
             field="path",
             value=path,
             allowed=f"leave path out, or write path: {implied}",
@@ -86,7 +86,7 @@ def _check_against_layer(layer: LayerSpec, path: str) -> None:
         raise SpecError("the layer has no mla", field="path", value=path, allowed="give layer.mla, or another path")
     if layer.mla is not None and path in _NOT_FOR_MLA:
         raise SpecError(
-            "a layer with a latent cache is asked by the path mla",
+            "a layer with a latent cache needs the path mla",
             field="path",
             value=path,
             allowed="leave path out, or leave layer.mla out",
@@ -119,7 +119,7 @@ def _check_tree(batch: BatchSpec, parents: tuple[int, ...]) -> None:
             "a tree of one branch hides nothing that causality does not",
             field="path.tree.parents",
             value=parents,
-            allowed="give two rows the same parent, or ask by the path spec_decode",
+            allowed="give two rows the same parent, or use the path spec_decode",
         )
     depths = _depths(parents)
     if depths != sorted(depths):

@@ -96,7 +96,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
                     raise place.fault(
                         "two values of the matrix give this id" if is_matrix else "two cases have this id",
                         value=case.id,
-                        allowed=f"the first stands on line {where}: rename one of them",
+                        allowed=f"the first is on line {where}: rename one of them",
                     )
                 seen[case.id] = case
                 cases.append(case)
@@ -104,7 +104,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     if not cases:
         raise next(iter(left_out.values()))
     notes = tuple(
-        f"{full} cannot be asked with these defaults: {error.reason} (found {error.value})"
+        f"{full} is left out, since it is invalid with these defaults: {error.reason} (found {error.value})"
         for full, error in left_out.items()
     )
     return Suite(

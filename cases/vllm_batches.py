@@ -105,7 +105,7 @@ def _expand(tree: Tree, room: int) -> Iterator[tuple[str, Place]]:
     count = math.prod(len(values) for values in ranges)
     if count > room:
         raise place.fault(
-            f"this template stands for {count} batches",
+            f"this template gives {count} batches",
             value=template,
             allowed=f"there is room for {max(room, 0)} more in one file: shorten a range, or split the file",
         )

@@ -81,7 +81,7 @@ def read_vllm_bench(root: Table, path: Path, over: Table | None = None) -> Suite
             if case.id in cases:
                 repeated[batch.text] = None
             cases.setdefault(case.id, case)
-    notes += [f"asked once, though it stands there twice: {text}" for text in repeated]
+    notes += [f"examined once, though the file has it twice: {text}" for text in repeated]
     return Suite(
         name=name,
         description=text_of(root.entries["description"], "description") if "description" in root.entries else "",
@@ -113,7 +113,7 @@ def _case(suite: str, geometry: _Geometry, batch: Batch) -> Case:
 def _backends(root: Table, notes: list[str]) -> tuple[str, ...]:
     """Return the backends of the file as ``vllm:NAME``; ``backend`` takes precedence over ``backends``, as in vLLM."""
     if "backend" in root.entries and "backends" in root.entries:
-        notes.append(not_used("backends", "backend stands beside it"))
+        notes.append(not_used("backends", "backend takes precedence"))
     if "backend" in root.entries:
         names = [text_of(root.entries["backend"], "backend")]
     elif "backends" in root.entries:

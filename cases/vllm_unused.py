@@ -21,13 +21,13 @@ _USED_KEYS = (
     "benchmark",
     "kv_cache_dtype",
 )
-_TIMED = "it says how a call is timed; an examination runs each case as often as its checks need"
+_TIMED = "it configures timing; an examination runs each case as often as its checks need"
 _REASONS: Mapping[str, str] = {
     "repeats": _TIMED,
     "warmup_iters": _TIMED,
     "cuda_graphs": _TIMED,
     "profile_memory": "memory is not measured",
-    "output": "runs are written where the command line says",
+    "output": "the command line names the run file",
     "mode": "every batch is examined once",
     "reorder_batch_thresholds": "a backend declares its own threshold",
     "chunked_prefill": "a backend chooses its own workspace",

@@ -241,7 +241,7 @@ class _Composer:
             )
         place = Place(self.file, scalar.place.line, scalar.place.column, join_key(top.place.key, name))
         if name in top.places:
-            raise place.fault(f"this key stands on line {top.places[name].line} already", allowed="keep one of the two")
+            raise place.fault(f"this key is on line {top.places[name].line} already", allowed="keep one of the two")
         top.names.append(name)
         top.places[name] = place
 
@@ -260,7 +260,7 @@ def _refuse_tag(tag: str | None, place: Place) -> None:
 def _resolve(text: str, place: Place, *, is_plain: bool) -> Value:
     """Return the value of a scalar by YAML 1.2's core schema; quoted scalars are strings."""
     if _CONTROL.search(text):
-        raise place.fault("an escape stands for a control character", value=text, allowed="use printable text")
+        raise place.fault("an escape gives a control character", value=text, allowed="use printable text")
     if not is_plain:
         return text
     if text in _SPECIAL:

@@ -105,7 +105,7 @@ class BatchSpec:
                 f"the batch holds {tokens} tokens",
                 field="requests",
                 value=len(self.requests),
-                allowed=f"at most {MAX_TOKENS} tokens are a question",
+                allowed=f"at most {MAX_TOKENS} tokens are allowed",
             )
 
     def __iter__(self) -> Iterator[RequestSpec]:

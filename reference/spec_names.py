@@ -39,11 +39,11 @@ CHECKS: Mapping[str, CheckInfo] = {
         "reads whose result is discarded",
     ),
     "features": CheckInfo(
-        "a modifier turned off or moved, on another layer of the same process, moves the answer as it moves the truth",
+        "a modifier turned off or moved, on another layer of the process, changes the output as it changes the truth",
         "what is kept between layers that differ in something else",
     ),
     "determinism": CheckInfo(
-        "the same question has the same bits: output, LSE and cache, on the same impl and on a new one",
+        "equal inputs give equal bits in output, LSE and cache, on the same impl and on a new one",
         "what differs between processes or machines",
     ),
     "invariance": CheckInfo(
@@ -60,16 +60,16 @@ CHECKS: Mapping[str, CheckInfo] = {
     ),
     "refusals": CheckInfo(
         "what is declared runs; what is not declared is refused, or answered right",
-        "declarations no case of the run asks about",
+        "declarations that no case of the run needs",
     ),
     "timing": CheckInfo(
         "how long build and forward take, with their spread, and that what was timed is the honest, right answer",
-        "other machines and sizes, and a backend that tells attncheck's calls from others",
+        "other machines and sizes, and a backend that recognises attncheck's calls",
         by_name_only=True,
     ),
     "utilities": CheckInfo(
         "a provider's metadata functions answer as the reference does, refuse what it refuses, change no argument",
-        "batches nobody wrote or drew, and how fast a function is",
+        "batches that are neither written nor drawn, and how fast a function is",
         applies_to="provider",
     ),
 }

@@ -135,7 +135,7 @@ def _case(
             message = f"{record.outcome}: {'; '.join(record.reasons)}"
             _add(case, "skipped", record.outcome, message, message)
         case XFailed():
-            message = f"fell short as expected: {record.reason}: {record.summary}"
+            message = f"did not pass, as expected: {record.reason}: {record.summary}"
             _add(case, "skipped", record.outcome, message, message)
         case Errored() | Crashed() | TimedOut():
             _add(case, "error", kind, happened, _story(record, header, finding))

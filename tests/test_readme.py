@@ -94,6 +94,8 @@ def test_every_link_leads_somewhere():
 
 
 def test_every_local_path_it_names_is_there():
-    named = set(re.findall(r"`((?:backends|benchmarks|cases|harness|reference|reports|tests|scripts|docs)/[\w./-]*)`", TEXT))
+    named = set(
+        re.findall(r"`((?:backends|benchmarks|cases|harness|reference|reports|tests|scripts|docs)/[\w./-]*)`", TEXT)
+    )
     assert named
     assert not [path for path in named if not (ROOT / path).exists()]

@@ -85,7 +85,9 @@ def refuse_undeclared_call(
 ) -> None:
     """Raise for a step that the backend does not support; ``forward`` calls this."""
     if causal and attn_type != AttentionType.DECODER:
-        _raise(backend, ValueError, [f"attention of type {attn_type} is not causal, the metadata says it is"])
+        _raise(
+            backend, ValueError, [f"attention of type {attn_type} is not causal, but causal is True in the metadata"]
+        )
     is_decoder = attn_type == AttentionType.DECODER
     # Rows are aligned to the end of the keys. Without a causal mask, rows before the first key need no position.
     short = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q > s] if is_decoder and causal else []

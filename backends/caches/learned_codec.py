@@ -125,7 +125,9 @@ class _LayoutLearner:
                 write(kv_cache, batch.to(self._device), *rows)
                 images.append(memory.view(torch.uint8))
             if not torch.equal(*images):
-                raise _UnknownLayoutError(f"writing {name} does not do to memory what the layout of whole pages says")
+                raise _UnknownLayoutError(
+                    f"the memory after writing {name} differs from the layout that whole pages show"
+                )
 
     def _places_in(self, blocks: int) -> Tensor:
         """Return the place of each element of a pool, int64 ``[elements]``: slot by slot, each key before its value."""

@@ -142,7 +142,7 @@ def _meaning(question: _Question, wrong: Sequence[int]) -> str | None:
         return None
     destinations = set(mapping[:, 1].tolist())
     if set(wrong) == destinations:
-        return "no page was written as asked"
+        return "no page was written as block_mapping requires"
     if not set(wrong) <= destinations:
         return "pages were written that no pair names as a destination"
     return None

@@ -226,7 +226,7 @@ def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: st
     meaning = _meaning_of(leaks)
     if not math.isfinite(fill.poison) and repeats.is_moved_by(replace(fill, poison=_huge(session.problem))) is False:
         meaning += (
-            "; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by what stands there "
+            "; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by the value there "
             "(a backend may declare needs_finite_pool)"
         )
     return Broken(f"{name} in {source} reaches {moved}", {"regions_leaking": len(leaks)}, meaning)

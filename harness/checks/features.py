@@ -127,7 +127,7 @@ def check_features(case: CheckedCase) -> Finding:
             return replace(again, stage=f"{again.stage} after a layer {other.what}")
         count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
         if count:
-            what = f"right at first, wrong after a layer {other.what} was made and asked: {count} of {len(right)} rows"
+            what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows"
             return Broken(what, {"rows_wrong": count}, _KEPT)
     if not done:
         return NotExamined(("the backend declares no layer that differs in one thing",))

@@ -95,9 +95,7 @@ def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
     needs = required_features(case.layer, case.cache, case.batch, features) - features
     if is_merged(case.batch, features) and needs & {"lse", "cascade"}:
         name = case.batch.path.name
-        return NotExamined(
-            (f"path {name}: the backend is not asked itself, and the path cannot be played over forward",)
-        )
+        return NotExamined((f"path {name}: the backend does not declare the path, and it cannot be run over forward",))
     missing = needs & NOT_REFUSABLE
     if not missing:
         return None
@@ -125,7 +123,7 @@ def check_undeclared_forms(case: CheckedCase) -> Finding:
     for form in forms:
         finding = _ask(case, form)
         if isinstance(finding, Broken):
-            summary = f"asked besides with {form.changes}: {finding.summary}"
+            summary = f"tried undeclared with {form.changes}: {finding.summary}"
             details = (shape_of(form.case), *finding.details)
             wrong.append(replace(finding, summary=summary, details=details))
         elif finding is not None and finding.notes[0].startswith(ANSWERED):
@@ -133,7 +131,7 @@ def check_undeclared_forms(case: CheckedCase) -> Finding:
     if wrong:
         first, *others = sorted(wrong, key=lambda each: UNCLEAR in each.summary)  # a wrong answer is worse
         return replace(first, details=(*first.details, *(other.summary for other in others)))
-    notes = (f"asked besides, and {ANSWERED}: {'; '.join(answered)}",) if answered else ()
+    notes = (f"tried undeclared, and {ANSWERED}: {'; '.join(answered)}",) if answered else ()
     return Holds({"undeclared_asked": len(forms)}, notes)
 
 

@@ -44,9 +44,7 @@ def audit(
     examining = {"--suite": suite, "--set": settings, "--case": case, "--check": check, "--device": device}
     options = [name for name, value in examining.items() if value]
     if run_file is not None and options:
-        raise QuestionError(
-            f"{options[0]} is about a run that is made now, and {run_file} is one; leave out one of them"
-        )
+        raise QuestionError(f"{options[0]} applies to a new run, and {run_file} is one; leave out one of them")
     path = run_file or _examined(family, suite or [], settings or [], case or [], check or [], device)
     run = read_run(path)
     names = [*(each.name for each in run.header.surveyed), *(each.name for each in run.header.backends)]

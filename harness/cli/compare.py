@@ -29,7 +29,7 @@ def compare(
             metavar="'PATTERN: N%'",
             help="Fail only for slowdowns of N % or more in cases that match: a suite, a shell pattern of suite/id, or "
             "nothing for all; '@PART' behind it: forward, build, decode or prefill alone. May be repeated; the last "
-            "that matches counts. Default: fail for any slowdown that is told.",
+            "that matches counts. Default: fail for any slowdown that is reported.",
         ),
     ] = None,
     match: Annotated[
@@ -41,7 +41,7 @@ def compare(
     ] = None,
     min_effect: Annotated[
         float,
-        typer.Option(metavar="N", min=0, max=100, help="The least difference that is told, in per cent of the time."),
+        typer.Option(metavar="N", min=0, max=100, help="The smallest difference to report, in per cent of the time."),
     ] = 1.0,
     allow_missing: Annotated[
         bool,

@@ -76,7 +76,7 @@ def doctor() -> int:
     for name in registry.known_names():
         if name in registry.FAMILIES:
             lacking = "".join(f"; {library} is not installed" for library in _missing(name))
-            _line(name, f"stands for many backends: name one, such as {registry.FAMILIES[name]}{lacking}")
+            _line(name, f"names many backends: name one, such as {registry.FAMILIES[name]}{lacking}")
         else:
             _backend(name, devices)
     return 0

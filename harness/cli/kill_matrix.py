@@ -83,7 +83,7 @@ def kill_matrix(
             unasked.setdefault(record.backend_ref, f"no check was made of it: {record.reasons[0]}")
         else:
             by_ref.setdefault(record.backend_ref, []).append(record)
-    why = {mutant.ref: "no case of the suites was asked" for mutant in mutants} | unasked | dict(missing)
+    why = {mutant.ref: "no case of the suites was run" for mutant in mutants} | unasked | dict(missing)
     results = tuple(
         _result(mutant, found, checks)
         if (found := by_ref.get(mutant.ref))

@@ -25,10 +25,10 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
     # A candidate that was given as a Python object has no name to give on the command line.
     short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
     if not short:
-        raise SelectionError(f"--last-failed: nothing fell short in the newest run, {path}; leave the option out")
+        raise SelectionError(f"--last-failed: everything passed in the newest run, {path}; leave the option out")
     short = [each for each in short if _is_named(each, run.header.suite_ref(each.suite), options)]
     if not short:
-        raise SelectionError(f"--last-failed: none of these backends and suites fell short in the newest run, {path}")
+        raise SelectionError(f"--last-failed: these backends and suites passed in the newest run, {path}")
     cases = [each for each in short if each.check != UTILITIES]
     functions = [each for each in short if each.check == UTILITIES]
     suites = tuple(dict.fromkeys(run.header.suite_ref(each.suite) for each in cases))

@@ -108,5 +108,5 @@ def _checks() -> None:
     for name, info in CHECKS.items():
         rows += [[name, info.establishes], ["", f"cannot see: {info.cannot_see}"]]
         if info.by_name_only:
-            rows.append(["", f"only where it is asked for, as by --check {name}"])
+            rows.append(["", f"runs only if it is named, as by --check {name}"])
     _print(rows)

@@ -81,7 +81,7 @@ def mutants(
     if form != AnswerFormat.json and not runs:
         typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
     if not matrix.examined:
-        raise SelectionError("not one mutant was examined; the reasons stand above")
+        raise SelectionError("not one mutant was examined; see the reasons above")
     return 0 if matrix.is_clean else 1
 
 

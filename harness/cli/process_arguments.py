@@ -55,7 +55,7 @@ PassEnv = Annotated[
     typer.Option(
         "--pass-env",
         metavar="PATTERN",
-        help="Environment variables that the processes of backends get besides the usual ones (docs/processes.md): "
+        help="Further environment variables for the processes of backends (docs/processes.md): "
         "names or shell patterns, separated by commas. May be repeated.",
     ),
 ]

@@ -96,7 +96,7 @@ class ProgressLines:
             say(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
         if time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
-            done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} fell short"
+            done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} did not pass"
             say(", ".join(part for part in (done, self._tally.left) if part))
 
 
@@ -111,7 +111,7 @@ class ProgressBar:
     def see(self, record: Record) -> None:
         """Count one record, and update the bar."""
         self._tally.see(record)
-        short = f"{self._tally.short} fell short" if self._tally.short else ""
+        short = f"{self._tally.short} did not pass" if self._tally.short else ""
         parts = (f"{record.backend}  {record.case}", short, self._tally.left)
         description = ", ".join(part for part in parts if part)
         self._progress.update(self._task, completed=max(self._tally.done - 1, 0), description=description)

@@ -26,7 +26,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
     if path.suffix != ".jsonl":
         raise RunFileError(str(path), "cannot be continued: only a file named .jsonl can be written on")
     if lacks_header(path):
-        say(f"note: {path}: its header was cut off; the run begins anew")
+        say(f"note: {path}: its header was cut off; the run starts from the beginning")
         return Run(str(path), header, ())
     run = read_run(path)
     if run.complete:
@@ -36,9 +36,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
             run = replace(run, records=run.records[:-1])
         say(f"note: {path}: the last line was cut off, and is written again")
     if differences := question_differences(run.header, header):
-        raise RunFileError(
-            str(path), f"cannot be resumed by this command, whose question differs in {', '.join(differences)}"
-        )
+        raise RunFileError(str(path), f"cannot be resumed by this command, which differs in {', '.join(differences)}")
     return run
 
 

@@ -238,7 +238,7 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     if finished.unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1
     if finished.blind:
-        raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
+        raise SelectionError("some cases are too weak to detect the feature they test; fix them (see the errors above)")
     if not finished.header.shard:  # other shards may have cases to examine
         _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0
@@ -268,4 +268,4 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
                 raise SelectionError(f"provider {backend.name!r} offers none of these functions")
             raise SelectionError(f"not one case of backend {backend.name!r} was examined{why}")
     if not summary.total.examined:
-        raise SelectionError("nothing was examined; the table says why")
+        raise SelectionError("nothing was examined; the table lists the reasons")

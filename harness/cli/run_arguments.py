@@ -78,13 +78,13 @@ Keywords = Annotated[
     typer.Option(
         "-k",
         metavar="EXPR",
-        help="Only cases of which this is true: words of suite/id, description and needs, with and, or, not, such as "
+        help="Only cases for which this is true: words of suite/id, description and needs, with and, or, not, such as "
         "'sliding_window and not head_size=64'.",
     ),
 ]
 LastFailed = Annotated[
     bool,
-    typer.Option("--last-failed", "--lf", help="Only the cases and backends that fell short in the newest kept run."),
+    typer.Option("--last-failed", "--lf", help="Only the cases and backends that did not pass in the newest kept run."),
 ]
 Checks = Annotated[
     list[str] | None,
@@ -110,7 +110,7 @@ Watch = Annotated[
     typer.Option(
         "--watch",
         help="Examine again after each save of the backend's file, of Python files beside it, or of a case file; first "
-        "what fell short before. q ends it.",
+        "what did not pass before. q ends it.",
     ),
 ]
 
@@ -150,7 +150,7 @@ Device = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs. Default: 0.")]
-ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first record that falls short.")]
+ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first record that does not pass.")]
 MaxFail = Annotated[
     int | None, typer.Option("--maxfail", min=1, metavar="N", help="Stop when N records have fallen short.")
 ]
@@ -195,7 +195,7 @@ Resume = Annotated[
     ),
 ]
 NoOutput = Annotated[bool, typer.Option("--no-output", help="Write no run file.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what fell short, and the last lines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what did not pass, and the last lines.")]
 Verbose = Annotated[
     bool,
     typer.Option(

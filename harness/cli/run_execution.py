@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from attncheck.harness.run.preparation import RunSettings
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
-_AT_FIRST = "at the first record that fell short (--exitfirst)"
+_AT_FIRST = "at the first record that did not pass (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 

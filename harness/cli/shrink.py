@@ -23,7 +23,7 @@ def shrink(
     ],
     backend: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The backend, if several fell short.", autocompletion=completion.backends),
+        typer.Option(metavar="NAME", help="The backend, if several did not pass.", autocompletion=completion.backends),
     ] = None,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
@@ -33,7 +33,7 @@ def shrink(
 ) -> int:
     """Make a failure of a run small: the fewest requests and heads, the shortest lengths, defaults wherever they do.
 
-    A smaller case counts if the same check falls short with the same outcome. The smallest one is written as a case
+    A smaller case counts if the same check ends with the same outcome. The smallest one is written as a case
     file, which `attncheck run --suite FILE` repeats, and as a Python file that needs no attncheck. Exit code 1: the
     failure is still there; 0: the case passes by now.
     """
@@ -92,10 +92,10 @@ def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) 
     if not meant:
         known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "nothing"
         by = f" by {check}" if check else ""
-        raise SelectionError(f"{run.path}: {case_id} did not fall short there{by}; what did: {known}")
+        raise SelectionError(f"{run.path}: {case_id} passed there{by}; what did: {known}")
     backends = tuple(dict.fromkeys(each.backend for each in meant))
     if len(backends) > 1:
-        raise SelectionError(f"{run.path}: {case_id} fell short for {', '.join(backends)}; name one by --backend")
+        raise SelectionError(f"{run.path}: {case_id} did not pass for {', '.join(backends)}; name one by --backend")
     record = meant[0]
     if record.backend_ref.startswith("<"):
         raise SelectionError(f"{record.backend} was handed over in Python, and cannot be loaded by name; run its file")

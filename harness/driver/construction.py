@@ -73,7 +73,7 @@ def _require_output_quant(impl: Any, problem: Problem) -> None:
     # vLLM's graph compiler makes the same query before it fuses a quantisation into attention.
     key = QuantKey(codes.dtype, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
     if not impl.fused_output_quant_supported(key):
-        raise NotImplementedError(f"fused_output_quant_supported said no to {key}")
+        raise NotImplementedError(f"fused_output_quant_supported returned False for {key}")
 
 
 def construct_builder(

@@ -82,7 +82,7 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
     rows = buffer.rows
     if not isinstance(returned, Tensor):
         kind = "None" if returned is None else f"a {type(returned).__name__}"
-        return rows, (f"forward returned {kind}; the contract says the output",)
+        return rows, (f"forward returned {kind}; the contract requires the output",)
     facts: tuple[tuple[str, object, object], ...] = (
         ("device", returned.device, rows.device),
         ("layout", returned.layout, rows.layout),

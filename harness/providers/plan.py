@@ -47,10 +47,10 @@ def plan_providers(
     written = batches_of(cases)
     drawn = drawn_batches(seed) if has_hypothesis() else []
     setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
-    sources = [f"{len(ALWAYS)} always asked", f"{len(written)} of the suites"]
+    sources = [f"{len(ALWAYS)} always used", f"{len(written)} of the suites"]
     if drawn:
         sources.append(f"{len(drawn)} drawn by hypothesis {importlib.metadata.version('hypothesis')}")
-    notes = [f"utilities are asked about {len(setting.batches)} batches: {', '.join(sources)}"]
+    notes = [f"utilities are called with {len(setting.batches)} batches: {', '.join(sources)}"]
     if not drawn:
         notes.append("hypothesis is not installed (pip install 'attncheck[fuzz]'): no batch was drawn")
     return ProviderPlan(

@@ -47,7 +47,7 @@ def recorded_file(name: str, traffic: Traffic, most_cases: int, about: str) -> R
         else:
             left_out[found] = left_out.get(found, 0) + each.calls
     if beyond := sum(each.calls for each in counted[most_cases:]):
-        left_out["beyond the most cases asked for"] = beyond
+        left_out["beyond the maximum of cases"] = beyond
     calls = sum(each.calls for each in counted) + sum(traffic.left_out.values())
     description = " ".join([about, *_sentences(calls, len(cases), widening, left_out)])
     return RecordedFile(suite_yaml(name, description, cases) if cases else "", len(cases))
@@ -56,9 +56,9 @@ def recorded_file(name: str, traffic: Traffic, most_cases: int, about: str) -> R
 def _sentences(calls: int, cases: int, widening: int, left_out: dict[str, int]) -> Iterator[str]:
     per_octave = BUCKETS_PER_OCTAVE / 2**widening
     width = f"1/{per_octave:g} of an octave" if per_octave > 1 else f"{1 / per_octave:g} octaves"
-    yield f"{calls} calls of forward, {cases} distinct batches; weight: how many calls a case stands for."
+    yield f"{calls} calls of forward, {cases} distinct batches; weight: how many calls a case represents."
     yield f"Lengths within {width.replace('1 octaves', 'an octave')} of each other count as the same;"
-    yield "each case is one of the real batches it stands for."
+    yield "each case is one of the real batches that it counts."
     if left_out:
         reasons = "; ".join(f"{count} calls: {reason}" for reason, count in left_out.items())
         yield f"Not in this file: {reasons}."

@@ -34,7 +34,7 @@ def choose_device(wanted: str | None) -> str:
         raise DeviceError(wanted, "attncheck examines on cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         built = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
-        raise DeviceError(wanted, f"torch {torch.__version__} {built}; `attncheck doctor` says more")
+        raise DeviceError(wanted, f"torch {torch.__version__} {built}; `attncheck doctor` has details")
     if (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(wanted, f"this machine has {torch.cuda.device_count()} GPUs, counted from 0")
     return str(device)
@@ -52,7 +52,7 @@ def suite_device(wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[
         return choose_device(wishes[0]), ()
     except DeviceError as error:
         best = choose_device(None)
-        return best, (f"the suite asks for {error}: examined on {best} instead",)
+        return best, (f"the suite names {error}: examined on {best} instead",)
 
 
 def first_refs(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ def choose_backends(
     if has_wishes and all(each.unavailable_reasons for each in descriptions):
         others = [name for name in registry.builtin_names() if name not in first]
         defaults, notes = _serving(list(map(_or_unloaded, others, describe(others))), cases)
-        notes.insert(0, "none of the backends the suite asks for can run here: the built-in ones run as well")
+        notes.insert(0, "none of the backends that the suite names can run here: the built-in ones run as well")
         descriptions += defaults
     elif not refs and not has_wishes:
         descriptions, notes = _serving(descriptions, cases)

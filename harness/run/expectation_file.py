@@ -90,7 +90,7 @@ class Expectation:
     reason: str = field(metadata={"description": "why it is expected"})
     needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})
     version: str | None = field(default=None, metadata={"description": "pattern on the backend's version"})
-    says: str | None = field(default=None, metadata={"description": "pattern on what the record tells"})
+    says: str | None = field(default=None, metadata={"description": "pattern on the text of the record"})
     within: Bound | None = field(default=None, metadata={"description": "how much may be wrong"})
     until: str | None = field(default=None, metadata={"description": "last day on which it is expected, YYYY-MM-DD"})
     issue: str | None = field(default=None, metadata={"description": "where it is followed up: an address, or text"})

@@ -184,14 +184,14 @@ def suite_notes(
     is_short = False
     for ref, suite in suites.items():
         asked, all_cases = len(chosen[ref]), sum(case.suite == suite for case in selection.cases)
-        what = f"suite {suite}" if all_cases else f"suite {suite}, of which no case is selected"
+        what = f"suite {suite}" if all_cases else f"no case of suite {suite}"
         if asked < all_cases:
             is_short, what = True, f"{asked} of {all_cases} cases of suite {suite}"
         refs_of.setdefault(what, []).append(ref)
     if len(refs_of) < 2 and not is_short:
         return ()
     parts = [f"{', '.join(refs)}: {what}" for what, refs in refs_of.items()]
-    return ("; ".join([*parts, "--case '*' asks all"] if is_short else parts),)
+    return ("; ".join([*parts, "--case '*' selects all"] if is_short else parts),)
 
 
 def make_header(

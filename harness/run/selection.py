@@ -102,7 +102,7 @@ class Selection:
         if not cases:
             asked = " or ".join(dict.fromkeys(names))
             others = " --suite ".join(dict.fromkeys(case.suite for case in self.cases))
-            raise SelectionError(f"no such case in {asked}, the suite asked by default; give --suite {others}")
+            raise SelectionError(f"no such case in {asked}, the default suite; give --suite {others}")
         suites, refs = zip(*kept, strict=True)
         return replace(self, suites=suites, refs=refs, cases=cases)
 
@@ -110,7 +110,7 @@ class Selection:
 def check_timed(selection: Selection, option: str) -> None:
     """Raise SelectionError if ``option`` configures the check ``timing`` and no case runs it."""
     if not selection.is_timed:
-        raise SelectionError(f"{option} is about the check {TIMING}, which is made by name: ask for it as well")
+        raise SelectionError(f"{option} configures the check {TIMING}: add --check {TIMING}")
 
 
 def choose_timing(selection: Selection, *, limit_s: float | None, warm: bool, kernels: bool) -> TimingSettings:
@@ -135,7 +135,7 @@ def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = Fals
     if wanted is not None and wanted < 1:
         raise SelectionError(f"{wanted} rounds: give a whole number, 1 or above")
     if wanted is not None and wanted > 1 and not is_timed:
-        raise SelectionError(f"{wanted} rounds, and only the check {TIMING} is made in rounds; add --check {TIMING}")
+        raise SelectionError(f"{wanted} rounds, and only the check {TIMING} runs in rounds; add --check {TIMING}")
     if wanted is not None and wanted > 1 and in_process:
         raise SelectionError(
             f"{wanted} rounds in one process: a round is a process; leave out --in-process or --rounds"
@@ -178,7 +178,7 @@ def select_cases(
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
         if twin is not None:
-            allowed = "ask them in two runs" if loaded[twin].path == suite.path else "give them two names"
+            allowed = "examine them in two runs" if loaded[twin].path == suite.path else "give them two names"
             raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
     cases = tuple(case for suite in loaded for case in suite.cases if not keys or case.key in keys)
     if patterns := split_commas(patterns):

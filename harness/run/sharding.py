@@ -34,7 +34,7 @@ class Shard:
             SelectionError: there are more shards than cases.
         """
         if self.count > len(cases):
-            raise SelectionError(f"--shard {self}: {len(cases)} cases are selected; ask for at most as many shards")
+            raise SelectionError(f"--shard {self}: {len(cases)} cases are selected; give at most as many shards")
         groups: dict[object, list[Case]] = {}
         for case in cases:
             layer = case.layer, replace(case.cache, num_blocks=None, first_block=None)

@@ -131,7 +131,7 @@ def latent_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
         return
     cached = replace(params, scale=(mla.kv_lora_rank + mla.qk_rope_head_dim) ** -0.5)
     if cached.softmax_scale != params.softmax_scale:
-        meaning = "the scale is made of the size of a cache row, kv_lora_rank + qk_rope_head_dim"
+        meaning = "the scale follows from the size of a cache row, kv_lora_rank + qk_rope_head_dim"
         yield Hypothesis(meaning, lambda: rows.attend(cached))
     nope = mla.qk_nope_head_dim
     for name, part in (("rotated", slice(nope, None)), ("latent", slice(0, nope))):

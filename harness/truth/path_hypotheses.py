@@ -36,7 +36,7 @@ def path_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAt
             yield _pieces_before(problem, cuts, params, rows)
         case FastPrefillOptions():
             left_out = [request.query_len - request.rows for request in problem.requests]
-            meaning = "the rows asked are taken for the first new ones of their requests, not for the last"
+            meaning = "the rows are treated as the first new ones of their requests, not as the last"
             yield _placed(meaning, rows, params, lambda r, q, k: (q - left_out[r], k))
         case _:
             pass

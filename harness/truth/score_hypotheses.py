@@ -62,7 +62,7 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
             return (bare - bias.abs()).masked_fill(hidden(request), -torch.inf)
 
         if not params.causal:
-            yield asked("the ALiBi bias is made of the distance without its sign", scaled_bias, "alibi")
+            yield asked("the ALiBi bias uses the distance without its sign", scaled_bias, "alibi")
         root = replace(params, alibi_sqrt=not params.alibi_sqrt)
         words = "the ALiBi bias is the square root of the distance" if root.alibi_sqrt else "no square root is taken"
         yield Hypothesis(words, partial(rows.attend, root), ("alibi",))

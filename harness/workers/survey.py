@@ -43,7 +43,7 @@ def survey(family: str, device: str | None, wishes: Sequence[str], limit: Limit)
     ref = f"{family}:*"
     if family not in registry.SURVEYS:
         known = ", ".join(f"{name}:*" for name in registry.SURVEYS)
-        raise BackendLoadError(ref, f"{family!r} is no family of backends", allowed=f"ask for {known}")
+        raise BackendLoadError(ref, f"{family!r} is no family of backends", allowed=f"write {known}")
     found: list[SurveyedBackend] = []
     while True:
         name = ""

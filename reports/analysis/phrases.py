@@ -183,7 +183,7 @@ def what_happened(record: Record) -> str:
             what, figures = (cause[1], cause[2]) if cause else (record.cause, "")
             text = " ".join(f"{what} during {record.stage}{figures}{_recurrence(record)}".split())
         case XPassed():
-            text = f"passed, but was expected to fall short: {record.reason}"
+            text = f"passed, but was expected not to pass: {record.reason}"
         case _:
             text = record.outcome
     return printable(text)

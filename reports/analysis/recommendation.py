@@ -17,7 +17,7 @@ from attncheck.reports.analysis.verdicts import RunFindings
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Record
 
-Standing = Literal["right", "right in each", "wrong", "declared", "not declared", "not asked"]
+Standing = Literal["right", "right in each", "wrong", "declared", "not declared", "not tried"]
 """``right``: in cases that need all; ``right in each``: in cases of each need, but no right case needs all."""
 
 STANDINGS: Mapping[Standing, str] = {
@@ -26,7 +26,7 @@ STANDINGS: Mapping[Standing, str] = {
     "wrong": "wrong",
     "declared": "declared, not measured",
     "not declared": "not declared",
-    "not asked": "not asked: no case tells",
+    "not tried": "not tried: no case shows it",
 }
 """Headings, best first."""
 
@@ -53,7 +53,7 @@ class NeededCase:
 class NeedAnswer:
     """The result for one need of one backend alone; ``words``: counts of cases, as in the support table."""
 
-    standing: Literal["right", "wrong", "declared", "not declared", "not asked"]
+    standing: Literal["right", "wrong", "declared", "not declared", "not tried"]
     words: str
 
 
@@ -209,7 +209,7 @@ def _standing(right: int, wrong: int, alone: Sequence[str]) -> Standing:
         return "wrong"
     if right:
         return "right"
-    order: tuple[Standing, ...] = ("not declared", "not asked", "declared")
+    order: tuple[Standing, ...] = ("not declared", "not tried", "declared")
     return next((standing for standing in order if standing in alone), "right in each")
 
 
@@ -217,7 +217,7 @@ def _need_answer(need: str, row: SupportRow | None, features: Collection[str], i
     if row is None or not is_examined:
         words = "no case" if is_examined else "not examined"
         if "=" in need:
-            return NeedAnswer("not asked", words)  # the header lists declared features only, no forms
+            return NeedAnswer("not tried", words)  # the header lists declared features only, no forms
         return NeedAnswer("declared" if need in features else "not declared", words)
     if row.verdict in ("right", "short"):
         return NeedAnswer("right" if row.verdict == "right" else "wrong", row.in_words)

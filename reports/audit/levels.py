@@ -91,7 +91,7 @@ def _became(row: LevelRow, level: GraphLevel) -> str:
     if "not examined" in outcomes:
         return "cannot be examined here"
     passed = outcomes.count("passed")
-    return f"right ({phrases.plural(passed, 'probe')})" if passed and passed == len(outcomes) else "not asked"
+    return f"right ({phrases.plural(passed, 'probe')})" if passed and passed == len(outcomes) else "not tried"
 
 
 def _kind(needs: Sequence[str]) -> str:
@@ -99,7 +99,7 @@ def _kind(needs: Sequence[str]) -> str:
 
 
 def _unmeasured(backend: str, records: Sequence[Record]) -> str:
-    return next(_reasons(backend, records), "no case of the run asks for the check cudagraph")
+    return next(_reasons(backend, records), "no case of the run includes the check cudagraph")
 
 
 def _reasons(backend: str, records: Sequence[Record]) -> Iterator[str]:

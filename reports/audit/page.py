@@ -32,16 +32,16 @@ _VERDICTS: dict[SupportVerdict, str] = {
     "answered": "not declared, right all the same",
     "unclear": "not declared, refused unclearly",
     "refused": "not declared, refused",
-    "left": "not asked",
+    "left": "not tried",
 }
 """Verdicts in words, in the order they have within a cell."""
 
-_NOT_ASKED = "not asked"
+_NOT_ASKED = "not tried"
 _SHOWN_LAYERS = 4
 
 _LEGEND = (
-    "A number counts cases. Right and wrong are measured. What is not declared is told where it was tried. "
-    "No case asks about sparse, mm_prefix and dcp, nor on a CPU about compute_capability."
+    "A number counts cases. Right and wrong are measured. What is not declared is shown where it was tried. "
+    "No case covers sparse, mm_prefix and dcp, nor compute_capability on a CPU."
 )
 
 

@@ -128,7 +128,7 @@ def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, s
             raise UnknownNameError(f"backend of {new.path}", other, names_anew)
     if is_one_file(base, new):
         if not told:
-            raise QuestionError(f"{base.path} is BASE and NEW; --match OLD=NEW says which of its backends are compared")
+            raise QuestionError(f"{base.path} is BASE and NEW; --match OLD=NEW names the backends to compare")
         return dict(told)
     taken = set(told.values())
     by_name = {name: name for name in names if name in names_anew and name not in taken}

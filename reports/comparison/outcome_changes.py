@@ -91,7 +91,7 @@ def _why(after: Record) -> str:
         case XFailed():
             return phrases.one_line(f"{after.underlying}: {after.summary} (expected: {after.reason})")
         case XPassed():
-            return phrases.one_line(f"expected to fall short: {after.reason}")
+            return phrases.one_line(f"expected not to pass: {after.reason}")
         case _ if after.outcome == "passed":
             return ""
         case _:

@@ -210,11 +210,11 @@ def _speeds_in_words(comparison: RunComparison) -> str:
     if not total:
         return "no times to compare"
     if counts["cannot tell"] == total:
-        return f"of {plural(total, 'time')} NOT ONE CAN BE TOLD, so that nothing is known of speed"
+        return f"{plural(total, 'time')}: ALL TOO NOISY TO COMPARE"
     told = [f"{counts[verdict]} {verdict}" for verdict in ("slower", "faster", "same") if counts[verdict]]
     if comparison.terms.thresholds.members and counts["slower"]:
         failing = sum(change.is_regression for change in comparison.speeds)
-        told[0] += f" ({failing} by as much as --fail-on says)"
+        told[0] += f" ({failing} beyond --fail-on)"
     if counts["cannot tell"]:
-        told.append(f"{counts['cannot tell']} CANNOT BE TOLD")
+        told.append(f"{counts['cannot tell']} TOO NOISY TO COMPARE")
     return f"of {plural(total, 'time')} {', '.join(told)}"

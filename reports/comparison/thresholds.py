@@ -77,7 +77,7 @@ def _parse(text: str, least: float) -> SlowdownThreshold:
     share = float(match["percent"]) / 100
     if share < least:
         raise QuestionError(
-            f"--fail-on {shorten(text)}: differences below {100 * least:.3g}% are not told; give that or more, or a "
+            f"--fail-on {shorten(text)}: differences below {100 * least:.3g}% are not reported; give more, or a "
             "lower --min-effect"
         )
     return SlowdownThreshold(match["pattern"] or EVERYTHING, part, share, text)

@@ -39,11 +39,11 @@ def unexamined(run: RunValues, *, whole: bool) -> list[Block]:
     if not whole and (summary.total.examined or not owners):
         return [Items((_count(run, len(owners)),))] if owners else []
     if not owners:
-        return [Heading(2, "Not examined"), Paragraph("Nothing was left out of what this run asked.")]
+        return [Heading(2, "Not examined"), Paragraph("Every selected check was examined.")]
     rows = tuple((", ".join(names), *row) for row, names in owners.items())
     return [
         Heading(2, "Not examined"),
-        Paragraph("About these the run says nothing, neither good nor bad."),
+        Paragraph("The run has no verdict on these."),
         Table(("backend", "outcome", "what", "why"), rows, is_named=False),
     ]
 

@@ -26,7 +26,7 @@ def as_shown(commands: Sequence[str], kind: AnnotationKind) -> Sequence[str]:
     if len(commands) <= MAX_ANNOTATIONS:
         return commands
     more = len(commands) - MAX_ANNOTATIONS + 1
-    return [*commands[: MAX_ANNOTATIONS - 1], annotation(kind, f"and {more} more", "the step's summary tells them")]
+    return [*commands[: MAX_ANNOTATIONS - 1], annotation(kind, f"and {more} more", "the step's summary lists them")]
 
 
 def _data(text: str) -> str:

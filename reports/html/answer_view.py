@@ -110,5 +110,5 @@ def _answer(each: BackendVerdict, coverage: Coverage, *, is_complete: bool) -> B
         sentence = phrases.verdict_counts(each)
         return BackendAnswer(each.backend, "bad", "failed", sentence, claims, could, coverage)
     known = f", {phrases.plural(len(each.findings), 'expected finding')}" if each.findings else ""
-    sentence = f"in every case asked{'' if is_complete else ' so far'}{known}"
+    sentence = f"in every case tried{'' if is_complete else ' so far'}{known}"
     return BackendAnswer(each.backend, "good", "right", sentence, claims, could, coverage)

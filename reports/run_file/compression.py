@@ -73,7 +73,7 @@ def _chunks(path: str) -> Iterator[bytes]:
             return
         reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         if ending in _OPEN and getattr(error, "errno", None) is None:
-            reason = f"is not what its name says, compressed by {ending[1:]}: {error}"
+            reason = f"is not compressed as its name states, by {ending[1:]}: {error}"
         raise RunFileError(path, reason) from error
 
 

@@ -43,7 +43,7 @@ class VLLMImpl(AttentionImpl[Any]):
         if head_size_v not in (None, head_size):
             # vLLM's layer accepts it but does not pass it to the impl, which then writes past the end of the output.
             raise NotImplementedError(
-                f"head_size_v {head_size_v}: vLLM tells an impl one head size, and this is another"
+                f"head_size_v {head_size_v}: vLLM passes one head size to an impl, and this is another"
             )
         given = LayerArguments(
             num_heads=num_heads,

@@ -56,11 +56,11 @@ def missing_triton() -> list[str]:
     if importlib.import_module("vllm.triton_utils").HAS_TRITON:
         return []
     if importlib.util.find_spec("triton") is None:
-        return ["it is made of Triton kernels, and Triton is not installed"]
+        return ["it consists of Triton kernels, and Triton is not installed"]
     if is_interpreted():
-        return ["it is made of Triton kernels, and this build of vLLM takes Triton for missing where there is no GPU"]
+        return ["it consists of Triton kernels, and this build of vLLM takes Triton for missing where there is no GPU"]
     return [
-        "it is made of Triton kernels, and vLLM finds no driver for Triton here; TRITON_INTERPRET=1 interprets them"
+        "it consists of Triton kernels, and vLLM finds no driver for Triton here; TRITON_INTERPRET=1 interprets them"
     ]
 
 

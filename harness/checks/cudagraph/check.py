@@ -77,7 +77,7 @@ def unexamined_reasons(case: Case) -> tuple[str, ...]:
     if case.layer.attn_type != AttentionType.DECODER:
         return (f"attn_type {case.layer.attn_type}: graphs are captured for decoder layers",)
     if case.batch.path.name == "local":
-        return ("path local: virtual batches are made anew every step, and no graph is captured for them",)
+        return ("path local: every step builds new virtual batches, and no graph is captured for them",)
     return ()
 
 

@@ -26,7 +26,7 @@ from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 
 OVER_NUMBERS = (
-    "the probes were played with huge finite numbers in slots that nobody owns: NaN there reaches the output without a "
+    "the probes had huge finite numbers in slots that no request owns: NaN there reaches the output without a "
     "graph, too (see containment)"
 )
 

@@ -31,7 +31,7 @@ def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
     if int(wrong[0]) >= problem.cache.block_size:
         return text
     spoilt = torch.stack([~torch.isfinite(rows[wrong].double()).flatten(1).all(1) for rows in pairs[1]]).any()
-    what = "NaN or Inf now stands" if bool(spoilt) else "something else now stands"
+    what = "NaN or Inf now is" if bool(spoilt) else "another value now is"
     return f"{text}; {what} in the null page, which every padding row points to"
 
 

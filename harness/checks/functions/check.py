@@ -96,7 +96,7 @@ class FunctionChecks:
             case "containment":
                 return examination.containment()
             case _:
-                return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
+                return NotExamined((f"the path examines {self._name}, to which {check} does not apply",), "attncheck")
 
     def _twice(self, first: Finding) -> Finding:
         """Return ``first``, or a failure if a second call with other numbers in the same shapes is wrong."""
@@ -106,7 +106,7 @@ class FunctionChecks:
         if not isinstance(second, Broken):
             return first
         return Broken(
-            f"right as the first question, wrong as the second: {second.summary}",
+            f"right in the first call, wrong in the second: {second.summary}",
             second.figures,
             "something is kept from an earlier call, or the function is not deterministic",
             second.details,

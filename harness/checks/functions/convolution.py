@@ -177,7 +177,7 @@ class Convolution:
         if problem.options.activation is not None:
             yield "the activation is missing", {"activation": None}
         else:
-            yield "an activation is applied, and none was asked for", {"activation": "silu"}
+            yield "an activation is applied, and the case has none", {"activation": "silu"}
         if problem.bias is not None:
             yield "the bias is missing", {"bias": None}
 

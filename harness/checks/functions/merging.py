@@ -99,7 +99,7 @@ class Merging:
                 return Broken(
                     f"{name} in place of {RUBBISH:g} behind an LSE of -inf reaches {len(rows)} of "
                     f"{len(self._truth.out)} rows, first: row {first} ({self._problem.row_name(first)})",
-                    meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by what stands there",
+                    meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by the value there",
                 )
         figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(poisoning.bitwise)}
         return Holds(figures, poisoning.notes)
@@ -114,7 +114,7 @@ class Merging:
         returned, changed = call(NAME, self._function, arguments, {})
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             kind = type(returned).__name__
-            raise FormError(Broken(f"{NAME} returned a {kind}; the contract says a pair (out, lse)"))
+            raise FormError(Broken(f"{NAME} returned a {kind}; the contract requires a pair (out, lse)"))
         out = as_tensor("the output", returned[0], self._truth.out, self._problem.dtype)
         return _Merged(out, as_tensor("the LSE", returned[1], self._truth.lse, torch.float32), changed)
 

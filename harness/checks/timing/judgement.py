@@ -90,7 +90,7 @@ def copy_answer(
         other = returned.clone()
     whole_lse = None if lse is None else lse.rows.clone()
     if isinstance(returned, Tensor) and type(returned) is not Tensor:
-        fault = f"forward returned a {type(returned).__name__}; the contract says a torch.Tensor"
+        fault = f"forward returned a {type(returned).__name__}; the contract requires a torch.Tensor"
         meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
     else:
         rows, protocol = read_result(returned, out, must_be_buffer=must_be_buffer)

@@ -139,7 +139,7 @@ class TimingMeasurement:
                 Broken(
                     _slower(nearest),
                     {"neighbour_ratio": nearest.ratio},
-                    "a known shape is special-cased: its time says nothing about others",
+                    "a known shape is special-cased: its time does not hold for other shapes",
                 )
             )
         self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]

@@ -1,5 +1,4 @@
 """A whole comparison, as each text format shows it; `pytest --inline-snapshot=fix -n 0 FILE` writes it again."""
-# ruff: noqa: E501 (reports have long lines)
 
 from collections.abc import Callable
 from dataclasses import replace

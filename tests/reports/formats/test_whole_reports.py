@@ -2,7 +2,6 @@
 
 `pytest --inline-snapshot=fix -n 0 FILE` writes them again.
 """
-# ruff: noqa: E501 (reports have long lines)
 
 from collections.abc import Callable
 from typing import Any
