@@ -204,7 +204,9 @@ def test_without_its_options_the_plugin_costs_nothing(pytester: pytest.Pytester)
         """
     )
     # Other plugins of this environment may load what they like.
-    run(pytester, "-p", "no:hypothesispytest", "-p", "no:benchmark", "-p", "no:cov").assert_outcomes(passed=1)
+    run(
+        pytester, "-p", "no:hypothesispytest", "-p", "no:benchmark", "-p", "no:cov", "-p", "no:inline_snapshot"
+    ).assert_outcomes(passed=1)
 
 
 LOSING = """\
