@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,16 @@ os.environ["ATTNCHECK_NO_CACHE"] = "1"
 settings.register_profile("attncheck", derandomize=True, deadline=None, database=None)
 settings.register_profile("fuzz", settings.get_profile("attncheck"), max_examples=100_000)
 settings.load_profile("attncheck")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Collect no doctests of test modules, which have none.
+
+    The doctest plugin skips a module that it cannot import. Pytest then finds the module half imported, without tests.
+    """
+    found = yield
+    return [each for each in found if type(each).__name__ != "DoctestModule"]
 
 
 @pytest.fixture(scope="session")

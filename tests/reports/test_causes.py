@@ -11,7 +11,7 @@ import pytest
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.causes import (
     UNEXPLAINED,
-    cause_of_crash,
+    cause_of_end,
     cause_of_error,
     cause_of_failure,
     died_at,
@@ -225,8 +225,8 @@ def test_an_error_is_named_by_the_line_of_the_author_or_by_its_message() -> None
 def test_a_death_is_named_by_its_place_and_without_figures_behind_it() -> None:
     output = dump(stack("Current thread", TORCH, MINE))
     killed = "killed by SIGKILL; out of memory? its peak was 3.1 GiB"
-    assert cause_of_crash(killed, "check lse", output) == "killed by SIGKILL at mine.py:2 in call"
-    assert cause_of_crash(killed, "check lse", "") == "killed by SIGKILL during check lse"
+    assert cause_of_end(killed, "check lse", output) == "killed by SIGKILL at mine.py:2 in call"
+    assert cause_of_end(killed, "check lse", "") == "killed by SIGKILL during check lse"
 
 
 @pytest.mark.parametrize(
