@@ -234,7 +234,7 @@ def test_a_level_is_a_member_of_the_enum(level):
             right,
             {"features": ("tree",)},
             snapshot(
-                "kernel_backend 'wrong': a function is not told the tree ('tree'): derive a backend, whose builder is"
+                "kernel_backend 'wrong': a function does not get the tree ('tree'): derive a backend; its builder gets it"
             ),
         ),
         (

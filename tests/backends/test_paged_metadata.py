@@ -47,15 +47,15 @@ def test_a_row_sees_those_whose_choices_begin_its_own(steps: list[int]) -> None:
 @pytest.mark.parametrize(
     ("written", "phrase"),
     [
-        ("[(0,), (1, 0)]", snapshot("speculative_token_tree [(0,), (1, 0)]: (1, 0) stands before its parent")),
-        ("[(0, 0), (0,)]", snapshot("speculative_token_tree [(0, 0), (0,)]: (0, 0) stands before its parent")),
+        ("[(0,), (1, 0)]", snapshot("speculative_token_tree [(0,), (1, 0)]: (1, 0) comes before its parent")),
+        ("[(0, 0), (0,)]", snapshot("speculative_token_tree [(0, 0), (0,)]: (0, 0) comes before its parent")),
         (
             "[(0,), (0,)]",
-            snapshot("speculative_token_tree '[(0,), (0,)]': every node stands once, and the root is left out"),
+            snapshot("speculative_token_tree '[(0,), (0,)]': each node must occur once, and the root not at all"),
         ),
         (
             "[(), (0,)]",
-            snapshot("speculative_token_tree '[(), (0,)]': every node stands once, and the root is left out"),
+            snapshot("speculative_token_tree '[(), (0,)]': each node must occur once, and the root not at all"),
         ),
         ("[0, 1]", snapshot("speculative_token_tree '[0, 1]' is no list of tuples of choices")),
         ("[(0,), (1,)", snapshot("speculative_token_tree '[(0,), (1,)' is no list of tuples of choices")),

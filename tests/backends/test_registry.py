@@ -94,7 +94,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 def test_a_name_that_stands_for_many_runs_only_when_one_is_named(ref):
     assert "vllm" not in builtin_names()
     assert "vllm" in known_names()
-    with pytest.raises(BackendLoadError, match="vllm stands for many backends; name one, such as vllm:CPU_ATTN"):
+    with pytest.raises(BackendLoadError, match="vllm names many backends; name one, such as vllm:CPU_ATTN"):
         load(ref)
 
 
@@ -111,7 +111,7 @@ def test_a_class_of_vllms_is_answered_with_the_name_that_takes_it(file, monkeypa
     monkeypatch.syspath_prepend(str(file(text, name="of_vllms.py").parent))
     with pytest.raises(BackendLoadError) as refused:
         load("of_vllms:Mine")
-    assert str(refused.value) == snapshot("backend 'of_vllms:Mine': is a backend of vLLM's; ask for vllm:of_vllms:Mine")
+    assert str(refused.value) == snapshot("backend 'of_vllms:Mine': is a backend of vLLM's; write vllm:of_vllms:Mine")
     assert "of_vllms" in str(refused.value)
     with pytest.raises(BackendLoadError) as refused:
         load("of_vllms:Other")
@@ -124,7 +124,7 @@ def test_a_name_that_takes_no_argument():
     with pytest.raises(BackendLoadError) as refused:
         load("flex_attention:fast")
     assert str(refused.value) == snapshot(
-        "backend 'flex_attention:fast': flex_attention takes no argument; ask for 'flex_attention'"
+        "backend 'flex_attention:fast': flex_attention takes no argument; write 'flex_attention'"
     )
     assert "flex_attention" in str(refused.value)
     assert "'flex_attention'" in str(refused.value)
@@ -168,7 +168,7 @@ def test_a_file_with_one_class_or_one_function_needs_no_name(plain, file):
     with pytest.raises(BackendLoadError) as refused:
         load(str(file(function + function.replace("kernel", "other"))))
     assert plain(str(refused.value)) == snapshot(
-        "backend 'TMP/candidate.py': has 2 backends; ask for TMP/candidate.py:kernel or TMP/candidate.py:other"
+        "backend 'TMP/candidate.py': has 2 backends; write TMP/candidate.py:kernel or TMP/candidate.py:other"
     )
     with pytest.raises(BackendLoadError) as refused:
         load(str(file("x = 1")))
@@ -195,13 +195,13 @@ def test_a_class_in_a_module():
         (
             ":Missing",
             snapshot(
-                "backend 'TMP/candidate.py:Missing': TMP/candidate.py has no 'Missing'; ask for TMP/candidate.py:Good or TMP/candidate.py:Other"
+                "backend 'TMP/candidate.py:Missing': TMP/candidate.py has no 'Missing'; write TMP/candidate.py:Good or TMP/candidate.py:Other"
             ),
         ),
         (
             "",
             snapshot(
-                "backend 'TMP/candidate.py': has 2 backends; ask for TMP/candidate.py:Good or TMP/candidate.py:Other"
+                "backend 'TMP/candidate.py': has 2 backends; write TMP/candidate.py:Good or TMP/candidate.py:Other"
             ),
         ),
         (

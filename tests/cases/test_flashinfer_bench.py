@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         snapshot("kv_indptr is missing, so that lengths are not known"),
         snapshot("gone.safetensors: No such file or directory"),
         snapshot("without kv_last_page_len, pages of 64 tokens do not tell lengths"),
-        snapshot("the name gqa_paged_prefill_h32 says neither causal nor noncausal"),
+        snapshot("the name gqa_paged_prefill_h32 names neither causal nor noncausal"),
         snapshot("the definition no_heads has no constant axis num_qo_heads above 0"),
         snapshot("sm_scale 0.09 is that of no whole width above head_dim_kpe 64"),
         "kv_indptr falls",
@@ -229,5 +229,5 @@ def test_lines_that_are_no_workload_and_files_in_the_wrong_place(plain: Callable
     with pytest.raises(CaseFileError) as refused:
         load_file(lone)
     assert plain(str(refused.value)) == snapshot(
-        "TMP-lone.jsonl: no folder definitions/ stands above the file; keep workloads in their data set"
+        "TMP-lone.jsonl: no folder above the file is called definitions/; keep workloads in their data set"
     )

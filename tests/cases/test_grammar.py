@@ -38,20 +38,20 @@ FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for
     ("text", "position", "phrase"),
     [
         ("", 0, snapshot("the string is empty; FORM")),
-        ("0q1", 0, snapshot("a count of 0 asks nothing; leave the segment out, or give a count")),
-        ("q1_0q5s9", 3, snapshot("a count of 0 asks nothing; leave the segment out, or give a count")),
+        ("0q1", 0, snapshot("a count of 0 has no effect; leave the segment out, or give a count")),
+        ("q1_0q5s9", 3, snapshot("a count of 0 has no effect; leave the segment out, or give a count")),
         (
             "q0",
             0,
             snapshot(
-                "a request without new tokens asks nothing; padding requests are written {requests: ..., padding: {requests: n}}"
+                "a request without new tokens has no effect; padding requests are written {requests: ..., padding: {requests: n}}"
             ),
         ),
         (
             "2q0s16",
             1,
             snapshot(
-                "a request without new tokens asks nothing; padding requests are written {requests: ..., padding: {requests: n}}"
+                "a request without new tokens has no effect; padding requests are written {requests: ..., padding: {requests: n}}"
             ),
         ),
         (
@@ -96,19 +96,19 @@ FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for
         ("q1.5", 2, snapshot("'q1.5' is no segment; FORM")),
         ("q1s2s3", 4, snapshot("'q1s2s3' is no segment; FORM")),
         ("q٣", 1, snapshot("'q٣' is no segment; FORM")),  # a digit, but not one of the grammar
-        ("q1000000000000", 1, snapshot("1000000000000 is too large; at most 2147483648 tokens are a question")),
-        ("q2097153k", 1, snapshot("2097153k is too large; at most 2147483648 tokens are a question")),
-        ("q1_q1s9999999999k", 6, snapshot("9999999999k is too large; at most 2147483648 tokens are a question")),
-        ("9999999999q1", 0, snapshot("9999999999 is too large; at most 2147483648 tokens are a question")),
+        ("q1000000000000", 1, snapshot("1000000000000 is too large; at most 2147483648 tokens are allowed")),
+        ("q2097153k", 1, snapshot("2097153k is too large; at most 2147483648 tokens are allowed")),
+        ("q1_q1s9999999999k", 6, snapshot("9999999999k is too large; at most 2147483648 tokens are allowed")),
+        ("9999999999q1", 0, snapshot("9999999999 is too large; at most 2147483648 tokens are allowed")),
         (
             "q1k_2097152q1s1k",
             4,
-            snapshot("up to here the batch holds 2147484672 tokens; at most 2147483648 tokens are a question"),
+            snapshot("up to here the batch holds 2147484672 tokens; at most 2147483648 tokens are allowed"),
         ),
         (
             "q" + "9" * 100_000,
             1,
-            snapshot("999999999999999999999999 is too large; at most 2147483648 tokens are a question"),
+            snapshot("999999999999999999999999 is too large; at most 2147483648 tokens are allowed"),
         ),
     ],
 )

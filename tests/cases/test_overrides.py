@@ -65,7 +65,7 @@ def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(plain: Callable[[st
     assert [case.id for case in suite] == ["plain", "own", "axis.32", "axis.64"]
     (note,) = suite.notes
     assert plain(note) == snapshot(
-        "shared cannot be asked with these defaults: whole pages are shared, and a page holds 24 tokens (found 16)"
+        "shared is left out, since it is invalid with these defaults: whole pages are shared, and a page holds 24 tokens (found 16)"
     )
     assert "24 tokens" in note
     path.write_text(SUITE.partition("  - {id: plain")[0] + shared, encoding="utf-8")
@@ -138,13 +138,13 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> N
         (
             "{cache.block_size: many}",
             snapshot(
-                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD of line 8 (found 'many'); tokens a page"
+                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD of line 8 (found 'many'); tokens per page"
             ),
         ),
         (
             "{cache.block_size: 1, cache.block_size: 2}",
             snapshot(
-                "decode{cache.block_size: 1, cache.block_size: 2}:1:23: cache.block_size: this key stands on line 1 already; keep one of the two"
+                "decode{cache.block_size: 1, cache.block_size: 2}:1:23: cache.block_size: this key is on line 1 already; keep one of the two"
             ),
         ),
         (

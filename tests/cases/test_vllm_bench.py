@@ -57,7 +57,7 @@ def test_standard_attention() -> None:
         "model.num_layers",
         "model.name",
     }
-    assert "asked once, though it stands there twice: q2k" in suite.notes
+    assert "examined once, though the file has it twice: q2k" in suite.notes
     assert any(note.startswith("provenance: geometry: model_id: example/model-8b; role: GQA") for note in suite.notes)
 
 

@@ -97,7 +97,7 @@ def test_times_are_taken_once_where_they_are_asked_for(suite: str) -> None:
     forward = timing.latency("forward")
     assert forward is not None
     assert len(forward.samples_ns) == 3
-    with pytest.raises(SelectionError, match="timing= is about the check timing"):
+    with pytest.raises(SelectionError, match="timing= configures the check timing"):
         attncheck.examine(attend, suite, checks="numerics", device="cpu", timing=quick)
 
 

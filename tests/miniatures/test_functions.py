@@ -103,7 +103,7 @@ def test_every_miniature_is_expected_somewhere():
         ("WeighsInBaseTwo", "the log-sum-exps were taken to base 2"),
         ("SubtractsInfinities", "-inf - -inf is NaN"),
         ("FavoursTheFirst", "only rows with an empty state are wrong"),
-        ("MultipliesByZero", "a weight of 0 is multiplied by what stands there"),
+        ("MultipliesByZero", "a weight of 0 is multiplied by the value there"),
         ("MergesLseToBaseTwo", "the logarithm is to base 2"),
         ("ReversesTaps", "the taps are in reverse order"),
         ("RemembersWhatNeverWas", "states are used where has_initial_state is False"),

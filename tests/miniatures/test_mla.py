@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("mla.py")  # they share records
 BASES = ("reference_mla", "torch_mla")
 
 NAMED = {
-    "mutants:latent-scale-of-the-cache-row": "the scale is made of the size of a cache row",
+    "mutants:latent-scale-of-the-cache-row": "the scale follows from the size of a cache row",
     "mutants:latent-cuts-all-keys-first": "the rows of kv_b_proj are taken for all keys, then all values",
     "mutants:latent-reads-by-v-scale": "v_scale is used for the latent cache",
     "mutants:latent-drafts-see-each-other": (

@@ -87,7 +87,7 @@ def test_levels_are_told_per_kind_of_layer_and_of_batch(run: Run) -> None:
     assert dict(one.batches) == {
         "decodes of one token": "right (1 probe)",
         "uniform batches of several tokens": "breaks",
-        "mixed batches": "not asked",
+        "mixed batches": "not tried",
     }
     assert set(one.layers) == {"plain", "sinks"}
     assert "moved" in one.breaks
@@ -109,12 +109,12 @@ def test_each_cell_has_what_is_declared_and_what_is_measured(run: Run) -> None:
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
     heads = next(line for line in page.render(run).splitlines() if line.startswith("| backend | layers | dtype"))
     by_column = dict(zip([cell.strip() for cell in heads.strip("|").split("|")], cells, strict=True))
-    assert by_column["dtype"] == "right: float16 (1); **wrong**: bfloat16 (1 of 1); not asked: float32"
-    assert by_column["head_size"] == "right: 64 (1); not asked: 80"
+    assert by_column["dtype"] == "right: float16 (1); **wrong**: bfloat16 (1 of 1); not tried: float32"
+    assert by_column["head_size"] == "right: 64 (1); not tried: 80"
     assert by_column["block_size"] == "multiples of 16 (right: 32 (1))"
     assert by_column["sinks"] == "yes: **wrong** (1 of 1)"
-    assert by_column["sliding_window"] == "no: not asked"
-    assert by_column["dcp"] == "yes: not asked"
+    assert by_column["sliding_window"] == "no: not tried"
+    assert by_column["dcp"] == "yes: not tried"
 
 
 def test_a_builder_that_passes_says_nothing_of_sizes(
@@ -156,6 +156,6 @@ def test_the_command_reads_a_run_and_refuses_others(
     assert main(["audit", "vllm", str(run.path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "audit"
     assert main(["audit", "vllm", str(run.path), "--suite", "smoke"]) == 2
-    assert "--suite is about a run that is made now" in capsys.readouterr().err
+    assert "--suite applies to a new run" in capsys.readouterr().err
     assert main(["audit", "vllm", str(write(make("passed"), name="other.jsonl"))]) == 2
     assert "has no backend of 'vllm'" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_a_compressed_run_is_read_by_its_name(
     packed.write_bytes(pack(path.read_bytes()))
     assert read_run(packed).records == read_run(path).records
     packed.write_bytes(path.read_bytes())
-    with pytest.raises(RunFileError, match=f"is not what its name says, compressed by {ending}"):
+    with pytest.raises(RunFileError, match=f"is not compressed as its name states, by {ending}"):
         read_run(packed)
 
 

@@ -53,7 +53,7 @@ def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ask: Ask, make: 
         make("passed", backend="All", case_id="d", needs=(*both, "alibi")),
         make("passed", backend="Half", case_id="a", needs=("sinks",)),
     )
-    assert standings(found) == {"All": "right", "Each": "right in each", "Half": "not asked"}
+    assert standings(found) == {"All": "right", "Each": "right in each", "Half": "not tried"}
     assert list(found) == ["All", "Each", "Half"]
     assert found["All"].right == 2
     assert found["Each"].why == "sinks: right (1); block_size=32: right (1)"

@@ -120,7 +120,7 @@ def test_pages_not_written_are_told(make_case: Any) -> None:
     assert found.summary == snapshot("swap_blocks: 5 of 13 pages of dst are wrong, first: page 3")
     assert "swap_blocks" in found.summary
     assert "5 of 13" in found.summary
-    assert found.meaning == snapshot("no page was written as asked")
+    assert found.meaning == snapshot("no page was written as block_mapping requires")
 
 
 def test_a_question_is_one_the_reference_answers(make_case: Any) -> None:

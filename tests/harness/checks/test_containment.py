@@ -178,8 +178,7 @@ def test_weights_of_zero_are_told_from_values_that_count(make_case: Any) -> None
     assert "40 of 40" in only_nan.summary
     assert only_nan.meaning == (
         snapshot(
-            "memory that no request owns is read; only NaN and Inf leak, a large finite value does not: a weight of 0 is "
-            "multiplied by what stands there (a backend may declare needs_finite_pool)"
+            "memory that no request owns is read; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by the value there (a backend may declare needs_finite_pool)"
         )
     )
     assert broken(null_page(1e-20), make_case()).meaning == snapshot("memory that no request owns is read")

@@ -74,7 +74,7 @@ def test_a_right_answer_is_a_note(make_case: Any) -> None:
     assert record.outcome == "passed"
     (note,) = record.notes
     assert note == snapshot(
-        "asked besides, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)"
+        "tried undeclared, and answered right without declaring it: dtype float16; dtype float32; head_size 72; head_size 128; head_size 272; attn_type encoder; attn_type encoder_only; attn_type encoder_decoder; sliding_window 9; logits_soft_cap 20.0; alibi True; sinks True; causal False; output_quant OutputQuantSpec(dtype='fp8_e4m3', scale=0.005); kv_sharing True; layout HND; kv_cache_dtype fp8, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8, k_scale (0.3, 0.6), v_scale (0.07, 0.14); kv_cache_dtype fp8_e5m2, k_scale 0.3, v_scale 0.07; kv_cache_dtype fp8_e5m2, k_scale (0.3, 0.6), v_scale (0.07, 0.14)"
     )
     assert "head_size 72" in note
 
@@ -87,7 +87,7 @@ def test_an_accepted_form_that_is_wrong_fails_and_is_described(make_case: Any, s
 
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
     assert record.outcome == "failed"
-    assert record.summary.startswith(f"asked besides with head_size {size}: not declared (head_size {size}")
+    assert record.summary.startswith(f"tried undeclared with head_size {size}: not declared (head_size {size}")
     assert f"head size {size}" in record.details[0]
 
 
@@ -101,7 +101,7 @@ def test_an_accident_in_one_form_fails(make_case: Any) -> None:
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
     assert record.outcome == "failed"
     assert record.summary == snapshot(
-        "asked besides with sliding_window 9: not declared, and no clear refusal: TypeError at construct: cannot unpack non-iterable int object"
+        "tried undeclared with sliding_window 9: not declared, and no clear refusal: TypeError at construct: cannot unpack non-iterable int object"
     )
     assert "sliding_window" in record.summary
 
@@ -139,7 +139,7 @@ def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_
 
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
     assert plain(record.summary) == snapshot(
-        "asked besides with logits_soft_cap 20.0: not declared (logits_soft_cap 20.0: feature 'logits_soft_cap' is not declared), accepted, and wrong: 14 of 15 rows, first: row 0 (request 0, position 39), all heads; worst ..."
+        "tried undeclared with logits_soft_cap 20.0: not declared (logits_soft_cap 20.0: feature 'logits_soft_cap' is not declared), accepted, and wrong: 14 of 15 rows, first: row 0 (request 0, position 39), all heads; worst ..."
     )
     assert "logits_soft_cap" in record.summary
     assert any("TypeError at construct" in detail for detail in record.details)

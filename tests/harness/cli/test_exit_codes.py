@@ -31,17 +31,17 @@ TheRun = Callable[[Path], Path]
         (
             ["--backend", "./wrong.py"],
             snapshot(
-                "error: backend './wrong.py': has 5 backends; ask for ./wrong.py:Wrong or ./wrong.py:Raising or ./wrong.py:Leaving or ./wrong.py:Nowhere or ./wrong.py:Nothing"
+                "error: backend './wrong.py': has 5 backends; write ./wrong.py:Wrong or ./wrong.py:Raising or ./wrong.py:Leaving or ./wrong.py:Nowhere or ./wrong.py:Nothing"
             ),
         ),
         (["small.yaml"], snapshot("error: backend 'small.yaml' is named as a case file is; give --suite small.yaml")),
         (
             ["wrong:Missing"],
             snapshot(
-                "error: backend 'wrong:Missing': importing it raised ModuleNotFoundError: No module named 'wrong'; for the file, ask for ./wrong.py:Missing"
+                "error: backend 'wrong:Missing': importing it raised ModuleNotFoundError: No module named 'wrong'; for the file, write ./wrong.py:Missing"
             ),
         ),
-        (["wrong"], snapshot("error: backend 'wrong': no backend has this name; for the file, ask for ./wrong.py")),
+        (["wrong"], snapshot("error: backend 'wrong': no backend has this name; for the file, write ./wrong.py")),
         (
             ["--no-output", "--output", "a.jsonl"],
             snapshot("error: --no-output writes no run file, and --output a.jsonl names one; leave out one of them"),
@@ -135,7 +135,7 @@ def test_two_files_of_one_suite_name_are_a_wrong_question(
     assert printed == snapshot("error: small.yaml and again.yaml are both called 'small'; give them two names\n")
     varied = "small.yaml{cache.block_size: 32}"
     assert here("--suite", varied) == 2
-    assert f"small.yaml and {varied} are both called 'small'; ask them in two runs" in capsys.readouterr().err
+    assert f"small.yaml and {varied} are both called 'small'; examine them in two runs" in capsys.readouterr().err
 
 
 def test_two_backends_of_one_name_are_a_wrong_question(

@@ -61,4 +61,4 @@ def test_an_unknown_family_is_a_wrong_question(capfd):
     assert main(["run", "--backend", "reference:*", *WORDS, "--no-output"]) == 2
     printed = capfd.readouterr().err
     assert "'reference'" in printed
-    assert printed == snapshot("error: backend 'reference:*': 'reference' is no family of backends; ask for vllm:*\n")
+    assert printed == snapshot("error: backend 'reference:*': 'reference' is no family of backends; write vllm:*\n")

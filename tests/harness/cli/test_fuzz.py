@@ -94,7 +94,7 @@ def test_a_backend_must_be_named_where_several_fell_short(make_record: Callable[
     run = Run("run.jsonl", header, records, None)  # type: ignore[arg-type]
     with pytest.raises(SelectionError) as refused:
         recorded_failure(run, "edge", "", None)
-    assert str(refused.value) == snapshot("run.jsonl: edge fell short for reference, Wrong; name one by --backend")
+    assert str(refused.value) == snapshot("run.jsonl: edge did not pass for reference, Wrong; name one by --backend")
     assert "--backend" in str(refused.value)
 
 

@@ -81,7 +81,7 @@ def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
         ),
         (
             ["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"],
-            snapshot("error: --shard 1/2: 1 cases are selected; ask for at most as many shards\n"),
+            snapshot("error: --shard 1/2: 1 cases are selected; give at most as many shards\n"),
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     printed = capsys.readouterr().out
     for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "cannot see"):
         assert word in printed
-    assert printed.count("only where it is asked for") == 1
+    assert printed.count("runs only if it is named") == 1
     assert "as by --check timing" in printed
     assert max(map(len, printed.splitlines())) <= 100
     assert cli.main(["list", "cases", "--suite", "small.yaml", "--case", "pre*"]) == 0

@@ -53,8 +53,8 @@ def test_lines_say_now_and_then_how_far_it_is(
         for number in range(3):
             watcher.see(record(number))
     assert capsys.readouterr().err == snapshot("""\
-case 2 of 3, 0 fell short, about 20 s left
-case 3 of 3, 0 fell short
+case 2 of 3, 0 did not pass, about 20 s left
+case 3 of 3, 0 did not pass
 """)
 
 
@@ -64,7 +64,7 @@ def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkey
     with progress_for(4) as watcher:
         for backend in ("a", "a", "b"):
             watcher.see(record(0, backend=backend))
-    assert capsys.readouterr().err.splitlines()[-1] == snapshot("case 2 of 4, 0 fell short, about 2 min left")
+    assert capsys.readouterr().err.splitlines()[-1] == snapshot("case 2 of 4, 0 did not pass, about 2 min left")
 
 
 def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
@@ -84,7 +84,7 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
     lines = capsys.readouterr().err.splitlines()
     # Nobody asks in later rounds what the first one did not examine: it is done with at once.
     assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
-    assert lines[-1] == snapshot("case 8 of 8, 0 fell short")
+    assert lines[-1] == snapshot("case 8 of 8, 0 did not pass")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.Mo
     message = terminal.getvalue()
     assert "s/case0" in message
     assert message == snapshot("""\
-\x1b[?25l\r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m  \r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m b[1]  s/case0, 1 fell short
+\x1b[?25l\r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m  \r\x1b[2K\x1b[90m━━━━━━━━━━━━━━━━━━━━\x1b[0m \x1b[32m0/2\x1b[0m \x1b[33m0:00:00\x1b[0m b[1]  s/case0, 1 did not pass
 \x1b[?25h\r\x1b[1A\x1b[2K\
 """)
 

@@ -96,7 +96,7 @@ def test_a_file_that_was_cut_within_its_header_is_begun_anew(plain, header, make
             writer.add(record)
         assert read_run(path).records == (record,)
         assert plain(capsys.readouterr().err) == snapshot(
-            "note: TMP/cut.jsonl: its header was cut off; the run begins anew\n"
+            "note: TMP/cut.jsonl: its header was cut off; the run starts from the beginning\n"
         )
 
 
@@ -116,26 +116,24 @@ def test_a_file_that_is_no_run_is_left_as_it_is(plain, header, tmp_path):
     [
         (
             ["--seed", "3"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, whose question differs in seed (0 and 3)\n"),
+            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in seed (0 and 3)\n"),
         ),
         (
             ["--check", "containment"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, whose question differs in checks\n"),
+            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in checks\n"),
         ),
         (
             ["--backend", "flex_attention"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, whose question differs in backends\n"),
+            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in backends\n"),
         ),
         (
             ["--shard", "1/2"],
-            snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, whose question differs in shard ('' and '1/2')\n"
-            ),
+            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in shard ('' and '1/2')\n"),
         ),
         (
             ["--expect", "known.yaml"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.expect ('' and 'HASH')\n"
+                "error: cut.jsonl: cannot be resumed by this command, which differs in options.expect ('' and 'HASH')\n"
             ),
         ),
     ],
@@ -157,19 +155,19 @@ def test_another_question_is_refused_by_what_differs(cut, plain, words, reason, 
         (
             ["--time-limit", "0.02"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.time_limit (0.01 and 0.02)\n"
+                "error: cut.jsonl: cannot be resumed by this command, which differs in options.time_limit (0.01 and 0.02)\n"
             ),
         ),
         (
             ["--warm-cache"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.warm_cache (False and True)\n"
+                "error: cut.jsonl: cannot be resumed by this command, which differs in options.warm_cache (False and True)\n"
             ),
         ),
         (
             ["--kernels"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, whose question differs in options.kernels (False and True)\n"
+                "error: cut.jsonl: cannot be resumed by this command, which differs in options.kernels (False and True)\n"
             ),
         ),
     ],
@@ -198,7 +196,7 @@ def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(f"{source}\n# edited\n")
     assert run(*words, "--resume", "cut.jsonl") == 2
     assert capsys.readouterr().err == snapshot(
-        "error: cut.jsonl: cannot be resumed by this command, whose question differs in backends\n"
+        "error: cut.jsonl: cannot be resumed by this command, which differs in backends\n"
     )
 
 

@@ -142,4 +142,4 @@ def test_what_is_printed_fits_100_columns(here: Attncheck, capsys: pytest.Captur
 
 def test_a_run_that_stopped_early_says_so(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
-    assert "stopped at the first record that fell short (--exitfirst)" in capsys.readouterr().out
+    assert "stopped at the first record that did not pass (--exitfirst)" in capsys.readouterr().out

@@ -61,12 +61,12 @@ def test_last_failed_asks_what_fell_short_in_the_newest_kept_run(
     assert keys(Path("again.jsonl")) == [("Wrong", "prefill", "numerics")]
     capsys.readouterr()
     assert here("reference", "--lf") == 2
-    assert "none of these backends and suites fell short in the newest run" in capsys.readouterr().err
+    assert "these backends and suites passed in the newest run" in capsys.readouterr().err
     (folder / "wrong.py").write_text(fails.replace("1.25", "1.0"))
     assert here("--lf", "--check", "numerics") == 0
     capsys.readouterr()
     assert here("--lf") == 2
-    assert "nothing fell short in the newest run, results/" in capsys.readouterr().err
+    assert "everything passed in the newest run, results/" in capsys.readouterr().err
 
 
 def test_last_failed_keeps_the_settings_of_the_suite(here: Attncheck, folder: Path) -> None:

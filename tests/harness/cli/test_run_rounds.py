@@ -241,9 +241,9 @@ def test_options_reach_the_plan(
         (["--rounds", "3", "--check", "timing", "--in-process"], "leave out --in-process or --rounds"),
         (["--time-limit", "0", "--check", "timing"], "a time limit of 0.0 s: give seconds, more than 0"),
         (["--time-limit", "nan", "--check", "timing"], "a time limit of nan s: give seconds, more than 0"),
-        (["--time-limit", "1"], "--time-limit is about the check timing"),
-        (["--warm-cache", "--check", "numerics"], "--warm-cache is about the check timing"),
-        (["--kernels"], "--kernels is about the check timing"),
+        (["--time-limit", "1"], "--time-limit configures the check timing"),
+        (["--warm-cache", "--check", "numerics"], "--warm-cache configures the check timing"),
+        (["--kernels"], "--kernels configures the check timing"),
     ],
 )
 def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_wishes_that_cannot_be_met_do_not_leave_a_run_empty() -> None:
     backends, notes = choose([], [suite("trt:FMHA", "flex_attention")])
     others = [name for name in registry.builtin_names() if name != "flex_attention"]
     assert [backend.name for backend in backends] == ["trt:FMHA", "flex_attention", *others]
-    assert notes[0] == snapshot("none of the backends the suite asks for can run here: the built-in ones run as well")
+    assert notes[0] == snapshot("none of the backends that the suite names can run here: the built-in ones run as well")
     assert [backend.name for backend in choose(["reference"], [suite("trt:X")])[0]] == ["reference"]
 
 

@@ -81,7 +81,7 @@ def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[s
     refs = [slow.replace("Slow", name) for name in names]
     with pytest.raises(SelectionError) as refused:
         prepare_run(select_cases([], ["decode.float16"]), refs, RunSettings(device="cpu"))
-    assert str(refused.value) == snapshot("no such case in interpreted, the suite asked by default; give --suite smoke")
+    assert str(refused.value) == snapshot("no such case in interpreted, the default suite; give --suite smoke")
     assert "--suite" in str(refused.value)
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_names_nothing_is_short() -> None:
     (note,) = prepared.notes
     assert re.search(r"triton_unified.*: 9 of 79 cases of suite interpreted; ", note)
     assert note == snapshot(
-        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 79 cases of suite interpreted; reference_mla, torch_mla: 2 of 78 cases of suite smoke; triton_mla: 1 of 79 cases of suite interpreted; --case '*' asks all"
+        "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 79 cases of suite interpreted; reference_mla, torch_mla: 2 of 78 cases of suite smoke; triton_mla: 1 of 79 cases of suite interpreted; --case '*' selects all"
     )
     assert "reference_mla" in note
     assert "torch_mla" in note
@@ -120,7 +120,7 @@ def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
 
 def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:
     prepared = prepare_run(select_cases([], ["decode.float16"]), ["reference", slow], RunSettings(device="cpu"))
-    assert prepared.notes == (f"reference: suite smoke; {slow}: suite interpreted, of which no case is selected",)
+    assert prepared.notes == (f"reference: suite smoke; {slow}: no case of suite interpreted",)
 
 
 def test_a_process_prepares_its_part_without_choosing_a_backend() -> None:

@@ -49,7 +49,7 @@ def test_large_cases_are_spread():
 def test_more_shards_than_cases_are_refused():
     with pytest.raises(SelectionError) as refused:
         Shard(1, 3).cases(CASES[:2])
-    assert str(refused.value) == snapshot("--shard 1/3: 2 cases are selected; ask for at most as many shards")
+    assert str(refused.value) == snapshot("--shard 1/3: 2 cases are selected; give at most as many shards")
 
 
 def test_an_option_names_a_shard():

@@ -78,7 +78,7 @@ def test_ten_rounds_where_nothing_else_is_said(
     [
         (0, True, False, snapshot("0 rounds: give a whole number, 1 or above")),
         (-1, False, True, snapshot("-1 rounds: give a whole number, 1 or above")),
-        (2, False, False, snapshot("2 rounds, and only the check timing is made in rounds; add --check timing")),
+        (2, False, False, snapshot("2 rounds, and only the check timing runs in rounds; add --check timing")),
         (2, True, True, snapshot("2 rounds in one process: a round is a process; leave out --in-process or --rounds")),
     ],
 )
@@ -121,7 +121,5 @@ def test_a_selection_knows_whether_it_is_timed() -> None:
     check_timed(asked, "--kernels")
     with pytest.raises(SelectionError) as refused:
         check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")
-    assert str(refused.value) == snapshot(
-        "--kernels is about the check timing, which is made by name: ask for it as well"
-    )
+    assert str(refused.value) == snapshot("--kernels configures the check timing: add --check timing")
     assert "--kernels" in str(refused.value)

@@ -173,7 +173,7 @@ def test_rows_of_fast_prefill_counted_from_the_front_are_told(make_case: Any) ->
     case = make_case((20, 84), (40, 60), path="fast_prefill", options=options, kv_sharing=True)
     found = meaning(with_mask(from_front), case)
     assert found is not None
-    assert found.startswith("the rows asked are taken for the first new ones of their requests")
+    assert found.startswith("the rows are treated as the first new ones of their requests")
 
 
 def test_a_tree_without_ancestors_is_told(make_case: Any) -> None:

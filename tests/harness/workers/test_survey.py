@@ -42,7 +42,7 @@ def test_each_backend_is_told_and_one_that_ends_the_process_costs_itself_alone(l
     assert found["some:torch_sdpa"].declared == {"dtype": ("float16", "torch_sdpa")}
     assert found["some:torch_sdpa"].level == "NEVER"
     assert "SIGKILL" in found["some:deadly"].reason
-    assert found["some:vllm"].reason == snapshot("vllm stands for many backends")
+    assert found["some:vllm"].reason == snapshot("vllm names many backends")
     assert found["some:triton_unified:x"].reason == snapshot("triton_unified takes no argument")
 
 
@@ -56,5 +56,5 @@ def test_a_library_that_is_missing_or_no_family_is_a_wrong_question(library):
     assert str(refused.value) == snapshot("backend 'some:*': its library cannot be imported: No module named 'some'")
     with pytest.raises(BackendLoadError) as refused:
         survey("other", "cpu", (), LIMIT)
-    assert str(refused.value) == snapshot("backend 'other:*': 'other' is no family of backends; ask for some:*")
+    assert str(refused.value) == snapshot("backend 'other:*': 'other' is no family of backends; write some:*")
     assert "'other'" in str(refused.value)

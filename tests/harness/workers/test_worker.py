@@ -242,7 +242,7 @@ def test_times_are_taken_as_the_run_says(folder: Path) -> None:
     ("ref", "reason"),
     [
         ("refrence", snapshot("unknown backend 'refrence'; did you mean 'reference'? (known: ...)")),
-        ("mine.py:Other", snapshot("backend 'mine.py:Other': TMP/mine.py has no 'Other'; ask for TMP/mine.py:Needy")),
+        ("mine.py:Other", snapshot("backend 'mine.py:Other': TMP/mine.py has no 'Other'; write TMP/mine.py:Needy")),
     ],
 )
 def test_what_is_no_backend_is_refused_in_the_same_words(

@@ -92,9 +92,9 @@ Not in both runs
 
 in BASE only: 1 case of reference: smoke/gone
 
-regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 by as much as --fail-on
-  says), 1 faster, 1 same, 1 CANNOT BE TOLD; 7 of 8 cases of 1 of 1 backend compared; missing: 1
-  case of reference: smoke/gone
+regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 beyond --fail-on), 1 faster,
+  1 same, 1 TOO NOISY TO COMPARE; 7 of 8 cases of 1 of 1 backend compared; missing: 1 case of
+  reference: smoke/gone
 """)
 
 
@@ -102,7 +102,7 @@ def test_markdown(found: RunComparison) -> None:
     assert shown(found, "markdown") == snapshot("""\
 # attncheck comparison
 
-**regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 by as much as --fail-on says), 1 faster, 1 same, 1 CANNOT BE TOLD; 7 of 8 cases of 1 of 1 backend compared; missing: 1 case of reference: smoke/gone**
+**regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 beyond --fail-on), 1 faster, 1 same, 1 TOO NOISY TO COMPARE; 7 of 8 cases of 1 of 1 backend compared; missing: 1 case of reference: smoke/gone**
 
 - BASE: base.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
 - NEW: new.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
@@ -158,7 +158,7 @@ def test_github(found: RunComparison) -> None:
     assert shown(found, "github") == snapshot("""\
 # attncheck comparison
 
-**regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 by as much as --fail-on says), 1 faster, 1 same, 1 CANNOT BE TOLD; 7 of 8 cases of 1 of 1 backend compared; missing: 1 case of reference: smoke/gone**
+**regression: 2 outcomes worse, 1 outcome better; of 4 times 1 slower (1 beyond --fail-on), 1 faster, 1 same, 1 TOO NOISY TO COMPARE; 7 of 8 cases of 1 of 1 backend compared; missing: 1 case of reference: smoke/gone**
 
 - BASE: base.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds
 - NEW: new.jsonl: 2026-01-01T00:00:00+00:00, attncheck 0.1.0, torch 2.13.0+cpu, a cpu, 10 rounds

@@ -191,7 +191,7 @@ Cases: smoke/edge
 
 ## Not examined
 
-About these the run says nothing, neither good nor bad.
+The run has no verdict on these.
 
 | backend | outcome | what | why |
 | --- | --- | --- | --- |
@@ -544,7 +544,7 @@ median: geometric mean of the medians of the rounds, each a process of its own; 
 
 ## Not examined
 
-About these the run says nothing, neither good nor bad.
+The run has no verdict on these.
 
 | backend | outcome | what | why |
 | --- | --- | --- | --- |

@@ -47,7 +47,7 @@ def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any,
     run = run_with([*timed(["quick", "right", "slow"], LENGTHS, rounds=5), failed, absent, left], command=("a", "b *"))
     parsed = parse(run)
     said = [" ".join(text.split()) for text in parsed.texts["p"]]
-    assert said.index("in every case asked") < said.index("1 finding in 1 of 9 cases")  # the right ones come first
+    assert said.index("in every case tried") < said.index("1 finding in 1 of 9 cases")  # the right ones come first
     covered = [text for text in parsed.texts["span"] if " of 9" in text]
     assert covered[:2] == ["8 of 9", "9 of 9"]  # slow was not asked the case that needs sinks
     assert "sinks (1 of 1 wrong)" in parsed.texts["span"]

@@ -144,7 +144,7 @@ def test_names_modules_and_files_name_a_class(vllm, tmp_path):
         ("nobody.has:This", snapshot("nobody.has:This: there is no module nobody")),
         (
             "SPARSE",
-            snapshot("SPARSE is for layers with keys that an indexer chooses: no case says which keys it would choose"),
+            snapshot("SPARSE is for layers whose keys an indexer chooses, and no case has an indexer"),
         ),
         (
             "theirs:Nameless",

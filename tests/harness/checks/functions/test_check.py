@@ -83,7 +83,7 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
 @pytest.mark.parametrize(
     ("merge", "complaint"),
     [
-        (lambda a, x, b, y: a, "merge_attn_states returned a Tensor; the contract says a pair (out, lse)"),
+        (lambda a, x, b, y: a, "merge_attn_states returned a Tensor; the contract requires a pair (out, lse)"),
         (lambda a, x, b, y: (None, x), "the output is a NoneType, not a tensor"),
         (lambda a, x, b, y: (a, (x + y).t()), "the LSE has shape (8, 5), where (5, 8) is right"),
         (

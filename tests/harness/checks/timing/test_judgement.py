@@ -189,7 +189,7 @@ class TestForm:
 
     def test_a_subclass_is_a_fault(self, out):
         answer = self.answer(out.handed_out().as_subclass(Own), out)
-        assert answer.fault == snapshot("forward returned a Own; the contract says a torch.Tensor")
+        assert answer.fault == snapshot("forward returned a Own; the contract requires a torch.Tensor")
         assert answer.meaning == snapshot(
             "a subclass may be computed when it is looked at, after the clock has stopped"
         )
