@@ -23,6 +23,7 @@ RIGHT_BY_NATURE = {
         "sliding_window/prefill.1",
         "long_rows/window-rows.1",
         "tables/null-pages.1",
+        "vllm_interpreted/encoder-only-window-of-one",
     }
 }
 """Cases whose right answer is what the mutant always says: with a window of one key the mean is that key's value."""
@@ -84,7 +85,7 @@ def suites():
 
 @pytest.mark.parametrize("suite", list(suites()))
 def test_answers_that_ignore_the_scores_fail_every_case(suite):
-    prefix = "latent-" if suite == "mla" else ""
+    prefix = "latent-" if suite in ("mla", "vllm_latent") else ""
     mutants = {f"mutants:{prefix}{name}": name for name in ("zeros", "constant", "mean" if prefix else "mean-of-v")}
     plan = RunPlan(cases=load_suite(suite).cases, backends=tuple(map(load, mutants)), checks=("numerics",))
     with no_explanations():
