@@ -270,10 +270,12 @@ def _check_declarations(
     wrong = [str(UnknownNameError("feature", feature, list(FEATURES))) for feature in sorted(features - set(FEATURES))]
     for feature, parameter in (("lse", "output_lse"), ("output_quant", "output_scale")):
         if (parameter in options) != (feature in features):
-            wrong.append(f"the feature {feature!r} and a parameter {parameter} go together")
+            wrong.append(f"the feature {feature!r} needs a parameter {parameter}, and the parameter needs the feature")
     codes = [dtype for dtype in kv_cache_dtypes if dtype.startswith("fp8")]
     if bool(codes) != ("fp8_kv" in features):
-        wrong.append("the feature 'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together")
+        wrong.append(
+            "the feature 'fp8_kv' needs an FP8 dtype in supported_kv_cache_dtypes, and the dtype needs the feature"
+        )
     if "tree" in features:
         wrong.append("a function does not get the tree ('tree'): derive a backend; its builder gets it")
     if "mla" in features:

@@ -137,6 +137,8 @@ def _nodes(written: str) -> list[tuple[int, ...]]:
         nodes = [tuple(node) for node in ast.literal_eval(written)]
     except (ValueError, SyntaxError, TypeError) as error:
         raise ValueError(f"speculative_token_tree {written!r} is no list of tuples of choices") from error
-    if len(set(nodes)) != len(nodes) or () in nodes:
-        raise ValueError(f"speculative_token_tree {written!r}: each node must occur once, and the root not at all")
+    if () in nodes:
+        raise ValueError(f"speculative_token_tree {written!r} lists the root (); the tree has it without being listed")
+    if len(set(nodes)) != len(nodes):
+        raise ValueError(f"speculative_token_tree {written!r} lists a node twice")
     return [(), *nodes]

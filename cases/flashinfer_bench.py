@@ -201,7 +201,7 @@ def _is_causal(definition: _Definition) -> bool:
     if "noncausal" in words:
         return False
     if "qo_indptr" in definition.inputs and "causal" not in words:
-        raise _unread(f"the name {definition.name} names neither causal nor noncausal")
+        raise _unread(f"the definition's name {definition.name} must contain causal or noncausal")
     return True
 
 

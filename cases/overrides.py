@@ -58,7 +58,7 @@ def read_defaults(braces: str, ref: str) -> Table:
         if path[0] not in VARIED_KEYS or len(path) < 2 or "" in path:
             meant = [f"{above}.{key}" for above, spec in VARIED_KEYS.items() if key in (f.name for f in fields(spec))]
             allowed = f"did you mean {meant[0]}?" if meant else "a dotted key below layer or cache"
-            raise place.fault("no default that can be replaced", value=key[:60], allowed=allowed)
+            raise place.fault("braces cannot replace this key", value=key[:60], allowed=allowed)
         if isinstance(value, Scalar) and value.value is None and not value.text:
             raise place.fault("a default needs a value", value=key[:60], allowed=f"write {key[:60]}: VALUE")
         laid = put(laid, path, value, place, merging=True)

@@ -110,9 +110,9 @@ class _LayoutLearner:
         generator = torch.Generator().manual_seed(len(slots))
         disorder = slots[torch.randperm(len(slots), generator=generator)]
         batches = {
-            "a slot alone": disorder[:1],
-            "slots in disorder": disorder[:_DISORDERED_SLOTS],
-            "the last page, backwards": slots[-self._block_size :].flip(0),
+            "a single slot": disorder[:1],
+            "slots in random order": disorder[:_DISORDERED_SLOTS],
+            "the last page in reverse order": slots[-self._block_size :].flip(0),
         }
         numbers = torch.cat([x.flatten() for x in self._coding.encode(*self._rows(_DISORDERED_SLOTS, generator))])
         numbers = numbers.repeat(-(-written.numel() // len(numbers)))[: written.numel()]
@@ -125,9 +125,7 @@ class _LayoutLearner:
                 write(kv_cache, batch.to(self._device), *rows)
                 images.append(memory.view(torch.uint8))
             if not torch.equal(*images):
-                raise _UnknownLayoutError(
-                    f"the memory after writing {name} differs from the layout that whole pages show"
-                )
+                raise _UnknownLayoutError(f"writing {name} gives another cache layout than writing whole pages")
 
     def _places_in(self, blocks: int) -> Tensor:
         """Return the place of each element of a pool, int64 ``[elements]``: slot by slot, each key before its value."""
@@ -158,7 +156,7 @@ class _LayoutLearner:
         strange = stored[touched & ~is_digit]
         if len(strange):
             raise _UnknownLayoutError(
-                f"{float(strange[0]):.6g} is stored where only whole numbers of 1 to {base} were given"
+                f"{float(strange[0]):.6g} is in the cache after a write of whole numbers from 1 to {base}"
             )
         return torch.where(touched, stored - 1, 0.0).long()
 

@@ -74,7 +74,7 @@ class Mutant(BaseModel):
     def _has_one_fault(self) -> Self:
         patch = (self.file, self.old, self.new)
         if patch.count(None) != (0 if self.class_name is None else 3):
-            raise ValueError("give either class, or file, old and new")
+            raise ValueError("a mutant has either class alone, or file, old and new together")
         return self
 
     @property
@@ -128,7 +128,7 @@ def read_mutants(path: Path) -> Iterator[Mutant]:
     """
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(entries, list):
-        raise CaseFileError("is no list of mutants", file=str(path), value=type(entries).__name__)
+        raise CaseFileError("the file must hold a list of mutants", file=str(path), value=type(entries).__name__)
     faults = _docstrings(path.with_suffix(".py"))
     for number, entry in enumerate(entries, 1):
         if not isinstance(entry, dict):

@@ -198,7 +198,9 @@ class RunOptions:
         if UTILITIES in self.skip:
             raise SelectionError(f"a provider is examined by the check {UTILITIES}, which --skip leaves out")
         if self.skip and not self.backends:
-            raise SelectionError(f"--skip {self.skip[0]}: only a provider is examined, by {UTILITIES} alone")
+            raise SelectionError(
+                f"--skip {self.skip[0]}: a run of providers alone has the one check {UTILITIES}; leave --skip out"
+            )
         if self.checks and self.backends and not self.backend_checks:
             raise SelectionError(f"--check {UTILITIES} leaves nothing to examine of a backend; leave out --backend")
         if self.backend_checks and not self.backends:

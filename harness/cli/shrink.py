@@ -103,6 +103,6 @@ def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) 
     case = next((each for each in load_suite(ref) if each.id == record.case_id), None)
     if case is None or case.hash != record.case_hash:
         raise SelectionError(
-            f"{run.path}: case {record.case} is not what it was; suite {ref} has changed since the run"
+            f"{run.path}: case {record.case} has changed in suite {ref} since the run; run the suite again"
         )
     return Failure(case, record)

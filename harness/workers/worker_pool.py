@@ -198,7 +198,7 @@ class WorkerPool:
             self.discard(ref)
         (found,) = self._described([ref])
         if loaded(found).info != self._infos[ref]:
-            raise QuestionError(f"{ref} is not what it was when the run began")
+            raise QuestionError(f"{ref} has changed since the run began")
         return self._processes[ref]
 
     def start_extra(self, ref: str) -> WorkerProcess:

@@ -213,21 +213,21 @@ def test_a_level_is_a_member_of_the_enum(level):
         (
             right,
             {"features": ("lse",)},
-            snapshot("kernel_backend 'wrong': the feature 'lse' and a parameter output_lse go together"),
+            snapshot("kernel_backend 'wrong': the feature 'lse' needs a parameter output_lse, and the parameter needs the feature"),
         ),
-        (with_lse, {}, snapshot("kernel_backend 'wrong': the feature 'lse' and a parameter output_lse go together")),
+        (with_lse, {}, snapshot("kernel_backend 'wrong': the feature 'lse' needs a parameter output_lse, and the parameter needs the feature")),
         (
             right,
             {"features": ("fp8_kv",)},
             snapshot(
-                "kernel_backend 'wrong': the feature 'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together"
+                "kernel_backend 'wrong': the feature 'fp8_kv' needs an FP8 dtype in supported_kv_cache_dtypes, and the dtype needs the feature"
             ),
         ),
         (
             right,
             {"supported_kv_cache_dtypes": ("fp8",)},
             snapshot(
-                "kernel_backend 'wrong': the feature 'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together"
+                "kernel_backend 'wrong': the feature 'fp8_kv' needs an FP8 dtype in supported_kv_cache_dtypes, and the dtype needs the feature"
             ),
         ),
         (

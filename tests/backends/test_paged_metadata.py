@@ -51,11 +51,11 @@ def test_a_row_sees_those_whose_choices_begin_its_own(steps: list[int]) -> None:
         ("[(0, 0), (0,)]", snapshot("speculative_token_tree [(0, 0), (0,)]: (0, 0) comes before its parent")),
         (
             "[(0,), (0,)]",
-            snapshot("speculative_token_tree '[(0,), (0,)]': each node must occur once, and the root not at all"),
+            snapshot("speculative_token_tree '[(0,), (0,)]' lists a node twice"),
         ),
         (
             "[(), (0,)]",
-            snapshot("speculative_token_tree '[(), (0,)]': each node must occur once, and the root not at all"),
+            snapshot("speculative_token_tree '[(), (0,)]' lists the root (); the tree has it without being listed"),
         ),
         ("[0, 1]", snapshot("speculative_token_tree '[0, 1]' is no list of tuples of choices")),
         ("[(0,), (1,)", snapshot("speculative_token_tree '[(0,), (1,)' is no list of tuples of choices")),

@@ -94,7 +94,7 @@ def test_a_kernel_quantises_its_output_itself(make_step):
     with pytest.raises(ValueError) as refused:
         kernel_backend(attend, name="own")
     assert str(refused.value) == snapshot(
-        "kernel_backend 'own': the feature 'output_quant' and a parameter output_scale go together"
+        "kernel_backend 'own': the feature 'output_quant' needs a parameter output_scale, and the parameter needs the feature"
     )
     assert "'output_quant'" in str(refused.value)
     assert "output_scale" in str(refused.value)

@@ -114,19 +114,19 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> N
         (
             "{batch: q1}",
             snapshot(
-                "decode{batch: q1}:1:2: batch: no default that can be replaced (found 'batch'); a dotted key below layer or cache"
+                "decode{batch: q1}:1:2: batch: braces cannot replace this key (found 'batch'); a dotted key below layer or cache"
             ),
         ),
         (
             "{block_size: 32}",
             snapshot(
-                "decode{block_size: 32}:1:2: block_size: no default that can be replaced (found 'block_size'); did you mean cache.block_size?"
+                "decode{block_size: 32}:1:2: block_size: braces cannot replace this key (found 'block_size'); did you mean cache.block_size?"
             ),
         ),
         (
             "{cache: 3}",
             snapshot(
-                "decode{cache: 3}:1:2: cache: no default that can be replaced (found 'cache'); a dotted key below layer or cache"
+                "decode{cache: 3}:1:2: cache: braces cannot replace this key (found 'cache'); a dotted key below layer or cache"
             ),
         ),
         (

@@ -69,7 +69,9 @@ def group_settings(vllm_config: Any, layer_names: list[str], impl_cls: type[Page
     for name in layer_names:
         impl = layers[name].impl
         if not isinstance(impl, impl_cls):
-            raise TypeError(f"FLASHINFER: {name} has a {type(impl).__qualname__}, not a {impl_cls.__qualname__}")
+            raise TypeError(
+                f"FLASHINFER: {name} must have a {impl_cls.__qualname__}, and has a {type(impl).__qualname__}"
+            )
         found[name] = LayerSettings.of(impl, vllm_config.model_config.dtype)
     first, *others = found.items()
     for name, settings in others:

@@ -85,8 +85,8 @@ def doubled(kv_cache, slots, key, value):
 
 
 REFUSED = {
-    "noise": (altered(noisy), "is stored where only whole numbers of 1 to 256 were given"),
-    "rotation": (altered(rotated), "is stored where only whole numbers"),
+    "noise": (altered(noisy), "is in the cache after a write of whole numbers from 1 to 256"),
+    "rotation": (altered(rotated), "is in the cache after a write of whole numbers"),
     "a head left out": (
         altered(lambda slots, key, value: (slots, torch.cat([key[:, :2], 0 * key[:, :1]], 1), value)),
         "64 of 384 numbers are stored nowhere, first: element 0 of the key of head 2 (page 0, offset 0)",
@@ -94,10 +94,10 @@ REFUSED = {
     "one head for all": (altered(lambda slots, key, value: (slots, key[:, :1].expand_as(key), value)), "nowhere"),
     "the slot after": (altered(lambda slots, key, value: (slots + 1, key, value)), "the writer raised"),
     "values in place of keys as well": (doubled, "the value of head 0 (page 0, offset 0)"),
-    "rows in the order of the batch": (by_batch, "the memory after writing slots in disorder differs"),
-    "slots sorted": (altered(sorting), "the memory after writing slots in disorder differs"),
-    "sums": (accumulating, "the memory after writing a slot alone differs"),
-    "the rest of the page cleared": (clearing, "the memory after writing a slot alone differs"),
+    "rows in the order of the batch": (by_batch, "writing slots in random order gives another cache layout"),
+    "slots sorted": (altered(sorting), "writing slots in random order gives another cache layout"),
+    "sums": (accumulating, "writing a single slot gives another cache layout"),
+    "the rest of the page cleared": (clearing, "writing a single slot gives another cache layout"),
     "odd pages": (alternating, "the keys of one page are laid out differently from those of another"),
     "an exception": (stalled, "the writer raised RuntimeError: the builder was never called"),
     "nothing": (lambda *_: None, "384 of 384 numbers are stored nowhere"),
@@ -151,10 +151,10 @@ def test_what_is_kept_beside_the_rows_is_refused():
     assert refusal(beside(lambda key: key.max()), spare) == "numbers are stored that are mixed of those given"
     message = refusal(beside(lambda _: 0.5), spare)
     assert "0.5" in message
-    assert message == snapshot("0.5 is stored where only whole numbers of 1 to 256 were given")
+    assert message == snapshot('0.5 is in the cache after a write of whole numbers from 1 to 256')
     rarely = beside(lambda key: float(key.max() < 100))
     assert refusal(rarely, spare) == snapshot(
-        "the memory after writing a slot alone differs from the layout that whole pages show"
+        'writing a single slot gives another cache layout than writing whole pages'
     )
     untouched = lambda kv_cache, *rows: right(kv_cache[..., :8], *rows)  # noqa: E731
     assert not isinstance(learn_codec(untouched, spare, LAYER, CACHE, "cpu"), NoCodec)
@@ -173,7 +173,7 @@ def test_a_writer_at_fault_in_the_very_last_slot_is_refused():
     codec = learn_codec(write, lambda n: torch.zeros(2, n, 64, 3, 8, dtype=torch.bfloat16), LAYER, cache, "cpu")
     assert isinstance(codec, NoCodec)
     assert codec.reason == snapshot(
-        "the memory after writing the last page, backwards differs from the layout that whole pages show"
+        'writing the last page in reverse order gives another cache layout than writing whole pages'
     )
 
 

@@ -31,7 +31,7 @@ def test_the_docstring_of_a_class_says_its_fault(read):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("window: 1", snapshot("TMP/area.yaml: is no list of mutants (found 'dict')")),
+        ("window: 1", snapshot("TMP/area.yaml: the file must hold a list of mutants (found 'dict')")),
         ("- window", snapshot("TMP/area.yaml: entry 1: is no mapping (found 'window')")),
         (
             ENTRY.replace("a-fault", "A fault"),
@@ -45,11 +45,11 @@ def test_the_docstring_of_a_class_says_its_fault(read):
         ),
         (
             ENTRY + "  old: x\n",
-            snapshot("TMP/area.yaml: a-fault: Value error, give either class, or file, old and new"),
+            snapshot('TMP/area.yaml: a-fault: Value error, a mutant has either class alone, or file, old and new together'),
         ),
         (
             "- name: x\n  kind: y\n  fault: z\n  file: backends/paged.py\n",
-            snapshot("TMP/area.yaml: x: Value error, give either class, or file, old and new"),
+            snapshot('TMP/area.yaml: x: Value error, a mutant has either class alone, or file, old and new together'),
         ),
         (
             ENTRY + "  file: harness/api.py\n",
