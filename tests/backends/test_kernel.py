@@ -213,9 +213,17 @@ def test_a_level_is_a_member_of_the_enum(level):
         (
             right,
             {"features": ("lse",)},
-            snapshot("kernel_backend 'wrong': the feature 'lse' needs a parameter output_lse, and the parameter needs the feature"),
+            snapshot(
+                "kernel_backend 'wrong': the feature 'lse' needs a parameter output_lse, and the parameter needs the feature"
+            ),
         ),
-        (with_lse, {}, snapshot("kernel_backend 'wrong': the feature 'lse' needs a parameter output_lse, and the parameter needs the feature")),
+        (
+            with_lse,
+            {},
+            snapshot(
+                "kernel_backend 'wrong': the feature 'lse' needs a parameter output_lse, and the parameter needs the feature"
+            ),
+        ),
         (
             right,
             {"features": ("fp8_kv",)},

@@ -151,10 +151,10 @@ def test_what_is_kept_beside_the_rows_is_refused():
     assert refusal(beside(lambda key: key.max()), spare) == "numbers are stored that are mixed of those given"
     message = refusal(beside(lambda _: 0.5), spare)
     assert "0.5" in message
-    assert message == snapshot('0.5 is in the cache after a write of whole numbers from 1 to 256')
+    assert message == snapshot("0.5 is in the cache after a write of whole numbers from 1 to 256")
     rarely = beside(lambda key: float(key.max() < 100))
     assert refusal(rarely, spare) == snapshot(
-        'writing a single slot gives another cache layout than writing whole pages'
+        "writing a single slot gives another cache layout than writing whole pages"
     )
     untouched = lambda kv_cache, *rows: right(kv_cache[..., :8], *rows)  # noqa: E731
     assert not isinstance(learn_codec(untouched, spare, LAYER, CACHE, "cpu"), NoCodec)
@@ -173,7 +173,7 @@ def test_a_writer_at_fault_in_the_very_last_slot_is_refused():
     codec = learn_codec(write, lambda n: torch.zeros(2, n, 64, 3, 8, dtype=torch.bfloat16), LAYER, cache, "cpu")
     assert isinstance(codec, NoCodec)
     assert codec.reason == snapshot(
-        'writing the last page in reverse order gives another cache layout than writing whole pages'
+        "writing the last page in reverse order gives another cache layout than writing whole pages"
     )
 
 

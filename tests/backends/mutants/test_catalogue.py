@@ -45,11 +45,13 @@ def test_the_docstring_of_a_class_says_its_fault(read):
         ),
         (
             ENTRY + "  old: x\n",
-            snapshot('TMP/area.yaml: a-fault: Value error, a mutant has either class alone, or file, old and new together'),
+            snapshot(
+                "TMP/area.yaml: a-fault: Value error, a mutant has either class alone, or file, old and new together"
+            ),
         ),
         (
             "- name: x\n  kind: y\n  fault: z\n  file: backends/paged.py\n",
-            snapshot('TMP/area.yaml: x: Value error, a mutant has either class alone, or file, old and new together'),
+            snapshot("TMP/area.yaml: x: Value error, a mutant has either class alone, or file, old and new together"),
         ),
         (
             ENTRY + "  file: harness/api.py\n",

@@ -49,7 +49,7 @@ TheRun = Callable[[Path], Path]
         (["--skip", "cuda*", "--check", "cudagraph"], snapshot("error: --skip cudagraph leaves no check of cudagraph")),
         (
             ["--provider", "vllm", "--skip", "lse"],
-            snapshot('error: --skip lse: a run of providers alone has the one check utilities; leave --skip out'),
+            snapshot("error: --skip lse: a run of providers alone has the one check utilities; leave --skip out"),
         ),
         (
             ["-k", "("],

@@ -104,7 +104,7 @@ def test_a_suite_that_has_changed_is_refused(make_record: Callable[..., object],
     with pytest.raises(SelectionError) as refused:
         recorded_failure(run, "decode.float16", "numerics", None)
     assert str(refused.value) == snapshot(
-        'run.jsonl: case smoke/decode.float16 has changed in suite smoke since the run; run the suite again'
+        "run.jsonl: case smoke/decode.float16 has changed in suite smoke since the run; run the suite again"
     )
     assert "smoke/decode.float16" in str(refused.value)
 

@@ -119,7 +119,9 @@ def test_colours_are_a_choice(
 def test_a_provider_alone_has_no_checks_of_backends_to_skip() -> None:
     with pytest.raises(SelectionError) as refused:
         RunOptions(providers=("vllm",), skip=("lse",))
-    assert str(refused.value) == snapshot('--skip lse: a run of providers alone has the one check utilities; leave --skip out')
+    assert str(refused.value) == snapshot(
+        "--skip lse: a run of providers alone has the one check utilities; leave --skip out"
+    )
     assert "--skip" in str(refused.value)
     with pytest.raises(SelectionError) as refused:
         RunOptions(providers=("vllm",), backends=("reference",), skip=("utilities",))

@@ -396,7 +396,7 @@ def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[F
         processes.restart("a")
         with pytest.raises(QuestionError) as refused:
             processes.restart("a")
-        assert str(refused.value) == snapshot('a has changed since the run began')
+        assert str(refused.value) == snapshot("a has changed since the run began")
 
 
 def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:
