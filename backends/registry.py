@@ -48,7 +48,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
 """The built-in backends, in the order in which they are listed and run."""
 
 FAMILIES: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
-"""Built-in names that cover several backends, one of which must be chosen; the value is an example."""
+"""Built-in names that cover several backends. The user must choose one; the value is an example."""
 
 SURVEYS: Mapping[str, str] = MappingProxyType({"vllm": "attncheck.backends.candidates.vllm.survey"})
 """Families for which ``NAME:*`` means every backend, with the module that has their names and declarations."""

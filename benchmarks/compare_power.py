@@ -151,7 +151,7 @@ class Tally:
 
 
 def simulate(draw: Draw, comparisons: int, rng: np.random.Generator, *, in_turns: bool) -> Tally:
-    """Simulate comparisons of :data:`CASES`, of which the first :data:`SLOW` are slower in NEW by :data:`SLOWDOWN`."""
+    """Simulate comparisons of :data:`CASES`; the first :data:`SLOW` are slower in NEW by :data:`SLOWDOWN`."""
     level = FAMILY_LEVEL / CASES
     counts = np.zeros(3)
     for start in range(0, comparisons, BATCH):

@@ -82,7 +82,7 @@ class Batch:
 
 
 def local_attention(num_reqs: int, pages: int = MAX_MODEL_LEN // BLOCK_SIZE) -> Sides:
-    """Compare the virtual batches of local attention; vLLM returns a pair, of which the first is compared."""
+    """Compare the virtual batches of local attention; vLLM returns a pair, and its first item is compared."""
     batch, vllm = Batch(num_reqs, pages), vllm_utils()
     ours, theirs = batch.ours, batch.theirs
     return Sides(

@@ -31,8 +31,6 @@ _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", 
 attncheck's scripts read ``PYTHON``."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-_LONGEST = 2**17
-"""Maximum bytes of one argument or variable of a Linux program."""
 MOST_BYTES = 2**20
 _LONGEST = 2**17 - 2
 """Maximum bytes of the name and value of a variable on Linux, without ``=`` and the final zero byte."""

@@ -58,7 +58,7 @@ def choose_latent_tiling(
     bytes of shared memory available to a program.
 
     A tile is limited by the accumulator, ``block_m`` times the latent rank in float32, in registers. Queries and
-    ``num_stages`` tiles of keys are in shared memory, of which there are 99 KiB (compute capabilities 8.6 and 8.9), 163
+    ``num_stages`` tiles of keys are in shared memory. A program has 99 KiB (compute capabilities 8.6 and 8.9), 163
     (8.0) or 227 (9.0). Compiled for rank 512 and 64 rotated elements of two bytes, 64 lines and 32 keys fill the
     registers of 8 warps and 112 KiB (8.0) or 148 (9.0). 16 lines and 32 keys take 4 warps and 55 KiB; of codes, 32
     lines and 16 keys take 8 warps and 49 KiB. Of four bytes, 16 lines and 16 keys take 8 warps and 72 KiB. Twice as
@@ -123,7 +123,7 @@ def latent_attention(
     output: ``[T, H, L]``, any strides. output_lse: float32 ``[T, H]``, natural logarithms.
     block_table: int32 ``[R, pages]``. seq_lens: int32 ``[R]``. query_start_loc: int32 ``[R + 1]``.
     max_query_len: an upper bound of the rows of a request.
-    scratch: memory for the results of segments; None: keys are not split into segments.
+    scratch: memory for the results of segments, or None if keys are not split into segments.
 
     Raise ``ValueError`` for shapes or dtypes that do not match, or that the kernel does not support.
     """

@@ -78,7 +78,7 @@ def size_reasons(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
 
 @dataclass
 class TritonMLAMetadata(LatentMetadata):
-    """Metadata of one step. ``scratch``: memory for results of segments; None: keys are not split into segments.
+    """Metadata of one step. ``scratch``: memory for results of segments, or None if keys are not split.
 
     The lengths on the host are used only for refusals.
     """

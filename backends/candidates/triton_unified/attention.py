@@ -51,7 +51,7 @@ def unified_attention(
     alibi_slopes, sinks: float32 ``[H]``.
     output_lse: float32 ``[T, H]``, written with the natural log-sum-exp, sinks included.
     tree: bool ``[Q, Q]``: which new key a row of a request of ``Q`` rows sees; requests of other sizes have no tree.
-    scratch: memory for the results of segments; None: keys are not split into segments.
+    scratch: memory for the results of segments, or None if keys are not split into segments.
 
     Raises:
         ValueError: shapes or dtypes that do not match, or that the kernel does not support.

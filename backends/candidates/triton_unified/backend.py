@@ -98,7 +98,7 @@ def _head_size_reason(name: str, size: int) -> str:
 
 @dataclass
 class UnifiedMetadata(PagedMetadata):
-    """Metadata of one step. ``scratch``: memory for results of segments; None: keys are not split into segments.
+    """Metadata of one step. ``scratch``: memory for results of segments, or None if keys are not split.
 
     The lengths on the host are used only for refusals.
     """
