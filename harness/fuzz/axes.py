@@ -48,6 +48,15 @@ def _per_head(key: str, numbers: tuple[float, ...]) -> Callable[[Choice], tuple[
     return value
 
 
+def _at_element_2_31(choice: Choice) -> int:
+    """Return a first page just below element 2^31 of the keys, so that 32-bit offsets overflow in the batch.
+
+    A host reserves such a pool and does not fill it.
+    """
+    size = choice["cache.block_size"] * choice["layer.num_kv_heads"] * choice["layer.head_size"]
+    return max(2**31 // int(size) - 1, 1)
+
+
 def _path(name: str, options: Any = None) -> PathSpec:
     return PathSpec(name=name, options=options)
 
@@ -77,7 +86,7 @@ VALUES: Axes = MappingProxyType(
         "cache.k_scale": (1.0, 0.5, 0.037, _per_head("layer.num_kv_heads", (0.25, 0.6, 0.11))),
         "cache.v_scale": (1.0, 0.25, 0.083, _per_head("layer.num_kv_heads", (0.5, 0.07, 0.3))),
         "cache.q_scale": (1.0, 0.3),
-        "cache.first_block": (None, 2, 37),
+        "cache.first_block": (None, 2, 37, 32760, 65530, _at_element_2_31),
         "padding.requests": (0, 1, 3),
         "padding.tokens": (0, 1, 5, 17),
         "padding.unmapped_tokens": (0, 1, 8),
@@ -90,7 +99,7 @@ VALUES: Axes = MappingProxyType(
         ),
         "batch.requests": (1, 2, 3, 5, 9),
         "batch.queries": ("mixed", "one", "uniform", "prompts"),
-        "batch.contexts": ("mixed", "none", "edges", "long", "fewer keys than rows"),
+        "batch.contexts": ("mixed", "none", "edges", "long", "fewer keys than rows", "beyond 16 bits"),
         "batch.shared_prefix": (False, True),
         "batch.order": ("as drawn", "short first", "long first"),
         "path": (
@@ -197,7 +206,9 @@ def few_and_small(axes: Axes) -> dict[str, tuple[Any, ...]]:
     """Return the values that interpreted kernels compute within seconds; the plain value of each key always stays."""
 
     def is_small(key: str, value: Any) -> bool:
-        return value != "long" and not (isinstance(value, int) and value > _MOST_INTERPRETED.get(key, value))
+        return value not in ("long", "beyond 16 bits") and not (
+            isinstance(value, int) and value > _MOST_INTERPRETED.get(key, value)
+        )
 
     return {key: (values[0], *(each for each in values[1:] if is_small(key, each))) for key, values in axes.items()}
 

@@ -36,6 +36,10 @@ _PATHS_WITH_ROWS = ("split_kv", "dcp", "cascade", "spec_decode", "tree", "fast_p
 """Paths in which every row needs a key of its own."""
 
 
+_MOST_ROWS_OF_LONG, _WIDEST_OF_LONG = 4, 128
+"""Most new rows of a request with a context beyond 16 bits, and most elements of a query row of its layer."""
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Limits for the lengths of requests.
@@ -181,6 +185,8 @@ def _requests(
         room -= query_len + max(context, encoder_len or 0, 0)
         if requests and room < 0:
             break
+        if not requests and values["batch.contexts"] == "beyond 16 bits":
+            query_len, context = min(query_len, _MOST_ROWS_OF_LONG), _beyond_16_bits(layer, random)
         requests.append(RequestSpec(query_len=query_len, seq_len=query_len + context, encoder_len=encoder_len))
     requests[0] = _long_enough(requests[0], layer)
     if values["batch.order"] != "as drawn":
@@ -188,6 +194,19 @@ def _requests(
     if values["batch.shared_prefix"] or path.name == "cascade":
         requests = _sharing(requests, cache.block_size, everyone=path.name == "cascade")
     return tuple(requests)
+
+
+def _beyond_16_bits(layer: LayerSpec, random: Random) -> int:
+    """Return a context whose last positions exceed 16 bits.
+
+    Raises:
+        SpecError: the layer has no cache, or its heads make so many keys expensive.
+    """
+    width = layer.num_heads * layer.head_size
+    if not layer.has_cache or width > _WIDEST_OF_LONG:
+        allowed = f"a cache, and at most {_WIDEST_OF_LONG} elements a row"
+        raise SpecError("the request is too expensive", field="batch.contexts", value=width, allowed=allowed)
+    return random.choice((2**15, 2**16)) + random.randint(-1, 20)
 
 
 def _long_enough(request: RequestSpec, layer: LayerSpec) -> RequestSpec:

@@ -57,6 +57,19 @@ def test_lengths_lie_at_the_edges_of_the_code() -> None:
     assert {47, 0, 1} <= lengths
 
 
+def test_limits_of_integers_are_drawn() -> None:
+    for seed in range(8):
+        narrow = drawn({"batch.contexts": "beyond 16 bits", "batch.queries": "prompts"}, seed)
+        assert narrow.kept["batch.contexts"] == "beyond 16 bits"
+        assert narrow.case.batch.max_seq_len > 2**15
+    wide = drawn({"layer.head_size": 256, "batch.contexts": "beyond 16 bits"})
+    assert wide.kept.keys() == {"layer.head_size"}
+    last = AXES["cache.first_block"][-1]
+    case = drawn({"cache.first_block": last, "cache.block_size": 12, "layer.num_kv_heads": 3}).case
+    elements = 12 * 3 * case.layer.head_size
+    assert case.cache.first_block * elements < 2**31 <= (case.cache.first_block + 2) * elements
+
+
 @pytest.mark.parametrize("path", [path for path in AXES["path"] if path is not None], ids=lambda path: path.name)
 def test_every_path_is_drawn(path: Any) -> None:
     choice = {"path": path, "batch.contexts": "long", "layer.attn_chunk_size": 16 if path.name == "local" else None}
