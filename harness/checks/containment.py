@@ -57,7 +57,7 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
     if found is not None:
         return found
     notes: tuple[str, ...] = (
-        () if repeats.bitwise else (f"compared {repeats.measure}: the backend does not repeat itself on equal input",)
+        () if repeats.bitwise else (f"compared {repeats.measure}: equal input gives different bits",)
     )
     if session.backend.conventions.needs_finite_pool and session.pool is not None and session.pool.regions:
         moved = repeats.is_moved_by(Fill(poison=math.nan))
@@ -75,6 +75,8 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
 class _Repeats:
     """Steps of one session, compared with its first clean step bit for bit, or else by their distance to the truth.
 
+    A backend that declares deterministic=False is never compared bit for bit: poisoned steps may differ by chance.
+
     ``limit``: the budgets within which a nondeterministic backend must stay. It exceeds 1 only if clean outputs are
     wrong, so that errors with other causes are not attributed to foreign memory.
     """
@@ -83,7 +85,7 @@ class _Repeats:
         self._problem, self._truth, self._session, self._clean = problem, truth, session, clean
         self._worst_again = 0.0
         self._is_second, self._is_settled = True, False
-        self.bitwise = True
+        self.bitwise = session.backend.conventions.deterministic
 
     @cached_property
     def _worst_first(self) -> float:

@@ -105,7 +105,7 @@ class Poisoning(Generic[_Answer, _Fill]):
         """Return notes on how results were compared. Empty if bit for bit."""
         if self.bitwise:
             return ()
-        return ("compared within the budget: the function does not repeat itself on equal input",)
+        return ("compared within the budget: equal input gives different bits",)
 
     def reached(self, fill: _Fill) -> Tensor:
         """Return bool, one per row: where ``fill`` changes the result twice while the clean result stays the same.

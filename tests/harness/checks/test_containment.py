@@ -69,6 +69,15 @@ def test_an_honest_backend_is_compared_bit_for_bit(make_case: Any) -> None:
     assert (finding.figures["bitwise"], finding.notes) == (1, ())
 
 
+def test_a_backend_that_declares_different_bits_does_not_leak_by_them(make_case: Any) -> None:
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output *= 1 + 2**-22 * (call in (2, 5))  # two poisoned calls, by chance
+
+    declared, case = {"conventions": Conventions(deterministic=False)}, make_case(dtype="float32")
+    assert isinstance(examine(backend_with(change), case), Broken)
+    assert isinstance(examine(backend_with(change, **declared), case), Holds)
+
+
 def test_a_second_call_that_is_wrong_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
         output *= 0.9 if call > 1 else 1.0
@@ -134,14 +143,14 @@ def test_a_single_slip_in_a_poisoned_step_accuses_nobody(make_case: Any) -> None
 
     finding = examine(backend_with(change), make_case())
     assert isinstance(finding, Holds)
-    assert finding.notes == snapshot(("compared within the budget: the backend does not repeat itself on equal input",))
+    assert finding.notes == snapshot(("compared within the budget: equal input gives different bits",))
 
 
 def test_noise_is_compared_within_the_budget(make_case: Any) -> None:
     finding = examine(backend_with(noisy(1e-4)), make_case(dtype="float16"))
     assert isinstance(finding, Holds)
     assert finding.figures["bitwise"] == 0
-    assert finding.notes == snapshot(("compared within the budget: the backend does not repeat itself on equal input",))
+    assert finding.notes == snapshot(("compared within the budget: equal input gives different bits",))
 
 
 def test_noise_outside_of_the_budget_is_left_to_numerics(make_case: Any) -> None:

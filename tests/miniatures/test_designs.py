@@ -1,0 +1,32 @@
+"""Correct kernels of unusual designs pass every check: each takes a part of ``smoke``, together they take all of it."""
+
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.registry import load
+from attncheck.cases.loader import load_suite
+from attncheck.harness.run.evaluation import Examiner, RunPlan
+
+FILE = Path(__file__).resolve().with_name("designs.py")
+DESIGNS = (
+    "InPlace",
+    "Reordering",
+    "DecodesFirst",
+    "DrawnOrder",
+    "RoundedWeights",
+    "BaseTwo",
+    "BatchVariant",
+    "FixedSplits",
+    "PaddedRows",
+    "WholeTable",
+)
+
+
+@pytest.mark.parametrize("number", range(len(DESIGNS)), ids=DESIGNS)
+def test_a_correct_design_passes(number):
+    cases = load_suite("smoke").cases[number :: len(DESIGNS)]
+    examiner = Examiner(RunPlan(cases=cases, backends=(load(f"{FILE}:{DESIGNS[number]}"),)))
+    outcomes = [record.outcome for record in examiner.run()]
+    assert set(outcomes) == {"passed", "unsupported"}
+    assert outcomes.count("passed") > outcomes.count("unsupported")
