@@ -10,10 +10,13 @@ This holds in the 2-norm and in the max norm. ``t`` is the truth, ``u`` half the
 taken over the keys the row sees.
 
 ``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one by one,
-was observed to be off by up to D/8 roundings. Under a soft cap, ``S`` is at most the cap. ALiBi adds ``|slope| * n``:
-kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for keys of every
-weight. A last term, not in the formula, allows for numbers that vanish in the dtype (``_VANISHING``). Below 8 columns,
-L is random and may be zero; there, ``k L`` is at least the loss from rounding every weight the wrong way.
+was observed to be off by up to D/8 roundings. A soft cap passes the error of a product on by the slope of its tanh, so
+``|q| |k|`` is multiplied by it. There ``S`` is at least the cap: a tanh made of exponentials, such as
+``2 sigmoid(2x) - 1``, is off by some roundings of 1 for every ``x``, which the cap multiplies. ALiBi adds
+``|slope| * n``: kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for
+keys of every weight. A last term, not in the formula, allows for numbers that vanish in the dtype (``_VANISHING``).
+Below 8 columns, L is random and may be zero; there, ``k L`` is at least the loss from rounding every weight the wrong
+way.
 
 The LSE may be off by the rounding of one score, the rounding of the sum of n exponentials, ``k`` times the loss of the
 low-precision run, and ``u``: fast kernels sum the softmax after rounding it to the dtype.
@@ -148,11 +151,20 @@ def score_bound(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     longest = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
     for some, keys in _pieces(rows):
         seen = rows.sees_packed(params, some, keys)
-        most = torch.where(seen, key_norm[:, None, keys], 0.0).amax(dim=2)
-        longest[some] = most.t().repeat_interleave(params.group_size, dim=1)
+        if params.logits_soft_cap:
+            for head in range(params.num_heads):
+                kv_head = head // params.group_size
+                scores = params.softmax_scale * (
+                    rows.query[some, head].double() @ rows.keys[keys, kv_head].double().t()
+                )
+                slope = 1 - torch.tanh(scores / params.logits_soft_cap).square()
+                longest[some, head] = (key_norm[kv_head, keys] * slope).masked_fill(~seen, 0.0).amax(dim=1)
+        else:
+            most = torch.where(seen, key_norm[:, None, keys], 0.0).amax(dim=2)
+            longest[some] = most.t().repeat_interleave(params.group_size, dim=1)
     bound = abs(params.softmax_scale) * _norm(rows.query.double()) * longest
     if params.logits_soft_cap:
-        bound = bound.clamp(max=params.logits_soft_cap)
+        bound = bound.clamp(min=params.logits_soft_cap)
     if params.alibi_slopes is not None:
         slopes = torch.tensor(params.alibi_slopes, dtype=torch.float64, device=bound.device).abs()
         bound = bound + slopes * rows.places.num_keys.double()[:, None]

@@ -131,6 +131,16 @@ def test_score_bound_counts_only_keys_the_row_sees(make_case: Any) -> None:
     assert score_bound(rows, biased).flatten().tolist() == [101.5, 3.5]
 
 
+def test_a_cap_hides_the_rounding_of_large_scores_and_not_that_of_large_terms() -> None:
+    query = torch.tensor([[[30.0, -40.0]], [[30.0, -40.0]]])
+    keys = torch.tensor([[[40.0, 30.0]], [[80.0, -60.0]]])  # scores of 0 and 4800
+    rows = UnpagedAttention(query, keys, keys, torch.tensor([0, 2]), torch.tensor([0, 2]))
+    params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0, logits_soft_cap=5.0)
+    assert score_bound(rows, params).flatten().tolist() == pytest.approx([2500.0, 2500.0])
+    second = replace(params, window=(0, 0))
+    assert score_bound(rows, second).flatten().tolist() == pytest.approx([2500.0, 5.0])
+
+
 def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case: Any) -> None:
     problem = build_problem(make_case((1, 1)), 0)
     truth = truth_of(problem, CPU)
@@ -155,6 +165,25 @@ def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case: Any, dtype: st
             lse = (top + torch.exp(scores - top).to(problem.dtype).float().sum(-1, keepdim=True).log())[..., 0]
             assert bool(((lse - truth.lse[rows]).abs() <= truth.budget.lse[rows]).all())
             assert bool(((lse + 0.02 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.4])
+def test_a_tanh_of_exponentials_is_within_the_budget(make_case: Any, scale: float) -> None:
+    """Small scores lose most: 2 sigmoid(2x) - 1 is off by some roundings of 1, times the cap."""
+    cap = 30.0
+    changes = {"dtype": "float32", "scale": scale, "logits_soft_cap": cap, "sliding_window": 3}
+    for seed in range(5):
+        problem = build_problem(make_case((15, 15), (31, 31), **changes), seed)
+        truth = truth_of(problem, CPU)
+        for r in problem.requests:
+            rows = slice(r.first_row, r.first_row + r.rows)
+            keys = problem.keys[r.base : r.base + r.num_keys].repeat_interleave(4, 1)
+            scores = torch.einsum("qhd,khd->qhk", problem.query[rows], keys) * scale
+            scores = cap * (2 / (1 + torch.exp(-2 * scores / cap)) - 1)
+            distance = (torch.arange(r.rows) + r.first_position)[:, None, None] - torch.arange(r.num_keys)
+            lse = scores.masked_fill((distance < 0) | (distance > 2), float("-inf")).logsumexp(-1)
+            assert bool(((lse - truth.lse[rows]).abs() <= truth.budget.lse[rows]).all())
+            assert bool(((lse + 1e-4 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
 
 
 def test_what_positive_values_would_give_is_told_beside_the_answer(make_case: Any) -> None:
