@@ -22,7 +22,7 @@ from attncheck.harness.workers.passed_environment import read_patterns
 from attncheck.harness.workers.time_limits import TimeLimits, read_limit
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_settings import WorkerSettings
-from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.repro import assignments, repro_command
 from attncheck.reports.run_file.records import OURSELVES, Errored
 
 
@@ -73,11 +73,12 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
         typer.echo(f"  looks like: {meaning}")
     written = _write_case(small, folder)
     repeat = record.model_copy(update={"suite": str(written), "case_id": small.case.id})
-    typer.echo(f"  repeat: {repro_command(repeat)}")
+    environment = process.backend.info.required_environment
+    typer.echo(f"  repeat: {repro_command(repeat, environment=environment)}")
     answer = write_stand_alone(process, small, written.with_suffix(".py"))
     if answer.written:
         words = f"with {answer.needs}" if answer.needs else "without attncheck"
-        typer.echo(f"  {words}: python {written.with_suffix('.py')}")
+        typer.echo(f"  {words}: {assignments(environment)}python {written.with_suffix('.py')}")
     else:
         typer.echo(f"  no stand-alone file: {answer.reason}")
     is_ours = isinstance(record, Errored) and record.stage == OURSELVES

@@ -98,7 +98,8 @@ def record_step(
             session.pool.filled(fill.poison, fill.regions)
             before = session.pool.bytes().clone()
             if step.key is not None and step.value is not None:
-                session.pool.write(step.slot_mapping, step.key, step.value)
+                slots = step.slot_mapping  # shorter than the key rows if the last ones are unmapped
+                session.pool.write(slots, step.key[: len(slots)], step.value[: len(slots)])
             cache_after = session.pool.bytes().clone()
             session.pool.bytes().copy_(before)
     except StageError:

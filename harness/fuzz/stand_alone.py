@@ -78,8 +78,7 @@ def write_stand_alone(process: BackendProcess, failure: Failure, path: Path) -> 
         ended = subprocess.run(  # noqa: S603 (this Python)
             command,
             input=asked,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             env=environment,
             timeout=_LIMIT_S,
             check=False,
@@ -88,4 +87,6 @@ def write_stand_alone(process: BackendProcess, failure: Failure, path: Path) -> 
     except subprocess.TimeoutExpired:
         return StandAloneAnswer(False, f"it was not written within {_LIMIT_S:g} s")
     except ValidationError:
-        return StandAloneAnswer(False, f"the process that was to write it ended with exit code {ended.returncode}")
+        last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = f"the process that writes it ended with exit code {ended.returncode}: {last or 'no message'}"
+        return StandAloneAnswer(False, reason)

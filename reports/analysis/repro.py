@@ -4,6 +4,8 @@ A backend that was passed as a Python object has no name for a shell; its line i
 """
 
 import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Crashed, Ended, Record, TimedOut
@@ -14,13 +16,16 @@ def python_ref(name: str) -> str:
     return f"<{name}>"
 
 
-def repro_command(record: Record, header: RunHeader | None = None) -> str:
+def repro_command(
+    record: Record, header: RunHeader | None = None, environment: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Return ``attncheck run ...`` for this backend, case, check and seed alone, in one process.
 
     A timeout and a crash out of memory are repeated in a worker process, since only there a run enforces its limits.
 
     ``header`` adds what a record lacks: the file of a suite that is not built in, and the device. A seed of 0 is the
-    default and left out. Environment variables that the backend requires precede the command.
+    default and left out. Environment variables precede the command: those that the backend requires according to
+    ``header``, and ``environment``.
     """
     if record.check == UTILITIES:
         return _repro_function(record, header)
@@ -35,7 +40,7 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
         words += ["--device", header.device]
     if not (isinstance(record, TimedOut) or (isinstance(record, Crashed) and "out of memory" in record.cause)):
         words.append("--in-process")
-    return _assignments(record, header) + shlex.join(words)
+    return assignments(environment) + _required(record, header) + shlex.join(words)
 
 
 def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:
@@ -43,19 +48,23 @@ def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:
     is_crash = isinstance(record, Crashed) and not record.backend_ref.startswith("<")
     if not is_crash or header is None or header.device == "cpu":
         return ""
-    assignments = _assignments(record, header)
-    command = repro_command(record, header).removeprefix(assignments)
-    return f"{assignments}compute-sanitizer --target-processes all {command}"
+    required = _required(record, header)
+    command = repro_command(record, header).removeprefix(required)
+    return f"{required}compute-sanitizer --target-processes all {command}"
 
 
-def _assignments(record: Record, header: RunHeader | None) -> str:
-    """Return ``NAME=value`` and a space for each environment variable that the repetition needs."""
+def _required(record: Record, header: RunHeader | None) -> str:
+    """Return assignments of the environment variables that the repetition needs."""
     if header is None:
         return ""
     required = next((info.required_environment for info in header.backends if info.name == record.backend), {})
     # With blocking launches, the error is raised at the kernel that causes it.
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if isinstance(record, Ended) and header.device != "cpu" else {}
-    values = {**blocking, **required}
+    return assignments({**blocking, **required})
+
+
+def assignments(values: Mapping[str, str]) -> str:
+    """Return ``NAME=value`` and a space for each environment variable, quoted for a POSIX shell."""
     return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in values.items())
 
 

@@ -3,6 +3,7 @@
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.fuzz import stand_alone_process
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
 from attncheck.harness.fuzz.stand_alone_process import written
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PathSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec, SplitKVOptions
 
 FUNCTION = """\
 import torch
@@ -134,10 +135,12 @@ def test_the_assertion_holds_once_the_function_is_mended(
 
 
 @pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("padding", [PaddingSpec(), PaddingSpec(requests=1, tokens=1, unmapped_tokens=1)])
 def test_what_a_writer_does_to_the_cache_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], padding: PaddingSpec
 ) -> None:
-    write_for(tmp_path, FUNCTION.replace(FAULTS, "FAULT, WRITE_FAULT = 0, 1"), "Mine", "cache_write")
+    case = replace(CASE, batch=replace(CASE.batch, padding=padding))
+    write_for(tmp_path, FUNCTION.replace(FAULTS, "FAULT, WRITE_FAULT = 0, 1"), "Mine", "cache_write", case=case)
     code, told = run_here(tmp_path, monkeypatch, capsys)
     assert code == 1
     assert "elements of the cache" in told
