@@ -184,9 +184,10 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         if _is_of_vllm(found):
             raise BackendLoadError(ref, "is a backend of vLLM's", allowed=f"write vllm:{ref}")
+        what = f"the class {found.__name__}" if isinstance(found, type) else repr(found)
         raise BackendLoadError(
             ref,
-            f"is {found!r}, neither a backend nor a function",
+            f"is {what}, neither a backend nor a function",
             allowed="derive the class from attncheck.backends.contract.AttentionBackend",
         )
     try:

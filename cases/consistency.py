@@ -141,7 +141,7 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
             )
         if request.shared_prefix % cache.block_size:
             raise SpecError(
-                f"whole pages are shared, and a page holds {cache.block_size} tokens",
+                f"shared_prefix must be whole pages of {cache.block_size} tokens",
                 field=f"{where}.shared_prefix",
                 value=request.shared_prefix,
                 allowed=f"give a multiple of {cache.block_size}",

@@ -91,7 +91,7 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
         )
     if seq_len < query_len:
         raise BatchSpecError(
-            f"s counts the new tokens too, so {seq_len} in all cannot hold {query_len} new ones",
+            f"{seq_len} tokens in all are fewer than the {query_len} new ones, which s includes",
             text=text,
             position=start + match.start("s") - 1,
             allowed=f"write q{query_len}s{query_len + seq_len} for {seq_len} tokens of context, or use the list form",

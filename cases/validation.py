@@ -39,6 +39,8 @@ _BOUND: Mapping[str, tuple[str, str]] = {
     "less_than_equal": ("le", "at most"),
 }
 
+_ELEMENT = "an element of "
+
 
 class Mistakes:
     """Collects the mistakes of several parts, so that one error lists them all."""
@@ -187,9 +189,9 @@ def _fault(kind: type, tree: Tree, what: str, meant: Sequence[ErrorDetails]) -> 
     if isinstance(cause, SpecError):
         return _spec_fault(value, cause)
     reason = " or ".join(dict.fromkeys(wanted(each) for each in meant))
-    return value.place.fault(
-        f"{_name(way) or what} must be {reason}", value=_shown(value), allowed=_about(kind, way) or f"give {reason}"
-    )
+    name, about = _name(way) or what, _about(kind, way)
+    allowed = f"meaning of {name.removeprefix(_ELEMENT)}: {about}" if about else f"give {reason}"
+    return value.place.fault(f"{name} must be {reason}", value=_shown(value), allowed=allowed)
 
 
 def _spec_fault(tree: Tree, error: SpecError) -> CaseFileError:
@@ -229,7 +231,7 @@ def _shown(value: Tree) -> object:
 def _name(way: tuple[str | int, ...]) -> str:
     names = [part for part in way if isinstance(part, str)]
     name = names[-1] if names else ""
-    return f"an element of {name}" if way and isinstance(way[-1], int) else name
+    return f"{_ELEMENT}{name}" if way and isinstance(way[-1], int) else name
 
 
 def _about(kind: type, way: tuple[str | int, ...]) -> str:

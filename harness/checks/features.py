@@ -74,7 +74,7 @@ def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
     group = layer.num_heads // layer.num_kv_heads
     if group > 1 and layer.mla is None:
         heads = tuple(range(0, layer.num_heads, group))
-        what = f"with one query head for a KV head in place of {group}"
+        what = f"with one query head per KV head in place of {group}"
         yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
     if layer.attn_type == AttentionType.DECODER and layer.mla is None:
         causal = not layer.is_causal

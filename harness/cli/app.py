@@ -114,7 +114,8 @@ class SchemaSubject(StrEnum):
 
 def schema(
     of: Annotated[
-        SchemaSubject, typer.Option("--of", help="cases: of a case file; run: of a line of a run file.")
+        SchemaSubject,
+        typer.Option("--of", help="cases: the schema of a case file; run: the schema of a line of a run file."),
     ] = SchemaSubject.CASES,
 ) -> int:
     """Print the JSON schema of case files, or of run files."""
@@ -131,10 +132,10 @@ def merge(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The run files of all shards of a run.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The run file to write.")],
 ) -> int:
-    """Join the run files of `attncheck run --shard I/N` into one, as of a run that was not divided.
+    """Merge the run files of `attncheck run --shard I/N` into one run file.
 
-    Exit code 2: a shard is missing or was cut off, the runs are of different questions or machines, or two of them
-    contradict each other. The message names the file and the difference. `attncheck report FILE` shows the result.
+    The result is the same as that of a run without shards; `attncheck report FILE` shows it. Exit code 2: a shard is
+    missing or incomplete, the runs differ in options or machine, or two of them contradict each other.
     """
     from attncheck.reports.analysis.phrases import plural
     from attncheck.reports.run_file.merging import merge_runs
@@ -173,10 +174,10 @@ def attncheck_command(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Examine attention backends: YAML-written cases, a float64 truth, a verdict for each backend.
+    """Compare attention backends with a float64 reference, on cases written in YAML.
 
-    Exit codes: 0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed or cannot
-    write.
+    Exit codes: 0: every result is as expected. 1: a backend failed. 2: invalid arguments or input files. 3: attncheck
+    itself failed, or cannot write its output.
     """
 
 
@@ -197,7 +198,7 @@ app.command("record")(with_exit_code(record.record))
 app.command("mutants")(with_exit_code(mutants.mutants))
 app.command("schema")(with_exit_code(schema))
 
-new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)
+new_app = typer.Typer(help="Write the first files of a backend.", no_args_is_help=True, rich_markup_mode=None)
 new_app.command("backend")(with_exit_code(new.new_backend))
 app.add_typer(new_app, name="new")
 

@@ -21,22 +21,22 @@ class AuditFormat(StrEnum):
 def audit(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="The library, such as vllm.")],
     run_file: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run file of FAMILY:*. Default: they are run now.")
+        Path | None, typer.Argument(metavar="[RUN]", help="A run file of FAMILY:*. Default: run them now.")
     ] = None,
     suite: arguments.Suites = None,
     settings: arguments.Settings = None,
     case: arguments.Cases = None,
     check: arguments.Checks = None,
     device: arguments.Device = None,
-    form: Annotated[AuditFormat, typer.Option("--format", help="Markdown, or the same as JSON.")] = (
+    form: Annotated[AuditFormat, typer.Option("--format", help="Markdown, or the same content as JSON.")] = (
         AuditFormat.markdown
     ),
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
     """Write an audit of all backends of a library: CUDA-graph levels and features, declared and measured.
 
-    Without a run file all that can run here are examined first, as by `attncheck run --backend 'FAMILY:*'`. Markdown
-    can be pasted into a thread. A backend that falls short is told in the tables, and is no failure of the command.
+    Without RUN, the backends that can run here are examined first, as with `attncheck run --backend 'FAMILY:*'`. The
+    tables show failures of backends; the exit code is 0 even so.
     """
     from attncheck.reports.audit import page
     from attncheck.reports.run_file.store import read_run
@@ -49,7 +49,9 @@ def audit(
     run = read_run(path)
     names = [*(each.name for each in run.header.surveyed), *(each.name for each in run.header.backends)]
     if not any(name.startswith(f"{family}:") for name in names):
-        raise QuestionError(f"{path} has no backend of {family!r}; make one by `attncheck run --backend '{family}:*'`")
+        raise QuestionError(
+            f"{path} has no backend of {family!r}; write one with `attncheck run --backend '{family}:*'`"
+        )
     refuse_input(output, [path])
     write_output(page.render(run) if form is AuditFormat.markdown else page.document(run), output)
     return 0

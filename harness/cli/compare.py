@@ -22,32 +22,32 @@ else:
 
 def compare(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="The run file to compare with.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run file that is judged.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run file to check for regressions.")],
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
             metavar="'PATTERN: N%'",
-            help="Fail only for slowdowns of N % or more in cases that match: a suite, a shell pattern of suite/id, or "
-            "nothing for all; '@PART' behind it: forward, build, decode or prefill alone. May be repeated; the last "
-            "that matches counts. Default: fail for any slowdown that is reported.",
+            help="Fail only for slowdowns of N % or more in cases that match PATTERN: a suite, a shell pattern of "
+            "suite/id, or nothing for all. PATTERN@PART applies to one part: forward, build, decode or prefill. May be "
+            "repeated; the last match counts. Default: fail for every reported slowdown.",
         ),
     ] = None,
     match: Annotated[
         list[str] | None,
         typer.Option(
             metavar="OLD=NEW",
-            help="Compare backend OLD of BASE with backend NEW of NEW. May be repeated. Both may be of one run file.",
+            help="Compare backend OLD of BASE with backend NEW of NEW. BASE and NEW may be one file. May be repeated.",
         ),
     ] = None,
     min_effect: Annotated[
         float,
-        typer.Option(metavar="N", min=0, max=100, help="The smallest difference to report, in per cent of the time."),
+        typer.Option(metavar="N", min=0, max=100, help="The smallest difference to report, in percent of the time."),
     ] = 1.0,
     allow_missing: Annotated[
         bool,
         typer.Option(
             "--allow-missing",
-            help="Accept that NEW lacks cases, checks or backends of BASE, or that a run was cut off.",
+            help="Accept that NEW lacks cases, checks or backends of BASE, or that a run is incomplete.",
         ),
     ] = False,
     form: Annotated[
@@ -57,12 +57,12 @@ def compare(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Compare run NEW with run BASE: what is slower, faster or the same, and which outcomes changed.
+    """Compare run NEW with run BASE: which times are slower, faster or the same, and which outcomes changed.
 
-    Exit code 1: an outcome is worse, a time is slower, or NEW lacks what BASE examined. Times are told apart by the
-    processes of `attncheck run --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest
-    differences are told between two backends of one run, whose processes took turns: `attncheck compare RUN RUN
-    --match OLD=NEW`.
+    Exit code 1: an outcome is worse, a time is slower, or NEW lacks a check that BASE has. Times are compared by the
+    rounds of `attncheck run --check timing --rounds N`: at least 5 in each run, usually 10. Two backends of one run
+    show smaller differences than two runs, because their processes alternate: `attncheck compare RUN RUN --match
+    OLD=NEW`.
     """
     from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
     from attncheck.reports.comparison.thresholds import parse_thresholds

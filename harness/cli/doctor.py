@@ -42,7 +42,7 @@ ABSENT = "not available on this machine"
 
 
 def doctor() -> int:
-    """Say which versions, devices and backends are here, and why a backend cannot run."""
+    """Print the installed versions, the devices and the backends, and why a backend cannot run."""
     import attncheck
 
     _line("attncheck", f"{attncheck.__version__}, Python {platform.python_version()}, {_system()}")
@@ -76,7 +76,7 @@ def doctor() -> int:
     for name in registry.known_names():
         if name in registry.FAMILIES:
             lacking = "".join(f"; {library} is not installed" for library in _missing(name))
-            _line(name, f"names many backends: name one, such as {registry.FAMILIES[name]}{lacking}")
+            _line(name, f"a family of backends; give one, such as {registry.FAMILIES[name]}{lacking}")
         else:
             _backend(name, devices)
     return 0

@@ -12,9 +12,10 @@ def expect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run file written by `attncheck run`.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
-    """Write a file of expected failures from a run: an entry for each finding, for `attncheck run --expect FILE`.
+    """Write the failures of a run as a file for `attncheck run --expect FILE`: one entry for each finding.
 
-    Above each entry a comment says what happened. Replace the reasons by your own; `until` and `issue` may be added.
+    A comment above each entry describes the failure. Replace the reasons with your own; `until` and `issue` are
+    optional.
     """
     from attncheck.harness.run.expectation_writing import expectations_text
     from attncheck.reports.run_file.store import read_run

@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from attncheck.harness.fuzz.examination import ExaminedCase
     from attncheck.harness.fuzz.search import DrawnQuestion
 
-Budget = Annotated[str, typer.Option(metavar="TIME", help="How long cases are drawn, such as 90s, 5m or 1h.")]
+Budget = Annotated[
+    str, typer.Option(metavar="TIME", help="Time for drawing and examining cases, such as 90s, 5m or 1h.")
+]
 ShrinkTime = Annotated[
-    float, typer.Option("--shrink-time", min=0, metavar="SECONDS", help="Seconds to make one failure small.")
+    float, typer.Option("--shrink-time", min=0, metavar="SECONDS", help="Seconds to reduce one failure.")
 ]
 OutputFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="The folder for the small cases. Default: a new one in results/ if there is such a folder, else in the "
-        "user's cache.",
+        help="The folder for the reduced cases. Default: a new folder in results/ if that exists, else in the user's "
+        "cache.",
     ),
 ]
 
@@ -38,26 +40,26 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 def fuzz(
     context: typer.Context,
     backend: Annotated[
-        str, typer.Option(metavar="REF", help="The backend, as of `run`.", autocompletion=completion.backends)
+        str, typer.Option(metavar="REF", help="The backend, as in `attncheck run`.", autocompletion=completion.backends)
     ],
     budget: Budget = "60s",
     seed: arguments.Seed = None,
     check: arguments.Checks = None,
     device: arguments.Device = None,
-    maxfail: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N failures that differ.")] = 10,
+    maxfail: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N different failures.")] = 10,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
     case_timeout: processes.CaseTimeout = None,
     memory_limit: processes.MemoryLimit = None,
     pass_env: processes.PassEnv = None,
 ) -> int:
-    """Draw cases that no suite has, and put them to a backend; what fails is made small and written down.
+    """Examine a backend with random cases, and reduce each failure to a small case.
 
-    Layers, caches, batches and paths are drawn from all that case files can say and the backend declares: first until
-    each two values have met, then by chance, with lengths at the edges of the numbers in the backend's own code. Now
-    and then a case is not declared, and must be refused or answered right. Each failure that differs is made small, and
-    written as a case file, which `attncheck run --suite FILE` repeats, and as a Python file that needs no attncheck.
-    The same seed draws the same cases. Exit code 1: a case failed.
+    A case combines values of layer, cache, batch and path that the backend declares. The first cases cover every pair
+    of values; later ones are random. Lengths lie next to page sizes, windows and constants in the backend's source. One
+    case in ten has an undeclared value, which the backend must refuse or support correctly. Each different failure is
+    reduced and written twice: as a case file for `attncheck run --suite FILE`, and as a Python file that needs no
+    attncheck. The same seed draws the same cases. Exit code 1: a case failed.
     """
     context.with_resource(interruptible())
     limit_s = read_time("--budget", budget)
@@ -100,7 +102,7 @@ def fuzz(
         counts = ", ".join(f"{number} {word}" for word, number in sorted(outcomes.items()))
         typer.echo(f"\n{drawn}: {counts or 'none'}; failures: {len(known)}")
         if not outcomes["examined"]:
-            raise SelectionError(f"not one drawn case of backend {backend!r} was examined")
+            raise SelectionError(f"no drawn case of backend {backend!r} was examined")
         return code
 
 
@@ -130,5 +132,5 @@ def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
 
     for name in chosen:
         if name not in DEFAULT_CHECKS:
-            raise SelectionError(f"check {name!r} is not made of drawn cases; give one of {', '.join(DEFAULT_CHECKS)}")
+            raise SelectionError(f"check {name!r} does not run on drawn cases; give one of {', '.join(DEFAULT_CHECKS)}")
     return chosen or None

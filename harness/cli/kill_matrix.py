@@ -80,7 +80,7 @@ def kill_matrix(
     unasked: dict[str, str] = {}
     for record in records:
         if isinstance(record, Unsupported | Unavailable):
-            unasked.setdefault(record.backend_ref, f"no check was made of it: {record.reasons[0]}")
+            unasked.setdefault(record.backend_ref, f"no check ran on it: {record.reasons[0]}")
         else:
             by_ref.setdefault(record.backend_ref, []).append(record)
     why = {mutant.ref: "no case of the suites was run" for mutant in mutants} | unasked | dict(missing)

@@ -28,17 +28,17 @@ def list_names(
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Only these suites, or their cases, separated by commas. May be repeated. Default: every built-in "
-            "suite; of cases, smoke.",
+            help="List only these suites, or their cases, separated by commas. May be repeated. Default: all built-in "
+            "suites; for cases, smoke.",
             autocompletion=completion.suites,
         ),
     ] = None,
     case: arguments.Cases = None,
     keywords: arguments.Keywords = None,
 ) -> int:
-    """List what can be examined, by name.
+    """List the names of backends, suites, cases or checks.
 
-    Whether a backend can run on this machine is what `attncheck doctor` says.
+    `attncheck doctor` shows which backends can run on this machine.
     """
     if what is None and (suite or case or keywords):
         what = Listable.CASES

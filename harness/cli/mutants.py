@@ -35,9 +35,11 @@ def mutants(
     case: arguments.Cases = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option(metavar="KIND", help="Only mutants of this class of faults. May be repeated."),
+        typer.Option(
+            metavar="KIND", help="Examine only mutants of this kind of fault, such as window. May be repeated."
+        ),
     ] = None,
-    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Examine the Ith of N parts of the mutants.")] = None,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Examine shard I of N of the mutants.")] = None,
     jobs: processes.Jobs = None,
     device: arguments.Device = None,
     seed: arguments.Seed = None,
@@ -45,15 +47,18 @@ def mutants(
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            "--from", metavar="RUN", help="Examine nothing, but show run files of this command, as of shards."
+            "--from",
+            metavar="RUN",
+            help="Show run files of this command, such as those of its shards; examine nothing.",
         ),
     ] = None,
     form: Annotated[AnswerFormat, typer.Option("--format", help="Text, or JSON.")] = AnswerFormat.terminal,
 ) -> int:
-    """Say which check catches which mutant: a right backend with one fault. So one sees what a suite is worth.
+    """Show which checks detect which mutants: correct backends with one deliberate fault each.
 
-    Each check of a mutant is made until it falls short. The right backends without the faults are examined as well.
-    Exit code 0: every mutant is caught, and no right backend falls short. 1: some survive, or there is a false alarm.
+    The result shows how many faults the suites detect. Each check of a mutant runs until its first failure. The correct
+    backends are examined as well. Exit code 0: every mutant is caught, and every correct backend passes; 1: a mutant
+    survives, or a correct backend fails.
     """
     from attncheck.backends.mutants.catalogue import catalogue
     from attncheck.harness.cli.kill_matrix import as_json, as_text
@@ -81,7 +86,7 @@ def mutants(
     if form != AnswerFormat.json and not runs:
         typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
     if not matrix.examined:
-        raise SelectionError("not one mutant was examined; see the reasons above")
+        raise SelectionError("no mutant was examined; see the reasons above")
     return 0 if matrix.is_clean else 1
 
 
@@ -95,7 +100,7 @@ def choose_mutants(
     """
     for pattern in patterns:
         if not any(fnmatchcase(mutant.name, pattern) for mutant in known):
-            raise SelectionError(f"no mutant matches {pattern!r}; the catalogue is backends/mutants/*.yaml")
+            raise SelectionError(f"no mutant matches {pattern!r}; the names are in backends/mutants/*.yaml")
     all_kinds = sorted({mutant.kind for mutant in known})
     for kind in kinds:
         if kind not in all_kinds:

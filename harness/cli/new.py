@@ -29,16 +29,16 @@ TEMPLATES = {BackendKind.FUNCTION: "function.py", BackendKind.CLASSES: "classes.
 
 
 def new_backend(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What the module is called.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the module.")],
     kind: Annotated[
         BackendKind,
-        typer.Option(help="A bare function, classes of attncheck's contract, or a class of the installed vLLM."),
+        typer.Option(help="One function, classes of attncheck's contract, or a class of the installed vLLM."),
     ] = BackendKind.FUNCTION,
     output: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write into.")] = Path(),
 ) -> int:
-    """Write a small right backend and its test.
+    """Write a small correct backend, NAME.py, and its test, test_NAME.py.
 
-    NAME.py is to be edited, test_NAME.py examines it. Nothing is overwritten.
+    Replace the kernel in NAME.py by your own. Existing files are not overwritten.
     """
     texts = template_files(kind, name)
     paths = [output / file for file in texts]

@@ -25,9 +25,7 @@ class ColorChoice(StrEnum):
     NEVER = "never"
 
 
-Color = Annotated[
-    ColorChoice, typer.Option("--color", help="Colours: auto prints them to a terminal, or where FORCE_COLOR is set.")
-]
+Color = Annotated[ColorChoice, typer.Option("--color", help="Colours; auto: on a terminal, or if FORCE_COLOR is set.")]
 """The option of all commands that print a report."""
 
 

@@ -19,9 +19,9 @@ CaseTimeout = Annotated[
     typer.Option(
         "--case-timeout",
         metavar="SECONDS",
-        help="Kill the process of a backend that finishes no check of a case for so long; the check is timed_out. It "
-        "covers the compiling of kernels, and of the check timing all samples. 0: no limit. Default: 300, and 10 times "
-        "what the reference takes.",
+        help="Time limit for one check of one case, with kernel compilation. After it, the process of the backend is "
+        "killed, and the check is timed_out. The check timing gets extra time for its samples. 0: no limit. "
+        "Default: 300, plus 10 times the reference's time.",
     ),
 ]
 BackendTimeout = Annotated[
@@ -29,8 +29,8 @@ BackendTimeout = Annotated[
     typer.Option(
         "--backend-timeout",
         metavar="SECONDS",
-        help="Stop the processes of a backend when they have been at work for so long together; what is left of its "
-        "cases is timed_out. Default: no limit.",
+        help="Time limit for all processes of a backend together. After it, its remaining cases are timed_out. "
+        "Default: no limit.",
     ),
 ]
 MemoryLimit = Annotated[
@@ -38,8 +38,8 @@ MemoryLimit = Annotated[
     typer.Option(
         "--memory-limit",
         metavar="SIZE",
-        help="Kill the process of a backend that holds more, such as 4GiB, with all it started. Default: what the host "
-        "has, but for a reserve.",
+        help="Memory limit for the process of a backend and its children, such as 4GiB. A process that exceeds it is "
+        "killed. Default: the memory of the host, minus a reserve.",
     ),
 ]
 DeviceMemoryLimit = Annotated[
@@ -47,7 +47,7 @@ DeviceMemoryLimit = Annotated[
     typer.Option(
         "--device-memory-limit",
         metavar="SIZE",
-        help="Bytes of GPU memory that torch may take in the process of a backend, such as 40GiB. Default: all.",
+        help="GPU memory that torch may allocate in the process of a backend, such as 40GiB. Default: all.",
     ),
 ]
 PassEnv = Annotated[
@@ -55,7 +55,7 @@ PassEnv = Annotated[
     typer.Option(
         "--pass-env",
         metavar="PATTERN",
-        help="Further environment variables for the processes of backends (docs/processes.md): "
+        help="Additional environment variables for the processes of backends (docs/processes.md): "
         "names or shell patterns, separated by commas. May be repeated.",
     ),
 ]
@@ -63,8 +63,7 @@ InProcess = Annotated[
     bool,
     typer.Option(
         "--in-process",
-        help="Examine backends in this process, not each in one of its own, and without a progress display: for "
-        "debuggers, profilers, sanitizers.",
+        help="Examine backends in this process, without a progress display: for debuggers, profilers, sanitizers.",
     ),
 ]
 Jobs = Annotated[
@@ -73,21 +72,21 @@ Jobs = Annotated[
         "--jobs",
         "-j",
         metavar="N|auto",
-        help="Processes of backends at work side by side; while times are taken there is one. Default: auto, on a "
-        "CPU as many as there are cores and memory for, one on each GPU.",
+        help="Number of backend processes at once; the check timing always uses one. Default: auto, which is one per "
+        "GPU, and on a CPU as many as cores and memory allow.",
     ),
 ]
 Executor = Annotated[
     ExecutorChoice,
-    typer.Option("--executor", help="Where backends are examined: on this machine, or on the nodes of a Ray cluster."),
+    typer.Option("--executor", help="local: examine backends on this machine; ray: on the nodes of a Ray cluster."),
 ]
 RayAddress = Annotated[
     str | None,
     typer.Option(
         "--ray-address",
         metavar="ADDRESS",
-        help="The Ray cluster; local starts one on this machine. Default: $RAY_ADDRESS, else the cluster that this "
-        "machine is part of.",
+        help="Address of the Ray cluster; local starts one on this machine. Default: $RAY_ADDRESS, else the cluster of "
+        "this machine.",
     ),
 ]
 RayResources = Annotated[
@@ -95,7 +94,7 @@ RayResources = Annotated[
     typer.Option(
         "--ray-resources",
         metavar="NAME=AMOUNT",
-        help="What each actor takes of its node, such as CPU=4, memory=8e9, accelerator_type:H100=0.001, separated by "
+        help="Resources of each actor, such as CPU=4, memory=8e9, accelerator_type:H100=0.001, separated by "
         "commas. May be repeated. Default: one CPU, and one GPU unless the device is cpu.",
     ),
 ]
@@ -104,20 +103,20 @@ RayRuntimeEnv = Annotated[
     typer.Option(
         "--ray-runtime-env",
         metavar="FILE",
-        help="The runtime environment of the actors, as YAML or JSON: working_dir, pip, env_vars, and so on.",
+        help="The runtime environment of the actors, as YAML or JSON, such as working_dir, pip, env_vars.",
     ),
 ]
 NoCache = Annotated[
     bool,
     typer.Option(
         "--no-cache",
-        help="Compute every truth here: read and store none in the user's cache (see `attncheck doctor`).",
+        help="Compute the float64 truth of every case, without the user's cache (see `attncheck doctor`).",
     ),
 ]
 NoWarm = Annotated[
     bool,
     typer.Option(
         "--no-warm",
-        help="On a GPU, start no other processes that compile kernels ahead of the run (see `attncheck warm`).",
+        help="On a GPU, do not compile kernels in advance in other processes (see `attncheck warm`).",
     ),
 ]

@@ -22,14 +22,14 @@ def recommend(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files written by `attncheck run`.")],
     needs: Annotated[
         list[str],
-        typer.Option(metavar="NEED,...", help="What is needed, such as sinks,fp8_kv,block_size=32,dtype=bfloat16."),
+        typer.Option(metavar="NEED,...", help="Needs of a model, such as sinks,fp8_kv,block_size=32,dtype=bfloat16."),
     ],
     form: Annotated[
         AnswerFormat, typer.Option("--format", help="Text, or JSON with times in nanoseconds.")
     ] = AnswerFormat.terminal,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Say which backends are measured right for all that is needed; exit code 0 where one is, else 1."""
+    """Print which backends were measured as right for all needs. Exit code 0: at least one is; 1: none is."""
     from attncheck.reports.analysis.recommendation import checked_needs
     from attncheck.reports.run_file.store import read_run
     from attncheck.reports.terminal import recommendation as terminal

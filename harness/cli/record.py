@@ -17,16 +17,16 @@ PLUGIN = "attncheck_record"
 
 
 def record(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command that serves by vLLM.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts vLLM.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The case file to write.")] = Path("recorded.yaml"),
-    every: Annotated[int, typer.Option(metavar="N", help="Count at most one in N batches.")] = 1,
-    cases: Annotated[int, typer.Option(metavar="N", help="Cases that the file has at most.")] = DEFAULT_CASES,
+    every: Annotated[int, typer.Option(metavar="N", help="Record at most one in N batches.")] = 1,
+    cases: Annotated[int, typer.Option(metavar="N", help="Maximum number of cases in the file.")] = DEFAULT_CASES,
 ) -> int:
-    """Record the batches of a vLLM that serves, as a case file.
+    """Record the batches of a vLLM server as a case file.
 
-    Runs COMMAND with attncheck's vLLM plugin switched on. The file has each distinct batch, with the layers and their
-    cache, weighted by how often it came: no tokens, no tensors. It is written as the engine ends, and once a minute
-    until then. `attncheck run --suite FILE` examines it. Exit code: that of COMMAND.
+    Runs COMMAND with attncheck's vLLM plugin enabled. The file holds each distinct batch with its layers, its cache and
+    its frequency, but no tokens and no tensors. It is written every minute and when the engine ends. `attncheck run
+    --suite FILE` runs its cases. The exit code is that of COMMAND.
     """
     settings = RecordingSettings(output, every, cases)
     if output.exists():
@@ -38,7 +38,7 @@ def record(
         environment[_PLUGINS] = ",".join([*filter(None, environment[_PLUGINS].split(",")), PLUGIN])
     code = _run(command, environment)
     if not output.exists():
-        reason = f"no vLLM served a batch in {command[0]}, or attncheck is not installed beside it"
+        reason = f"vLLM ran no batch in {command[0]!r}, or attncheck is not installed in vLLM's environment"
         typer.echo(f"{output} was not written: {reason}", err=True)
         return code or 1
     typer.echo(f"written: {output}; examine it: attncheck run --suite {output}", err=True)

@@ -29,14 +29,12 @@ def report(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
     section: Annotated[
         list[SectionChoice] | None,
-        typer.Option(help="Print this section alone, whole; of terminal, markdown and github. May be repeated."),
+        typer.Option(help="Print only this section, in full, as terminal, markdown or github. May be repeated."),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Leave nothing out of the text for a terminal.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the report for a terminal in full.")] = False,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Report on run files, one after the other; HTML compares the first with each of the others."""
+    """Print a report of each run file; HTML compares the first run with each of the others."""
     from attncheck.reports.run_file.store import read_run
 
     chosen = FORMATS[form]
@@ -44,7 +42,7 @@ def report(
         raise QuestionError(f"--format {form} takes one run, and {len(runs)} are given; {chosen.advice}")
     if section and chosen.render_sections is None:
         able = ", ".join(name for name, each in FORMATS.items() if each.render_sections)
-        raise QuestionError(f"--section does not go with --format {form}; formats with sections are {able}")
+        raise QuestionError(f"--section cannot be combined with --format {form}; formats with sections are {able}")
     read = [read_run(path) for path in runs]
     refuse_input(output, runs)
     style = Style(terminal_width(), output is None and use_color(color), verbose)

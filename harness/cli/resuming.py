@@ -24,7 +24,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
         RunFileError: the file is no run, is compressed or complete, or examines something else than ``header``.
     """
     if path.suffix != ".jsonl":
-        raise RunFileError(str(path), "cannot be continued: only a file named .jsonl can be written on")
+        raise RunFileError(str(path), "cannot be resumed: its name does not end in .jsonl")
     if lacks_header(path):
         say(f"note: {path}: its header was cut off; the run starts from the beginning")
         return Run(str(path), header, ())
@@ -36,7 +36,8 @@ def read_part(path: Path, header: RunHeader) -> Run:
             run = replace(run, records=run.records[:-1])
         say(f"note: {path}: the last line was cut off, and is written again")
     if differences := question_differences(run.header, header):
-        raise RunFileError(str(path), f"cannot be resumed by this command, which differs in {', '.join(differences)}")
+        reason = f"this command differs from that of the run in {', '.join(differences)}; repeat the command of the run"
+        raise RunFileError(str(path), reason)
     return run
 
 

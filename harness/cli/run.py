@@ -75,13 +75,13 @@ def run(
     durations: arguments.Durations = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Examine backends, or providers of metadata utilities, and print what they are worth.
+    """Examine backends or providers of metadata utilities, and print the results.
 
-    Without options: every built-in backend on the best device, in a minute: suite smoke, a few cases of interpreted
-    where kernels are, and latent caches alone for a backend that serves no others. `--case '*'` asks all cases. Options
-    that are left out may be given in [tool.attncheck] of pyproject.toml. Each backend is examined in processes of its
-    own: one that kills its process loses a case, and the others nothing. Times (--check timing) are taken in rounds,
-    each in a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
+    Without options, every built-in backend runs on the GPU, or on the CPU without one, in about a minute. The suite is
+    smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
+    alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
+    options. Each backend runs in its own processes, so a crash costs one case. `--check timing` measures in rounds;
+    each round is a fresh process that runs alone. The run file holds every record; `attncheck report` shows it.
     """
     began = time.monotonic()
     if not in_process:  # in process, Python cannot interrupt a kernel
@@ -108,7 +108,7 @@ def run(
     if no_output and output is not None:
         raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
     if no_output and resume is not None:
-        raise SelectionError(f"--resume {resume} does not go with --no-output; leave out one of them")
+        raise SelectionError(f"--resume {resume} cannot be combined with --no-output; leave out one of them")
     config = read_config(Path.cwd())
     is_by_name = bool(refs or provider)
     default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())
@@ -207,11 +207,11 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
     for line in finished.unseen:
         typer.echo(line)
     if finished.ended_by is not None:
-        typer.echo(f"{finished.stopped}; what follows was not examined")
+        typer.echo(f"{finished.stopped}; the remaining cases were not examined")
         if finished.path is not None and finished.path.suffix == ".jsonl":
             typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
     elif finished.stopped:
-        typer.echo(f"stopped {finished.stopped}: what follows was not examined")
+        typer.echo(f"stopped {finished.stopped}; the remaining cases were not examined")
 
 
 def _print_durations(records: "Sequence[Record]", count: int | None) -> None:
@@ -266,6 +266,6 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
             why = f": {phrases.gap_reasons(gap)}" if gap else ""
             if backend.name in summary.providers:
                 raise SelectionError(f"provider {backend.name!r} offers none of these functions")
-            raise SelectionError(f"not one case of backend {backend.name!r} was examined{why}")
+            raise SelectionError(f"no case of backend {backend.name!r} was examined{why}")
     if not summary.total.examined:
         raise SelectionError("nothing was examined; the table lists the reasons")

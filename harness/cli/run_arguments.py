@@ -13,7 +13,7 @@ BackendArguments = Annotated[
     typer.Argument(
         metavar="BACKEND",
         help="Backends: a name, file.py, file.py:NAME of a class or function, module:NAME, or vllm:NAME. "
-        "Default: all built-in ones.",
+        "Default: all built-in backends.",
         autocompletion=completion.backends,
         show_default=False,
     ),
@@ -23,7 +23,7 @@ BackendOptions = Annotated[
     typer.Option(
         "--backend",
         metavar="REF",
-        help="A backend, as an argument. May be repeated.",
+        help="A backend, like the argument BACKEND. May be repeated.",
         autocompletion=completion.backends,
     ),
 ]
@@ -32,8 +32,8 @@ Providers = Annotated[
     typer.Option(
         "--provider",
         metavar="REF",
-        help="A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. May be repeated. Without a "
-        "backend, no backend is examined.",
+        help="A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. May be repeated. Without "
+        "BACKEND, only providers are examined.",
     ),
 ]
 Functions = Annotated[
@@ -41,7 +41,7 @@ Functions = Annotated[
     typer.Option(
         "--function",
         metavar="PATTERN",
-        help="Only functions of providers whose name matches this shell pattern. May be repeated.",
+        help="Examine only provider functions whose name matches this shell pattern. May be repeated.",
     ),
 ]
 Suites = Annotated[
@@ -49,7 +49,7 @@ Suites = Annotated[
     typer.Option(
         "--suite",
         metavar="NAME|FILE",
-        help="Built-in suites, or YAML files, separated by commas. May be repeated. Default: smoke, or interpreted for "
+        help="Built-in suites or YAML files, separated by commas. May be repeated. Default: smoke, or interpreted for "
         "backends whose kernels are interpreted; for providers alone also named_batches and padding.",
         autocompletion=completion.suites,
     ),
@@ -60,7 +60,7 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Replace a default of the suites, such as cache.block_size=32, cache.layout=HND, layer.head_size=96. "
-        "Cases that say otherwise for themselves keep what they say. May be repeated.",
+        "A case that sets the key itself keeps its value. May be repeated.",
     ),
 ]
 Cases = Annotated[
@@ -68,8 +68,8 @@ Cases = Annotated[
     typer.Option(
         "--case",
         metavar="PATTERN",
-        help="Only cases whose id, or suite/id, matches one of these shell patterns (*, ?, [...]), separated by "
-        "commas. An id without its variants means all of them. May be repeated.",
+        help="Select only cases whose id or suite/id matches one of these shell patterns (*, ?, [...]), separated by "
+        "commas. An id without a variant selects all its variants: decode selects decode.float16. May be repeated.",
         autocompletion=completion.cases,
     ),
 ]
@@ -78,21 +78,23 @@ Keywords = Annotated[
     typer.Option(
         "-k",
         metavar="EXPR",
-        help="Only cases for which this is true: words of suite/id, description and needs, with and, or, not, such as "
-        "'sliding_window and not head_size=64'.",
+        help="Select only cases that match this expression of words in suite/id, description and needs, with and, or, "
+        "not, such as 'sliding_window and not head_size=64'.",
     ),
 ]
 LastFailed = Annotated[
     bool,
-    typer.Option("--last-failed", "--lf", help="Only the cases and backends that did not pass in the newest kept run."),
+    typer.Option(
+        "--last-failed", "--lf", help="Select only the cases and backends that did not pass in the newest kept run."
+    ),
 ]
 Checks = Annotated[
     list[str] | None,
     typer.Option(
         "--check",
         metavar="NAME",
-        help="Only these checks: names or shell patterns, separated by commas. May be repeated. Default: all, but for "
-        "timing.",
+        help="Run only these checks: names or shell patterns, separated by commas. May be repeated. Default: all "
+        "except timing.",
         autocompletion=completion.checks,
     ),
 ]
@@ -101,7 +103,7 @@ Skip = Annotated[
     typer.Option(
         "--skip",
         metavar="NAME",
-        help="Leave these checks out, named as after --check. May be repeated.",
+        help="Skip these checks: names or shell patterns, separated by commas. May be repeated.",
         autocompletion=completion.checks,
     ),
 ]
@@ -109,8 +111,8 @@ Watch = Annotated[
     bool,
     typer.Option(
         "--watch",
-        help="Examine again after each save of the backend's file, of Python files beside it, or of a case file; first "
-        "what did not pass before. q ends it.",
+        help="Run again after each save of the backend's file, a Python file in its folder, or a case file. Cases that "
+        "did not pass run first. Press q to end.",
     ),
 ]
 
@@ -120,8 +122,8 @@ ShardOption = Annotated[
     typer.Option(
         "--shard",
         metavar="I/N",
-        help="Examine the I-th of N parts of the cases, which take about as long; `attncheck merge` joins their run "
-        "files.",
+        help="Examine shard I of N of the cases; all shards take about equally long. `attncheck merge` merges their "
+        "run files.",
     ),
 ]
 Rounds = Annotated[
@@ -129,7 +131,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Take the times of the check timing in N fresh processes of each backend, in turn. Default: 10.",
+        help="Measure the check timing in N fresh processes of each backend; backends alternate. Default: 10.",
     ),
 ]
 TimeLimit = Annotated[
@@ -137,27 +139,28 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         metavar="S",
-        help="Seconds that the check timing may sample a part of a step in a process. Default: 0.25.",
+        help="Seconds for which the check timing samples each part of a step in each process. Default: 0.25.",
     ),
 ]
 WarmCache = Annotated[
-    bool, typer.Option("--warm-cache", help="Time without flushing the GPU's L2 cache before each sample.")
+    bool, typer.Option("--warm-cache", help="Do not flush the GPU's L2 cache before each timing sample.")
 ]
 Kernels = Annotated[
-    bool, typer.Option("--kernels", help="Name the kernels of each timed step, as the profiler sees them.")
+    bool, typer.Option("--kernels", help="Record the kernel names of each timed step with the profiler.")
 ]
 Device = Annotated[
-    str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
+    str | None,
+    typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda if there is a GPU, else cpu."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs. Default: 0.")]
 ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first record that does not pass.")]
 MaxFail = Annotated[
-    int | None, typer.Option("--maxfail", min=1, metavar="N", help="Stop when N records have fallen short.")
+    int | None, typer.Option("--maxfail", min=1, metavar="N", help="Stop after N records that did not pass.")
 ]
 Expect = Annotated[
     Path | None,
     typer.Option(
-        "--expect", metavar="FILE", help="Expected failures: a YAML file, or the name of one of attncheck's own."
+        "--expect", metavar="FILE", help="Expected failures: a YAML file, or the name of one that attncheck includes."
     ),
 ]
 Dump = Annotated[
@@ -169,8 +172,8 @@ ShowOutput = Annotated[
     typer.Option(
         "--show-output",
         "-s",
-        help="Show what backends print as it comes, each line with the backend's name. Without it, the end of it is "
-        "shown with each failure.",
+        help="Show the output of backends immediately, each line with the backend's name. Default: show its last lines "
+        "with each failure.",
     ),
 ]
 
@@ -181,8 +184,8 @@ Output = Annotated[
     typer.Option(
         "--output",
         metavar="FILE|DIR",
-        help="The run file, which must not exist, or a folder for it. Default: results/ if there is such a folder, "
-        "else the user's cache; the newest 50 runs are kept there.",
+        help="The run file to write, which must not exist, or a folder for it. Default: the folder results/ if it "
+        "exists, else a folder in the user's cache; both keep the newest 50 runs.",
     ),
 ]
 Resume = Annotated[
@@ -190,18 +193,17 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="RUN",
-        help="Examine the rest of a run that was cut off, and add it to its run file. The other words are those of the "
-        "first command.",
+        help="Continue an incomplete run, and append to its run file. Repeat the other arguments of the first command.",
     ),
 ]
 NoOutput = Annotated[bool, typer.Option("--no-output", help="Write no run file.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what did not pass, and the last lines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what did not pass, and the summary.")]
 Verbose = Annotated[
     bool,
     typer.Option(
         "--verbose",
         "-v",
-        help="Print a line for each record as it comes, to stderr, and leave nothing out of the report.",
+        help="Print each record to stderr immediately, and print the report in full.",
     ),
 ]
 Durations = Annotated[

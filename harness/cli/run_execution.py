@@ -255,7 +255,7 @@ def take_records(
         for record in found:
             short += keep(record)
             if maxfail is not None and short >= maxfail:
-                return _AT_FIRST if maxfail == 1 else f"when {maxfail} records had fallen short (--maxfail {maxfail})"
+                return _AT_FIRST if maxfail == 1 else f"after {maxfail} records that did not pass (--maxfail {maxfail})"
     except DeviceLostError as lost:
         keep(lost.record)
         return _DEVICE_LOST

@@ -173,7 +173,7 @@ def newest_run(folder: Path) -> Path:
     """
     runs = kept_runs(folder)
     if not runs:
-        raise RunFileError(str(folder), "no run is kept there; --last-failed needs one: run once without it")
+        raise RunFileError(str(folder), "holds no run for --last-failed; run once without it")
     return runs[-1]
 
 

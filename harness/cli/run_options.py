@@ -177,21 +177,21 @@ class RunOptions:
                 "--show-output": self.show_output,
             }
             for name in (name for name, is_given in refused.items() if is_given):
-                raise SelectionError(f"--executor ray does not go with {name}; leave out one of them")
+                raise SelectionError(f"--executor ray cannot be combined with {name}; leave out one of them")
         if self.resume is not None:
             refused = {"--output": self.output, "--provider": self.providers, "--last-failed": self.keys}
             for name in (name for name, is_given in refused.items() if is_given):
-                raise SelectionError(f"--resume {self.resume} does not go with {name}; leave out one of them")
+                raise SelectionError(f"--resume {self.resume} cannot be combined with {name}; leave out one of them")
         if self.shard is not None and self.providers:
             raise SelectionError(
                 f"--shard {self.shard} divides the cases of backends; examine a provider in a run of its own"
             )
         for ref in self.backends:
             if ref.endswith((".yaml", ".yml")):
-                raise SelectionError(f"backend {ref!r} is named as a case file is; give --suite {ref}")
+                raise SelectionError(f"backend {ref!r} has the name of a case file; give --suite {ref}")
         if not self.providers:
             if self.functions:
-                raise SelectionError("--function chooses among the functions of a provider; give --provider")
+                raise SelectionError("--function selects functions of a provider; give --provider")
             return
         if self.checks and UTILITIES not in self.checks:
             raise SelectionError(f"a provider is examined by the check {UTILITIES}, which --check leaves out")
@@ -211,11 +211,11 @@ class RunOptions:
     def _check_memory(self, option: str, limit: int | None) -> None:
         if limit is not None and limit < _LEAST_MEMORY:
             raise SelectionError(
-                f"{option} {limit}: give {size_in_words(_LEAST_MEMORY)} or more; torch takes most of it"
+                f"{option} {size_in_words(limit)}: torch needs more; give {size_in_words(_LEAST_MEMORY)} or more"
             )
         if limit is not None and self.in_process:
             raise SelectionError(
-                f"{option} {limit} is for the process of a backend, and --in-process starts none; leave out one of them"
+                f"{option} limits the process of a backend, and --in-process starts none; leave out one of them"
             )
 
     @property

@@ -1,11 +1,13 @@
 """``attncheck show``: describes one case, in words and pictures, or as YAML. Loads no torch."""
 
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attncheck.errors import SelectionError
 from attncheck.harness.cli import completion
 from attncheck.harness.cli import run_arguments as arguments
 
@@ -27,15 +29,15 @@ _ALWAYS = ("dtype", "block_size", "layout")
 
 
 def show(
-    case: Annotated[str, typer.Argument(metavar="CASE", help="The id, or suite/id.", autocompletion=completion.cases)],
+    case: Annotated[str, typer.Argument(metavar="CASE", help="Its id or suite/id.", autocompletion=completion.cases)],
     suite: arguments.Suites = None,
     settings: arguments.Settings = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the case as a case file of its own.")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the case as a complete case file.")] = False,
 ) -> int:
-    """Show what a case asks: its layer, cache, requests, masks, checks and needs.
+    """Show a case: its layer, cache, requests, masks, checks and needs.
 
-    Without --suite, the case is looked for in all built-in suites, in smoke first. Where several cases match, the first
-    is shown, and the others are named.
+    Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
+    the others are listed.
     """
     from attncheck.harness.cli.output import terminal_width
 
@@ -63,7 +65,12 @@ def _find(pattern: str, suites: list[str], settings: list[str]) -> "Sequence[Cas
     from attncheck.harness.run.selection import select_cases
 
     if not suites:
-        suites = [next((name for name in suite_names() if select(load_suite(name), [pattern])), "smoke")]
+        found = next((name for name in suite_names() if select(load_suite(name), [pattern])), None)
+        if found is None:
+            close = get_close_matches(pattern, [each.id for name in suite_names() for each in load_suite(name)], n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "for a case file, give --suite FILE"
+            raise SelectionError(f"no case of the built-in suites matches {pattern!r}; {hint}")
+        suites = [found]
     return select_cases(suites, [pattern], (), settings).cases
 
 

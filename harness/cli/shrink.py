@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 def shrink(
     context: typer.Context,
     record: Annotated[
-        str, typer.Argument(metavar="RUN::CASE[::CHECK]", help="A run file, the id of a case or suite/id, a check.")
+        str,
+        typer.Argument(metavar="RUN::CASE[::CHECK]", help="Run file, case and check, as run.jsonl::smoke/decode::lse."),
     ],
     backend: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The backend, if several did not pass.", autocompletion=completion.backends),
+        typer.Option(
+            metavar="NAME",
+            help="The backend, if the case did not pass for several.",
+            autocompletion=completion.backends,
+        ),
     ] = None,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
@@ -31,11 +36,11 @@ def shrink(
     memory_limit: processes.MemoryLimit = None,
     pass_env: processes.PassEnv = None,
 ) -> int:
-    """Make a failure of a run small: the fewest requests and heads, the shortest lengths, defaults wherever they do.
+    """Reduce a failure of a run to a small case: few requests and heads, short lengths, default values.
 
-    A smaller case counts if the same check ends with the same outcome. The smallest one is written as a case
-    file, which `attncheck run --suite FILE` repeats, and as a Python file that needs no attncheck. Exit code 1: the
-    failure is still there; 0: the case passes by now.
+    A smaller case is accepted if the same check has the same outcome. The smallest one is written twice: as a case file
+    for `attncheck run --suite FILE`, and as a Python file that needs no attncheck. Exit code 1: the case still fails;
+    0: it passes now, or fails in another way.
     """
     context.with_resource(interruptible())
 
@@ -56,7 +61,7 @@ def shrink(
     ) as process:
         small = Shrinker(process, shrink_time).make_small(failure)
         if small.shrunk is None:
-            typer.echo(f"{failure.case.key} {failure.record.check}: passes by now, or fails in another way")
+            typer.echo(f"{failure.case.key} {failure.record.check}: passes now, or fails in another way")
             return 0
         return print_small(process, small, folder_for(output, "shrink"))
 
@@ -90,12 +95,12 @@ def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) 
     meant = [each for each in short if case_id in (each.case_id, each.case) and check in ("", each.check)]
     meant = [each for each in meant if backend in (None, each.backend, each.backend_ref)]
     if not meant:
-        known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "nothing"
-        by = f" by {check}" if check else ""
-        raise SelectionError(f"{run.path}: {case_id} passed there{by}; what did: {known}")
+        known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "none"
+        by = f" in check {check}" if check else ""
+        raise SelectionError(f"{run.path}: {case_id} has no failure{by}; failures of this run: {known}")
     backends = tuple(dict.fromkeys(each.backend for each in meant))
     if len(backends) > 1:
-        raise SelectionError(f"{run.path}: {case_id} did not pass for {', '.join(backends)}; name one by --backend")
+        raise SelectionError(f"{run.path}: {case_id} did not pass for {', '.join(backends)}; choose one with --backend")
     record = meant[0]
     if record.backend_ref.startswith("<"):
         raise SelectionError(f"{record.backend} was handed over in Python, and cannot be loaded by name; run its file")

@@ -19,7 +19,7 @@ def warm(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="REF", help="A backend, as of `run`. May be repeated.", autocompletion=completion.backends
+            metavar="REF", help="A backend, as in `attncheck run`. May be repeated.", autocompletion=completion.backends
         ),
     ] = None,
     suite: arguments.Suites = None,
@@ -30,11 +30,10 @@ def warm(
     pass_env: processes.PassEnv = None,
     no_cache: processes.NoCache = False,
 ) -> int:
-    """Compile kernels ahead of a run: examine its cases in several processes at once, and drop the records.
+    """Compile the kernels of a run in advance: run its cases in several processes, and discard the records.
 
-    Kernels go to the caches of Triton, Inductor and FlashInfer, which `attncheck doctor` names, and a run reads them
-    there. A run on a GPU does the same by itself, for a backend that it sees compiling. Exit code 0, whatever the cases
-    come to: `attncheck run` examines them.
+    The kernels go to the caches of Triton, Inductor and FlashInfer, where a run finds them; `attncheck doctor` lists
+    their folders. A run on a GPU does the same for each backend that compiles kernels. Exit code 0, even if cases fail.
     """
     from attncheck.harness.run.backend_choice import first_refs
     from attncheck.harness.run.selection import select_cases

@@ -78,12 +78,12 @@ def _watchable(options: RunOptions) -> Selection:
         "--last-failed": options.keys,
     }
     for name in (name for name, is_given in refused.items() if is_given):
-        raise SelectionError(f"--watch does not go with {name}; leave out one of them")
+        raise SelectionError(f"--watch cannot be combined with {name}; leave out one of them")
     if not options.backends:
         raise SelectionError("--watch needs a backend; give a file, such as ./mine.py")
     selection = options.select()
     if selection.is_timed:
-        raise SelectionError("--watch does not go with the check timing, which takes minutes; leave out one of them")
+        raise SelectionError("--watch cannot be combined with the check timing; leave out one of them")
     return selection
 
 

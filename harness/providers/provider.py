@@ -127,5 +127,9 @@ def _module(ref: str) -> ModuleType:
         raise ProviderLoadError(ref, "is neither a module's name nor a Python file")
     try:
         return import_module(ref)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{ref}.".startswith(f"{error.name}."):
+            raise ProviderLoadError(ref, registry.import_failure(error)) from error
+        raise ProviderLoadError(ref, f"no module {error.name!r} is installed; for a file, give its path") from error
     except (Exception, SystemExit) as error:
         raise ProviderLoadError(ref, registry.import_failure(error)) from error

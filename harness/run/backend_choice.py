@@ -33,8 +33,10 @@ def choose_device(wanted: str | None) -> str:
     if device.type != "cuda":
         raise DeviceError(wanted, "attncheck examines on cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        built = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
-        raise DeviceError(wanted, f"torch {torch.__version__} {built}; `attncheck doctor` has details")
+        is_built = torch.backends.cuda.is_built()
+        built = "finds no GPU" if is_built else "is built without CUDA"
+        cure = "check the driver with nvidia-smi" if is_built else "install a torch that is built for CUDA"
+        raise DeviceError(wanted, f"torch {torch.__version__} {built}; give --device cpu, or {cure}")
     if (device.index or 0) >= torch.cuda.device_count():
         raise DeviceError(wanted, f"this machine has {torch.cuda.device_count()} GPUs, counted from 0")
     return str(device)

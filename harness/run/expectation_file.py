@@ -85,7 +85,7 @@ class Expectation:
     case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
     check: str = field(metadata={"description": "name of the check; *: any"})
     outcome: Literal["failed", "errored", "crashed", "timed_out"] = field(
-        metadata={"description": "what is expected: failed, errored, crashed or timed_out"}
+        metadata={"description": "the expected outcome: failed, errored, crashed or timed_out"}
     )
     reason: str = field(metadata={"description": "why it is expected"})
     needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})

@@ -58,7 +58,7 @@ def read_shard(text: str | None) -> Shard | None:
         return None
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise SelectionError(f"--shard {text}: give two numbers as 2/7, for the second of seven shards")
+        raise SelectionError(f"--shard {text}: give I/N with I from 1 to N, such as 2/7 for the second of seven shards")
     return Shard(int(number), int(count))
 
 

@@ -228,9 +228,9 @@ def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
     caps = None if truth.params.soft_cap is None else overflowing_caps(truth.params, truth.rows, rows_and_heads)
     if caps is not None:
         return f"NaN or Inf just where a score is {caps:.3g} soft caps or more: exp overflows inside of tanh"
-    padding = ", or a padding row of the inputs" if problem.case.batch.padding.query_rows else ""
+    padding = ", or a padding row of the inputs holds" if problem.case.batch.padding.query_rows else ""
     return (
-        "NaN or Inf in the output. It could be: what stood in the output before the call (NaN)"
+        "NaN or Inf in the output. Possible causes: NaN that the output held before the call"
         f"{padding}; scores that overflow; a tile of keys in which a row sees nothing (-inf minus -inf)"
     )
 

@@ -184,10 +184,7 @@ class ProviderLoadError(QuestionError):
 
     def __init__(self, ref: str, reason: str) -> None:
         self.ref, self.reason = ref, reason
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"provider {self.ref!r}: {self.reason}"
+        super().__init__(f"provider {ref!r}: {reason}")
 
 
 class DeviceError(QuestionError):
@@ -195,10 +192,7 @@ class DeviceError(QuestionError):
 
     def __init__(self, device: str, reason: str) -> None:
         self.device, self.reason = device, reason
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"device {self.device!r}: {self.reason}"
+        super().__init__(f"device {device!r}: {reason}")
 
 
 class ClusterError(QuestionError):
@@ -206,10 +200,7 @@ class ClusterError(QuestionError):
 
     def __init__(self, address: str, reason: str) -> None:
         self.address, self.reason = address, reason
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"Ray cluster {self.address!r}: {self.reason}"
+        super().__init__(f"Ray cluster {address!r}: {reason}")
 
 
 class BlindCaseError(QuestionError):
@@ -217,10 +208,7 @@ class BlindCaseError(QuestionError):
 
     def __init__(self, case: str, subject: str, reason: str) -> None:
         self.case, self.subject, self.reason = case, subject, reason
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"case {self.case}: blind to {self.subject}: {self.reason}"
+        super().__init__(f"case {case}: blind to {subject}: {reason}")
 
 
 class RunFileError(QuestionError):
@@ -258,10 +246,7 @@ class MissingExtraError(QuestionError):
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         self.what, self.package, self.extra = what, package, extra
-        super().__init__(what)
-
-    def __str__(self) -> str:
-        return f"{self.what} needs {self.package}, which is not installed; pip install 'attncheck[{self.extra}]'"
+        super().__init__(f"{what} needs {package}, which is not installed; pip install 'attncheck[{extra}]'")
 
 
 class BackendUnavailableError(AttncheckError):
@@ -269,10 +254,7 @@ class BackendUnavailableError(AttncheckError):
 
     def __init__(self, name: str, reasons: Sequence[str]) -> None:
         self.name, self.reasons = name, tuple(reasons)
-        super().__init__(name)
-
-    def __str__(self) -> str:
-        return f"backend {self.name!r} is unavailable here: {'; '.join(self.reasons)}"
+        super().__init__(f"backend {name!r} is unavailable here: {'; '.join(self.reasons)}")
 
 
 class ExaminationFailedError(AttncheckError, AssertionError):

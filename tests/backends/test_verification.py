@@ -110,6 +110,7 @@ def test_our_own_keep_the_contract(name):
             "Unset.get_cudagraph_support is None, which cannot be called",
         ),
         (with_impl(SDPAImpl, features=("sinks",)), "features is a tuple, not a frozenset of names"),
+        (with_impl(SDPAImpl, features=None), "features is a NoneType, not a frozenset of names"),
         (with_impl(SDPAImpl, features=frozenset({"sink"})), "features: unknown name 'sink'; did you mean 'sinks'?"),
         (with_impl(SDPAImpl, supported_layouts="NHD"), "supported_layouts is a str, not a list of names"),
         (with_impl(SDPAImpl, supported_layouts=("NDH",)), "supported_layouts: unknown name 'NDH'; did you mean 'NHD'?"),

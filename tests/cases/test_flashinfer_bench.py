@@ -157,47 +157,21 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (
-            b"",
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: a header of 0 bytes; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
-        ),
-        (
-            struct.pack("<Q", 2**40),
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: a header of 1099511627776 bytes; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
-        ),
-        (
-            struct.pack("<Q", 2) + b"{]",
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: the header is no JSON of a safetensors file; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
-        ),
-        (
-            struct.pack("<Q", 2) + b"{}",
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: no tensor 'kv_indptr' among ; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
-        ),
+        (b"", snapshot("a header of 0 bytes")),
+        (struct.pack("<Q", 2**40), snapshot("a header of 1099511627776 bytes")),
+        (struct.pack("<Q", 2) + b"{]", snapshot("the header is no JSON of a safetensors file")),
+        (struct.pack("<Q", 2) + b"{}", snapshot("no tensor 'kv_indptr' among ")),
         (
             struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"F32","data_offsets":[0,4]}}',
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: kv_indptr has dtype F32, not int32 or int64; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
+            snapshot("kv_indptr has dtype F32, not int32 or int64"),
         ),
         (
             struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"I32","data_offsets":[0,8]}}',
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: kv_indptr is cut off; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
+            snapshot("kv_indptr is cut off"),
         ),
         (
             struct.pack("<Q", 50) + b'{"kv_indptr":{"dtype":"I32","data_offsets":[8,0]}}',
-            snapshot(
-                "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: a.safetensors: kv_indptr has -8 bytes; read are gqa_paged, gqa_ragged, mla_paged"
-            ),
+            snapshot("kv_indptr has -8 bytes"),
         ),
     ],
 )
@@ -209,7 +183,11 @@ def test_a_damaged_tensor_file_is_a_reason(
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(CaseFileError) as refused:
         load(tmp_path, workload(name, "1", "a.safetensors", ["kv_indptr"]))
-    assert plain(str(refused.value)) == reason
+    before, _, found = plain(str(refused.value)).partition("a.safetensors: ")
+    assert found.removesuffix("; read are gqa_paged, gqa_ragged, mla_paged") == reason
+    assert before == snapshot(
+        "TMP/workloads/traffic.jsonl: no workload of paged or ragged attention: not read: gqa_paged_decode_h32_kv8_d128_ps1, workload 1: "
+    )
 
 
 def test_lines_that_are_no_workload_and_files_in_the_wrong_place(plain: Callable[[str], str], tmp_path: Path) -> None:

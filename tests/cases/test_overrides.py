@@ -65,14 +65,14 @@ def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(plain: Callable[[st
     assert [case.id for case in suite] == ["plain", "own", "axis.32", "axis.64"]
     (note,) = suite.notes
     assert plain(note) == snapshot(
-        "shared is left out, since it is invalid with these defaults: whole pages are shared, and a page holds 24 tokens (found 16)"
+        "shared is left out, since it is invalid with these defaults: shared_prefix must be whole pages of 24 tokens (found 16)"
     )
     assert "24 tokens" in note
     path.write_text(SUITE.partition("  - {id: plain")[0] + shared, encoding="utf-8")
     with pytest.raises(CaseFileError) as refused:
         load_suite(f"{path}{{cache.block_size: 24}}")
     assert plain(str(refused.value)) == snapshot(
-        "TMP/t.yaml:6:69: cases[0].batch[0].shared_prefix: whole pages are shared, and a page holds 24 tokens (found 16); give a multiple of 24"
+        "TMP/t.yaml:6:69: cases[0].batch[0].shared_prefix: shared_prefix must be whole pages of 24 tokens (found 16); give a multiple of 24"
     )
     assert "24" in str(refused.value)
 
@@ -138,7 +138,7 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> N
         (
             "{cache.block_size: many}",
             snapshot(
-                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD of line 8 (found 'many'); tokens per page"
+                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD of line 8 (found 'many'); meaning of block_size: tokens per page"
             ),
         ),
         (

@@ -50,17 +50,7 @@ def attend(
 
 
 @attend.register_kernel("cuda")
-def attend_on_the_device(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    table: Tensor,
-    starts: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    output: Tensor,
-    output_lse: Tensor,
-) -> None:
+def attend_on_the_device(query, key_cache, value_cache, table, starts, seq_lens, scale, output, output_lse):
     request, position = graphs.locate(starts, seq_lens, len(query))
     key, value, seen = graphs.gather((key_cache, value_cache), table, request, position)
     out, lse = graphs.attention(query, key, value, seen, scale)

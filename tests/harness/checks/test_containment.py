@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from inline_snapshot import snapshot
 
@@ -78,63 +79,35 @@ def test_a_backend_that_declares_different_bits_does_not_leak_by_them(make_case:
     assert isinstance(examine(backend_with(change, **declared), case), Holds)
 
 
-def test_a_second_call_that_is_wrong_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
+ALL = snapshot(
+    "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+)
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "rows", "summary"),
+    [
+        (lambda call: call > 1, slice(None), ALL),
+        (lambda call: call > 3, slice(None), ALL),  # first in a poisoned step; the clean one after it tells
+        (lambda call: call % 2 == 0, slice(None), ALL),
+        (
+            lambda call: call == 2,
+            3,
+            snapshot(
+                "a second, identical call is wrong: 1 of 40 rows, first: row 3 (request 1, position 37), all heads; worst ..."
+            ),
+        ),
+        (lambda call: call == 1, slice(None), snapshot("the first call is wrong, a second, identical one is right")),
+    ],
+)
+def test_a_fault_of_some_calls_is_state_and_no_matter_of_memory(
+    plain: Callable[[str], str], make_case: Any, is_wrong: Callable[[int], bool], rows: Any, summary: str
+) -> None:
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
-        output *= 0.9 if call > 1 else 1.0
+        output[rows] *= 0.9 if is_wrong(call) else 1.0
 
     finding = broken(backend_with(change), make_case())
-    assert plain(finding.summary) == snapshot(
-        "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
-    )
-    assert "40 of 40" in finding.summary
-    assert finding.meaning == STATE
-
-
-def test_a_first_call_that_is_wrong_is_state_as_well(make_case: Any) -> None:
-    def change(call: int, output: torch.Tensor, *_: Any) -> None:
-        output *= 0.9 if call == 1 else 1.0
-
-    finding = broken(backend_with(change), make_case())
-    assert (finding.summary, finding.meaning) == (
-        snapshot("the first call is wrong, a second, identical one is right"),
-        STATE,
-    )
-
-
-def test_a_fault_that_sets_in_later_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
-    """It appears first in a poisoned step; the clean one after it tells."""
-
-    def change(call: int, output: torch.Tensor, *_: Any) -> None:
-        output *= 0.9 if call > 3 else 1.0
-
-    finding = broken(backend_with(change), make_case())
-    assert plain(finding.summary) == snapshot(
-        "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
-    )
-    assert finding.meaning == STATE
-
-
-def test_a_fault_of_every_second_call_is_no_matter_of_memory(plain: Callable[[str], str], make_case: Any) -> None:
-    def change(call: int, output: torch.Tensor, *_: Any) -> None:
-        output *= 0.9 if call % 2 == 0 else 1.0
-
-    finding = broken(backend_with(change), make_case())
-    assert plain(finding.summary) == snapshot(
-        "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
-    )
-    assert finding.meaning == STATE
-
-
-def test_a_second_call_that_alone_is_wrong_is_state(plain: Callable[[str], str], make_case: Any) -> None:
-    def change(call: int, output: torch.Tensor, *_: Any) -> None:
-        output[3] *= 0.9 if call == 2 else 1.0
-
-    finding = broken(backend_with(change), make_case())
-    assert plain(finding.summary) == snapshot(
-        "a second, identical call is wrong: 1 of 40 rows, first: row 3 (request 1, position 37), all heads; worst ..."
-    )
-    assert "1 of 40" in finding.summary
-    assert finding.meaning == STATE
+    assert (plain(finding.summary), finding.meaning) == (summary, STATE)
 
 
 def test_a_single_slip_in_a_poisoned_step_accuses_nobody(make_case: Any) -> None:

@@ -2,12 +2,9 @@
 
 import errno
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +31,7 @@ TheRun = Callable[[Path], Path]
                 "error: backend './wrong.py': has 5 backends; write ./wrong.py:Wrong or ./wrong.py:Raising or ./wrong.py:Leaving or ./wrong.py:Nowhere or ./wrong.py:Nothing"
             ),
         ),
-        (["small.yaml"], snapshot("error: backend 'small.yaml' is named as a case file is; give --suite small.yaml")),
+        (["small.yaml"], snapshot("error: backend 'small.yaml' has the name of a case file; give --suite small.yaml")),
         (
             ["wrong:Missing"],
             snapshot(
@@ -59,7 +56,7 @@ TheRun = Callable[[Path], Path]
         ),
         (
             ["--last-failed"],
-            snapshot("error: results: no run is kept there; --last-failed needs one: run once without it"),
+            snapshot("error: results: holds no run for --last-failed; run once without it"),
         ),
         (
             ["--backend", "./broken.py:B"],
@@ -105,6 +102,20 @@ TheRun = Callable[[Path], Path]
             ["--backend", "reference", "--output", "wrong.py"],
             snapshot("error: wrong.py: exists already; runs are never overwritten, name another file"),
         ),
+        (
+            ["--backend", "reference", "--dump", "wrong.py"],
+            snapshot("error: --dump wrong.py cannot be written: File exists"),
+        ),
+        (
+            ["--suite", "again.yaml"],
+            snapshot("error: small.yaml and again.yaml are both called 'small'; give them two names"),
+        ),
+        (
+            ["--suite", "small.yaml{cache.block_size: 32}"],
+            snapshot(
+                "error: small.yaml and small.yaml{cache.block_size: 32} are both called 'small'; examine them in two runs"
+            ),
+        ),
     ],
 )
 def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
@@ -115,6 +126,7 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
     words: list[str],
     message: str,
 ) -> None:
+    shutil.copy(folder / "small.yaml", folder / "again.yaml")
     (folder / "broken.py").write_text("import nothing_of_that_name\n")
     (folder / "bad.yaml").write_text("suite: bad\ncases:\n  - id: a\n    bach: q1\n")
     assert run(*words) == 2
@@ -123,29 +135,6 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
     assert line.startswith("error: ")
     assert plain(line) == message
     assert not list((folder / "results").iterdir())
-
-
-def test_two_files_of_one_suite_name_are_a_wrong_question(
-    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copy(folder / "small.yaml", folder / "again.yaml")
-    assert here("--suite", "again.yaml") == 2
-    printed = capsys.readouterr().err
-    assert "'small'" in printed
-    assert printed == snapshot("error: small.yaml and again.yaml are both called 'small'; give them two names\n")
-    varied = "small.yaml{cache.block_size: 32}"
-    assert here("--suite", varied) == 2
-    assert f"small.yaml and {varied} are both called 'small'; examine them in two runs" in capsys.readouterr().err
-
-
-def test_two_backends_of_one_name_are_a_wrong_question(
-    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copy(folder / "wrong.py", folder / "other.py")
-    assert run("--backend", "./wrong.py:Wrong", "--backend", "./other.py:Wrong") == 2
-    printed = capsys.readouterr().err
-    assert "'Wrong'" in printed
-    assert printed == snapshot("error: two of the backends are called 'Wrong'; examine them in two runs\n")
 
 
 @pytest.mark.parametrize(
@@ -161,24 +150,17 @@ def test_two_backends_of_one_name_are_a_wrong_question(
             snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck run --help`"),
         ),
         ("run --frobnicate", snapshot("error: no such option: --frobnicate; see `attncheck run --help`")),
+        (
+            "report a.jsonl --format pdf",
+            snapshot(
+                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv'; see `attncheck report --help`"
+            ),
+        ),
     ],
 )
 def test_what_there_is_not_is_a_usage_error(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words.split()) == 2
     assert capsys.readouterr().err.splitlines()[0] == line
-
-
-def test_a_value_that_is_no_choice_is_told_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "a.jsonl", "--format", "pdf"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == snapshot(
-        "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv'; see `attncheck report --help`"
-    )
-    assert "--format" in line
-    assert "'pdf'" in line
-    assert "'terminal'" in line
-    assert "'markdown'" in line
-    assert "Value error" not in line
 
 
 def test_each_mistake_of_a_case_file_is_an_error_of_its_own(
@@ -192,7 +174,7 @@ def test_each_mistake_of_a_case_file_is_an_error_of_its_own(
     assert cli.main(["list", "cases", "--suite", "bad.yaml"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert plain(first) == snapshot(
-        "error: bad.yaml:3:43: cases[0].layer.num_heads: num_heads must be above 0 (found 0); query heads"
+        "error: bad.yaml:3:43: cases[0].layer.num_heads: num_heads must be above 0 (found 0); meaning of num_heads: query heads"
     )
     assert "43" in first
     assert "num_heads" in first
@@ -208,20 +190,10 @@ def test_a_backend_asked_for_by_name_must_have_been_examined(
 ) -> None:
     assert here("--backend", "./wrong.py:Nothing") == 2
     printed = capsys.readouterr()
-    assert printed.err == snapshot("error: not one case of backend 'Nothing' was examined: cannot\n")
+    assert printed.err == snapshot("error: no case of backend 'Nothing' was examined: cannot\n")
     assert "'Nothing'" in printed.err
     assert "unsupported" in printed.out
     assert read_run(the_run(folder)).complete
-
-
-def test_a_dump_that_is_a_file_is_refused_before_the_run(
-    the_run: TheRun, here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert here("--backend", "reference", "--dump", "wrong.py") == 2
-    printed = capsys.readouterr().err
-    assert "--dump" in printed
-    assert printed == snapshot("error: --dump wrong.py cannot be written: File exists\n")
-    assert not list((folder / "results").iterdir())
 
 
 def test_our_own_fault_is_exit_code_3_and_says_how_to_see_more(
@@ -262,46 +234,6 @@ def test_a_missing_dependency_is_exit_code_3(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(
-    folder: Path, preloaded: None, number: signal.Signals, code: int
-) -> None:
-    waits = "import time, pathlib; pathlib.Path('began').touch(); time.sleep(60)"
-    (folder / "slow.py").write_text((folder / "wrong.py").read_text().replace("result.mul_(1.25)", waits))
-    # Tests that run in the background ignore SIGINT, and so do processes that they start.
-    (folder / "typed.py").write_text(
-        "import signal, sys\nfrom attncheck.__main__ import main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\nsys.exit(main())\n"
-    )
-    command = [sys.executable, "typed.py", "run", "--suite", "small.yaml", "--output", "cut.jsonl"]
-    process = subprocess.Popen(
-        [*command, "--backend", "reference", "--backend", "./slow.py:Wrong"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 60
-    # The second backend may begin before the first one's records are in.
-    kept = folder / "cut.jsonl"
-    lines: list[str] = []
-    while time.monotonic() < deadline:
-        before, lines = lines, kept.read_text().splitlines() if kept.exists() else []
-        if (folder / "began").exists() and len(lines) > 1 and lines == before:
-            break
-        time.sleep(0.5)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert err.splitlines()[-1] == f"interrupted by {number.name}"
-    assert re.search(r"^numerics +2/2$", out, re.MULTILINE)
-    assert f"\ninterrupted by {number.name}: 2 of 4 cases; what follows was not examined\n" in out
-    assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
-    assert re.search(r"^unfinished: 1 backend", out, re.MULTILINE)
-    stored = read_run("cut.jsonl")
-    assert not stored.complete
-    assert {record.backend for record in stored.records} == {"reference"}
-
-
 def test_what_ends_a_run_in_this_process_ends_with_the_table_too(
     here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,7 +242,7 @@ def test_what_ends_a_run_in_this_process_ends_with_the_table_too(
     assert here("--backend", "./stopped.py:Wrong", "--check", "numerics") == 130
     printed = capsys.readouterr()
     assert "Wrong    1/1" in printed.out
-    assert "interrupted by SIGINT: 1 of 2 cases; what follows was not examined" in printed.out
+    assert "interrupted by SIGINT: 1 of 2 cases; the remaining cases were not examined" in printed.out
     assert printed.err.splitlines() == ["interrupted by SIGINT"]
 
 
@@ -356,12 +288,6 @@ def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(fold
     run = read_run(path)
     assert run.complete
     assert run.header.suites[0].ref == "f??lle.yaml"
-
-
-def test_usage_errors_look_like_our_own(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["run", "--seed", "x"], ["run", "--frobnicate"], ["frobnicate"]):
-        assert cli.main(words) == 2
-        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["list"], ["report"], ["compare"], ["new", "backend"]])

@@ -73,7 +73,7 @@ def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
     [
         (
             ["--backend", "reference", "--shard", "3"],
-            snapshot("error: --shard 3: give two numbers as 2/7, for the second of seven shards\n"),
+            snapshot("error: --shard 3: give I/N with I from 1 to N, such as 2/7 for the second of seven shards\n"),
         ),
         (
             ["--provider", "vllm", "--shard", "1/2"],

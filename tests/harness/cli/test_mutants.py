@@ -85,7 +85,7 @@ def test_the_text_has_the_score_the_survivors_and_what_each_check_is_worth(matri
         "caught: 2 of 3 mutants, 66.7 %",
         "sly own It errs.",
         "gone needs triton",
-        "odd no check was made of it: no windows",
+        "odd no check ran on it: no windows",
         "numerics 1 none that nothing else catches",
         "lse 2 1 that nothing else catches: deaf",
         "likely cause, of 2 caught: right 1, wrong 1, absent 0",

@@ -50,11 +50,23 @@ def test_a_runtime_environment_is_a_mapping(content: str | None, reason: str, tm
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--in-process"], snapshot("error: --executor ray does not go with --in-process; leave out one of them")),
-        (["--dump", "tensors"], snapshot("error: --executor ray does not go with --dump; leave out one of them")),
-        (["--show-output"], snapshot("error: --executor ray does not go with --show-output; leave out one of them")),
-        (["--provider", "vllm"], snapshot("error: --executor ray does not go with --provider; leave out one of them")),
-        (["--watch"], snapshot("error: --watch does not go with --executor ray; leave out one of them")),
+        (
+            ["--in-process"],
+            snapshot("error: --executor ray cannot be combined with --in-process; leave out one of them"),
+        ),
+        (
+            ["--dump", "tensors"],
+            snapshot("error: --executor ray cannot be combined with --dump; leave out one of them"),
+        ),
+        (
+            ["--show-output"],
+            snapshot("error: --executor ray cannot be combined with --show-output; leave out one of them"),
+        ),
+        (
+            ["--provider", "vllm"],
+            snapshot("error: --executor ray cannot be combined with --provider; leave out one of them"),
+        ),
+        (["--watch"], snapshot("error: --watch cannot be combined with --executor ray; leave out one of them")),
         (
             ["--check", "timing"],
             snapshot(

@@ -48,7 +48,7 @@ def test_where_vllm_loads_named_plugins_alone_ours_is_one_of_them(
 @pytest.mark.parametrize(("leaves_with", "expected"), [(0, 1), (4, 4)])
 def test_a_command_that_serves_nothing(leaves_with: int, expected: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["record", "--", sys.executable, "-c", f"raise SystemExit({leaves_with})"]) == expected
-    assert "recorded.yaml was not written: no vLLM served a batch" in capfd.readouterr().err
+    assert "recorded.yaml was not written: vLLM ran no batch in" in capfd.readouterr().err
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

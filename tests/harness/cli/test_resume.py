@@ -106,7 +106,7 @@ def test_a_file_that_is_no_run_is_left_as_it_is(plain, header, tmp_path):
     with pytest.raises(RunFileError) as refused:
         read_part(path, header)
     assert plain(str(refused.value)) == snapshot(
-        "TMP/notes.jsonl:1: is no run file: its first line is not JSON (expected ident at line 1 column 2)"
+        "TMP/notes.jsonl:1: is not a run file: its first line is not JSON (expected ident at line 1 column 2)"
     )
     assert path.read_text() == "notes of mine"
 
@@ -116,24 +116,32 @@ def test_a_file_that_is_no_run_is_left_as_it_is(plain, header, tmp_path):
     [
         (
             ["--seed", "3"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in seed (0 and 3)\n"),
+            snapshot(
+                "error: cut.jsonl: this command differs from that of the run in seed (0 and 3); repeat the command of the run\n"
+            ),
         ),
         (
             ["--check", "containment"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in checks\n"),
+            snapshot(
+                "error: cut.jsonl: this command differs from that of the run in checks; repeat the command of the run\n"
+            ),
         ),
         (
             ["--backend", "flex_attention"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in backends\n"),
+            snapshot(
+                "error: cut.jsonl: this command differs from that of the run in backends; repeat the command of the run\n"
+            ),
         ),
         (
             ["--shard", "1/2"],
-            snapshot("error: cut.jsonl: cannot be resumed by this command, which differs in shard ('' and '1/2')\n"),
+            snapshot(
+                "error: cut.jsonl: this command differs from that of the run in shard ('' and '1/2'); repeat the command of the run\n"
+            ),
         ),
         (
             ["--expect", "known.yaml"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, which differs in options.expect ('' and 'HASH')\n"
+                "error: cut.jsonl: this command differs from that of the run in options.expect ('' and 'HASH'); repeat the command of the run\n"
             ),
         ),
     ],
@@ -155,19 +163,19 @@ def test_another_question_is_refused_by_what_differs(cut, plain, words, reason, 
         (
             ["--time-limit", "0.02"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, which differs in options.time_limit (0.01 and 0.02)\n"
+                "error: cut.jsonl: this command differs from that of the run in options.time_limit (0.01 and 0.02); repeat the command of the run\n"
             ),
         ),
         (
             ["--warm-cache"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, which differs in options.warm_cache (False and True)\n"
+                "error: cut.jsonl: this command differs from that of the run in options.warm_cache (False and True); repeat the command of the run\n"
             ),
         ),
         (
             ["--kernels"],
             snapshot(
-                "error: cut.jsonl: cannot be resumed by this command, which differs in options.kernels (False and True)\n"
+                "error: cut.jsonl: this command differs from that of the run in options.kernels (False and True); repeat the command of the run\n"
             ),
         ),
     ],
@@ -196,7 +204,7 @@ def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(f"{source}\n# edited\n")
     assert run(*words, "--resume", "cut.jsonl") == 2
     assert capsys.readouterr().err == snapshot(
-        "error: cut.jsonl: cannot be resumed by this command, which differs in backends\n"
+        "error: cut.jsonl: this command differs from that of the run in backends; repeat the command of the run\n"
     )
 
 
@@ -207,7 +215,7 @@ def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
         ("none.jsonl", snapshot("error: none.jsonl: cannot be read: No such file or directory\n")),
         (
             "run.jsonl.gz",
-            snapshot("error: run.jsonl.gz: cannot be continued: only a file named .jsonl can be written on\n"),
+            snapshot("error: run.jsonl.gz: cannot be resumed: its name does not end in .jsonl\n"),
         ),
     ],
 )
@@ -221,7 +229,7 @@ def test_a_file_with_nothing_to_resume_is_refused(cut, whole, name, reason, caps
 def test_options_that_name_another_run_are_refused(cut, words, capsys):
     cut(2)
     assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
-    assert f"does not go with {words[0]}" in capsys.readouterr().err
+    assert f"cannot be combined with {words[0]}" in capsys.readouterr().err
 
 
 def test_an_expected_failure_of_the_first_part_is_not_missed(cut, whole, capsys):

@@ -116,5 +116,5 @@ def test_the_newest_runs_on_this_device_say_what_checks_cost(
 
 def test_a_folder_without_runs_has_no_newest(tmp_path: Path) -> None:
     (tmp_path / "times.jsonl").touch()
-    with pytest.raises(RunFileError, match="no run is kept there; --last-failed needs one"):
+    with pytest.raises(RunFileError, match="holds no run for --last-failed"):
         newest_run(tmp_path)

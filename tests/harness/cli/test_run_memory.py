@@ -5,20 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.cli import app as cli
 from attncheck.reports.run_file.records import Crashed, Errored, Passed
 from attncheck.reports.run_file.store import read_run
 
-pytestmark = pytest.mark.usefixtures("preloaded")
-
-SUITE = """\
-suite: small
-defaults:
-  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
-cases:
-  - {id: prefill, batch: q17}
-  - {id: decode, batch: q1s20_q1s7}
-"""
 MINE = """\
 import os, threading
 import torch
@@ -36,7 +25,7 @@ def print_without_end():
 def backend(deed):
     class Impl(ReferenceImpl):
         def forward(self, attn_layer, query, *args, **keywords):
-            if len(query) == 17:
+            if len(query) == 2:  # decode
                 deed()
             return super().forward(attn_layer, query, *args, **keywords)
     class Mine(ReferenceBackend):
@@ -52,12 +41,9 @@ Attncheck = Callable[..., int]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attncheck:
-    (tmp_path / "small.yaml").write_text(SUITE)
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    words = ["run", "--suite", "small.yaml", "--device", "cpu", "--check", "numerics", "--output", "out.jsonl"]
-    return lambda *more: cli.main([*words, *more])
+def run(run: Attncheck, folder: Path) -> Attncheck:
+    (folder / "mine.py").write_text(MINE)
+    return lambda *more: run("--check", "numerics", "--output", "out.jsonl", *more)
 
 
 def test_one_over_the_limit_is_killed_and_the_next_case_is_examined(run: Attncheck) -> None:
@@ -88,8 +74,8 @@ def test_one_that_prints_without_end_stops_nobody(run: Attncheck) -> None:
     ("words", "reason"),
     [
         (("--memory-limit", "much"), "--memory-limit 'much': give a size, such as 512MiB, 4GiB or a number of bytes"),
-        (("--memory-limit", "0"), "--memory-limit 0: give 512 MiB or more"),
-        (("--memory-limit", "100MiB"), "--memory-limit 104857600: give 512 MiB or more"),
+        (("--memory-limit", "0"), "--memory-limit 0 MiB: torch needs more; give 512 MiB or more"),
+        (("--memory-limit", "100MiB"), "--memory-limit 100 MiB: torch needs more; give 512 MiB or more"),
         (("--memory-limit", "1GiB", "--in-process"), "--in-process starts none; leave out one of them"),
         (("--device-memory-limit", "2GiB"), "--device-memory-limit is for a GPU, and --device cpu has none"),
     ],

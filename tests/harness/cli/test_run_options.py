@@ -45,7 +45,7 @@ def test_maxfail_counts_records_and_x_is_one(here: Attncheck, folder: Path, caps
     both = ("./wrong.py:Wrong", "./wrong.py:Raising", "--check", "numerics")
     assert here(*both, "--maxfail", "3", "--output", "three.jsonl") == 1
     assert [each.outcome for each in read_run("three.jsonl").records] == ["failed", "errored", "failed"]
-    assert "stopped when 3 records had fallen short (--maxfail 3)" in capsys.readouterr().out
+    assert "stopped after 3 records that did not pass (--maxfail 3)" in capsys.readouterr().out
     assert here(*both, "-x", "--output", "one.jsonl") == 1
     assert len(read_run("one.jsonl").records) == 1
 

@@ -48,13 +48,13 @@ def catches(pid: int, number: int) -> bool:
 
 @pytest.fixture
 def start(folder: Path, preloaded: None) -> Start:
-    """``start(forward=TEXT, top=TEXT)``: a run of a backend with these statements in its forward, or in its module."""
+    """``start(*words, forward=TEXT, top=TEXT)``: a run of a backend with these statements in its forward or module."""
 
-    def start(forward: str = "", top: str = "", **streams: int) -> "subprocess.Popen[str]":
+    def start(*more: str, forward: str = "", top: str = "", **streams: int) -> "subprocess.Popen[str]":
         wrong = (folder / "wrong.py").read_text()
         (folder / "mine.py").write_text(f"{top}\n{wrong.replace('result.mul_(1.25)', forward)}")
         (folder / "typed.py").write_text(TYPED)
-        words = ["run", "--suite", "small.yaml", "--backend", "./mine.py:Wrong", "--output", "cut.jsonl", "-j", "2"]
+        words = ["run", "--suite", "small.yaml", *more, "--backend", "./mine.py:Wrong", "--output", "cut.jsonl", "-j2"]
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
         return subprocess.Popen([sys.executable, "typed.py", *words], text=True, **piped)  # type: ignore[call-overload, no-any-return]
 
@@ -86,10 +86,30 @@ def test_a_signal_before_the_first_record_leaves_a_file_that_can_be_resumed(
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "interrupted by SIGINT\n")
-    assert "interrupted by SIGINT: 0 of 2 cases; what follows was not examined" in out
+    assert "interrupted by SIGINT: 0 of 2 cases; the remaining cases were not examined" in out
     assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
     assert read_run("cut.jsonl").records == ()
     wait_for(lambda: not any(map(is_alive, workers)), 10)
+
+
+@pytest.mark.parametrize("number", SIGNALS[:2])
+def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(
+    start: Start, number: signal.Signals
+) -> None:
+    process = start("--backend", "reference", forward=HANGS)
+    wait_for(Path("began").exists)
+    wait_for(lambda: any(record.case_id == "prefill" for record in read_run("cut.jsonl").records))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert err.splitlines()[-1] == f"interrupted by {number.name}"
+    assert re.search(r"^numerics +2/2$", out, re.MULTILINE)
+    assert f"\ninterrupted by {number.name}: 2 of 4 cases; the remaining cases were not examined\n" in out
+    assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
+    assert re.search(r"^unfinished: 1 backend", out, re.MULTILINE)
+    stored = read_run("cut.jsonl")
+    assert not stored.complete
+    assert {record.backend for record in stored.records} == {"reference"}
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -42,8 +42,19 @@ def impl(**members: Any) -> type[Variant]:
     return variant(Impl=type("Impl", (ReferenceImpl,), members))
 
 
+def session(backend: Any, case: Any) -> Session:
+    return Session(backend, build_problem(case, 0), CPU)
+
+
 def run(backend: Any, case: Any) -> Any:
-    return Session(backend, build_problem(case, 0), CPU).run()
+    return session(backend, case).run()
+
+
+def refused(backend: Any, case: Any) -> Raised:
+    """Return what ends the construction of the session."""
+    with pytest.raises(StageError) as failure:
+        session(backend, case)
+    return failure.value.raised
 
 
 def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
@@ -92,9 +103,8 @@ def test_rows_come_back_in_the_problems_order_after_reordering(make_case: Any) -
     ],
 )
 def test_whatever_is_raised_comes_back_with_its_stage(make_case: Any, members: Any, stage: str) -> None:
-    problem = build_problem(make_case(), 0)
     try:
-        raised = Session(impl(**members), problem, CPU).run()
+        raised = run(impl(**members), make_case())
     except StageError as failure:
         raised = failure.raised
     assert isinstance(raised, Raised)
@@ -146,10 +156,11 @@ def test_changed_inputs_and_metadata_are_named(make_case: Any) -> None:
         ReferenceImpl.attend(self, *args)
         args[1].mul_(2)
         args[5].common.seq_lens.add_(1)
+        args[5].common.slot_mapping = args[5].common.slot_mapping.to("meta")
         args[5].common.max_seq_len = 3
 
     changed = run(impl(attend=attend), make_case()).changed
-    assert changed == ("query", "metadata.seq_lens", "metadata.max_seq_len")
+    assert changed == ("query", "metadata.seq_lens", "metadata.max_seq_len", "metadata.slot_mapping")
 
 
 def test_a_backend_without_codec_is_filled_through_its_own_writer(make_case: Any) -> None:
@@ -189,27 +200,24 @@ def test_a_codec_that_cannot_be_trusted_stops_the_session(make_case: Any) -> Non
     def kv_cache_codec(cls: Any, layer: Any, cache: Any) -> Any:
         return Crossed(ReferenceBackend.kv_cache_codec(layer, cache))
 
-    with pytest.raises(StageError) as failure:
-        Session(variant(kv_cache_codec=classmethod(kv_cache_codec)), build_problem(make_case(), 0), CPU)
-    assert failure.value.raised.stage == "cache"
-    assert "cannot be trusted with keys" in failure.value.raised.message
+    raised = refused(variant(kv_cache_codec=classmethod(kv_cache_codec)), make_case())
+    assert raised.stage == "cache"
+    assert "cannot be trusted with keys" in raised.message
 
 
 def test_a_cache_nobody_can_fill_is_an_error(make_case: Any) -> None:
     reader = type("Impl", (ReferenceImpl,), {"brings_writer": False})
     backend = variant(Impl=reader, kv_cache_codec=classmethod(lambda *_: None))
-    with pytest.raises(StageError) as failure:
-        Session(backend, build_problem(make_case(), 0), CPU)
-    assert "brings neither a writer nor a cache codec" in failure.value.raised.message
+    assert "brings neither a writer nor a cache codec" in refused(backend, make_case()).message
 
 
 def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case: Any) -> None:
     problem = build_problem(make_case(sliding_window=16), 0)
-    session = Session(ReferenceBackend, problem, CPU)
-    assert session.pool is not None
-    cache = session.pool.filled(float("nan"))
-    assert session.pool.codec is not None
-    key, value = session.pool.codec.read(cache, torch.arange(problem.num_blocks * 16))
+    pool = Session(ReferenceBackend, problem, CPU).pool
+    assert pool is not None
+    cache = pool.filled(float("nan"))
+    assert pool.codec is not None
+    key, value = pool.codec.read(cache, torch.arange(problem.num_blocks * 16))
     poisoned = torch.isnan(key).all(dim=(1, 2)) & torch.isnan(value).all(dim=(1, 2))
     clean = torch.isfinite(key).all(dim=(1, 2)) & torch.isfinite(value).all(dim=(1, 2))
     assert bool((poisoned ^ clean).all())
@@ -217,7 +225,7 @@ def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case: Any) -> N
     r = problem.requests[3]
     assert bool(poisoned[problem.key_slots[r.base : r.base + 112]].all())
     assert bool(clean[problem.key_slots[r.base + 112 : r.base + 130]].all())
-    assert set(session.pool.regions) == {
+    assert set(pool.regions) == {
         "the null page",
         "the unused tail of a last page",
         "pages of no request",
@@ -243,9 +251,8 @@ def test_undeclared_config_attributes_are_refused_by_name(make_case: Any) -> Non
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             vllm_config.cache_config.enable_prefix_caching  # noqa: B018
 
-    with pytest.raises(StageError) as failure:
-        Session(variant(Builder=Builder), build_problem(make_case(), 0), CPU)
-    assert "vllm_config.cache_config has no 'enable_prefix_caching'" in failure.value.raised.message
+    message = refused(variant(Builder=Builder), make_case()).message
+    assert "vllm_config.cache_config has no 'enable_prefix_caching'" in message
 
 
 def test_cross_attention_writes_first_step_rows_only(make_case: Any) -> None:
@@ -258,7 +265,7 @@ def test_cross_attention_writes_first_step_rows_only(make_case: Any) -> None:
 
 
 def test_the_profiling_call_needs_no_metadata(make_case: Any) -> None:
-    idle = Session(ReferenceBackend, build_problem(make_case(), 0), CPU).run_without_metadata()
+    idle = session(ReferenceBackend, make_case()).run_without_metadata()
     assert isinstance(idle, torch.Tensor)
     assert bool(torch.isfinite(idle).all())
 
@@ -274,19 +281,11 @@ def test_what_is_no_output_is_a_broken_promise_and_not_the_end(make_case: Any, w
     def forward(self: Any, *args: Any, **keywords: Any) -> Any:
         return wrong(ReferenceImpl.forward(self, *args, **keywords))
 
-    session = Session(impl(forward=forward), build_problem(make_case(), 0), CPU)
-    seen = session.run()
+    tried = session(impl(forward=forward), make_case())
+    seen = tried.run()
     assert isinstance(seen, Observation)
     assert note in seen.protocol[0]
-    assert isinstance(session.run_without_metadata(), torch.Tensor)
-
-
-def test_metadata_moved_to_another_device_counts_as_changed(make_case: Any) -> None:
-    def attend(self: Any, *args: Any) -> None:
-        ReferenceImpl.attend(self, *args)
-        args[5].common.seq_lens = args[5].common.seq_lens.to("meta")
-
-    assert run(impl(attend=attend), make_case()).changed == ("metadata.seq_lens",)
+    assert isinstance(tried.run_without_metadata(), torch.Tensor)
 
 
 def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case: Any) -> None:
@@ -297,9 +296,9 @@ def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case: Any) -> 
             tensor.zero_()
 
     problem = build_problem(make_case(padding=(0, 2)), 0)
-    session, right = Session(impl(attend=attend), problem, CPU), Session(ReferenceBackend, problem, CPU).run()
+    tried, right = Session(impl(attend=attend), problem, CPU), Session(ReferenceBackend, problem, CPU).run()
     for _ in range(2):
-        assert torch.equal(session.run().output, right.output)
+        assert torch.equal(tried.run().output, right.output)
 
 
 def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_case: Any) -> None:
@@ -337,7 +336,7 @@ def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case: Any) -> No
 
     honest = ReferenceBackend.kv_cache_codec
     backend = variant(kv_cache_codec=staticmethod(lambda layer, cache: Codec(honest(layer, cache))))
-    raised = Session(backend, build_problem(make_case(), 0), CPU).run(Fill(poison=float("nan")))
+    raised = session(backend, make_case()).run(Fill(poison=float("nan")))
     assert isinstance(raised, Raised)
     assert (raised.stage, raised.message) == ("cache", "no NaN here")
 
@@ -362,18 +361,18 @@ def test_the_kernels_that_an_impl_names_are_sorted_and_known_after_a_step(make_c
         self.chosen_kernels = ["math", "flash", "math"]
         return ReferenceImpl.forward(self, *given, **more)
 
-    session = Session(impl(forward=forward), build_problem(make_case(), 0), CPU)
-    assert session.chosen_kernels == ()
-    session.run()
-    assert session.chosen_kernels == ("flash", "math")
+    tried = session(impl(forward=forward), make_case())
+    assert tried.chosen_kernels == ()
+    tried.run()
+    assert tried.chosen_kernels == ("flash", "math")
 
 
 @pytest.mark.parametrize("wrong", ["flash", None, 3, ["flash", None], [""]])
 def test_kernels_that_are_no_names_are_an_error_of_the_backend(wrong: Any, make_case: Any) -> None:
     made = type("Impl", (ReferenceImpl,), {"chosen_kernels": property(lambda _: wrong, lambda _, value: None)})
-    session = Session(variant(Impl=made), build_problem(make_case(), 0), CPU)
+    tried = session(variant(Impl=made), make_case())
     with pytest.raises(StageError) as caught:
-        _ = session.chosen_kernels
+        _ = tried.chosen_kernels
     assert caught.value.raised.in_words == (
         f"chosen_kernels raised TypeError: Impl.chosen_kernels is {wrong!r}; a collection of names is right"
     )

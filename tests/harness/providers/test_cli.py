@@ -93,7 +93,7 @@ def test_a_run_file_is_reported(form: str, capsys: pytest.CaptureFixture[str]) -
     [
         ("broken.py", "No module named 'nowhere'"),
         ("absent.py", "cannot read absent.py"),
-        ("no.such.module", "No module named 'no'"),
+        ("no.such.module", "no module 'no' is installed"),
         ("what is this", "neither a module's name nor a Python file"),
         ("none.py", "offers none of these functions"),
     ],

@@ -45,7 +45,7 @@ def test_a_file_without_entries_expects_nothing(tmp_path: Path, text: str) -> No
             ":1:3",
             snapshot("""\
 TMP/expect.yaml:1:3: [0].check: check is missing; give it (name of the check; *: any)
-TMP/expect.yaml:1:3: [0].outcome: outcome is missing; give it (what is expected: failed, errored, crashed or timed_out)
+TMP/expect.yaml:1:3: [0].outcome: outcome is missing; give it (the expected outcome: failed, errored, crashed or timed_out)
 TMP/expect.yaml:1:3: [0].reason: reason is missing; give it (why it is expected)\
 """),
         ),
@@ -53,7 +53,7 @@ TMP/expect.yaml:1:3: [0].reason: reason is missing; give it (why it is expected)
             None,
             ":5:",
             snapshot(
-                "TMP/expect.yaml:5:12: [0].outcome: outcome must be one of 'failed', 'errored', 'crashed' or 'timed_out' (found 'passed'); what is expected: failed, errored, crashed or timed_out"
+                "TMP/expect.yaml:5:12: [0].outcome: outcome must be one of 'failed', 'errored', 'crashed' or 'timed_out' (found 'passed'); meaning of outcome: the expected outcome: failed, errored, crashed or timed_out"
             ),
         ),
         (
@@ -84,7 +84,7 @@ TMP/expect.yaml:1:3: [0].reason: reason is missing; give it (why it is expected)
             "- {backend: W, case: a, check: lse, outcome: failed, reason: r, until: 2026}\n",
             ":1:72",
             snapshot(
-                "TMP/expect.yaml:1:72: [0].until: until must be a text (found 2026); last day on which it is expected, YYYY-MM-DD"
+                "TMP/expect.yaml:1:72: [0].until: until must be a text (found 2026); meaning of until: last day on which it is expected, YYYY-MM-DD"
             ),
         ),
         (
@@ -98,7 +98,7 @@ TMP/expect.yaml:1:3: [0].reason: reason is missing; give it (why it is expected)
             "- {backend: W, case: a, check: lse, outcome: failed, reason: r, within: {values: [NaN]}}\n",
             ":1:83",
             snapshot(
-                "TMP/expect.yaml:1:83: [0].within.values[0]: an element of values must be one of 'nan', 'inf', 'finite' or 'unwritten' (found 'NaN'); sorts of wrong values: nan, inf, finite, unwritten"
+                "TMP/expect.yaml:1:83: [0].within.values[0]: an element of values must be one of 'nan', 'inf', 'finite' or 'unwritten' (found 'NaN'); meaning of values: sorts of wrong values: nan, inf, finite, unwritten"
             ),
         ),
         (

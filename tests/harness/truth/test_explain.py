@@ -192,7 +192,7 @@ def test_not_a_number_is_told_by_where_it_stands(make_case: Any) -> None:
     )
     output[3] = float("nan")
     assert explained(problem, truth, output) == (
-        "NaN or Inf in the output. It could be: what stood in the output before the call (NaN); scores that overflow; "
+        "NaN or Inf in the output. Possible causes: NaN that the output held before the call; scores that overflow; "
         "a tile of keys in which a row sees nothing (-inf minus -inf)"
     )
     output = truth.out.clone()

@@ -20,17 +20,8 @@ from attncheck.harness.workers.ray_cluster import Lost, RayCluster, RaySettings
 from attncheck.harness.workers.schedule import Asked
 from attncheck.reports.run_file.header import Environment
 
-SAME = Environment(
-    attncheck=attncheck.__version__,
-    python="3.11.9",
-    torch="2.13.0",
-    numpy="2.3.0",
-    platform="Linux",
-    cpu="a cpu",
-    cores=2,
-    device="cpu",
-    device_name="a cpu",
-)
+FACTS = dict.fromkeys(("python", "numpy", "platform", "cpu", "device", "device_name"), "")
+SAME = Environment(attncheck=attncheck.__version__, torch="2.13.0", cores=2, **FACTS)
 OTHER = SAME.model_copy(update={"torch": "2.12.0"})
 
 

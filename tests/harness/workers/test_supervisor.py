@@ -39,7 +39,6 @@ class FakePool:
     def __init__(self, restarts: list[Exception | None] | None = None, **scripts: Script) -> None:
         self.scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)
-        self.gone: set[str] = set()
         self.finished: list[str] = []
         self.asked: list[Examine] = []
         self.unshared: list[str] = []
@@ -53,7 +52,7 @@ class FakePool:
         self.alive &= set(refs)
 
     def process(self, ref: str) -> "FakeProcess | None":
-        return FakeProcess(self, ref, has_ended=ref in self.gone) if ref in self.alive else None
+        return FakeProcess(self, ref) if ref in self.alive else None
 
     def prepare(self, ref: str) -> None:
         pass
@@ -62,7 +61,6 @@ class FakePool:
         if self._restarts and (error := self._restarts.pop(0)) is not None:
             raise error
         self.alive.add(ref)
-        self.gone.discard(ref)
         self.examined.clear()
         return FakeProcess(self, ref)
 
@@ -74,8 +72,8 @@ class FakePool:
 
 
 class FakeProcess:
-    def __init__(self, pool: FakePool, ref: str, *, has_ended: bool = False) -> None:
-        self._script, self.has_ended = pool.scripts[ref], has_ended
+    def __init__(self, pool: FakePool, ref: str) -> None:
+        self._script, self.has_ended = pool.scripts[ref], False
         self._asked, self.examined = pool.asked, pool.examined
 
     def output(self, case: str | None = None, limit: int = 0) -> str:
@@ -200,13 +198,6 @@ def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
     assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
 
 
-def test_one_that_is_gone_before_it_was_asked_anything_loses_nothing(make_case: Any) -> None:
-    workers = FakePool(a=[WELL])
-    workers.gone = {"a"}
-    assert told(list(supervisor(workers, make_case()).run())) == [("numerics", "passed"), ("lse", "passed")]
-    assert not workers.gone
-
-
 @pytest.mark.parametrize("error", [QuestionError("the suite has changed"), OSError("no more processes")])
 def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
     make_case: Any, error: Exception
@@ -283,15 +274,6 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
     assert told([next(found)]) == [("numerics", "passed")]
     with pytest.raises(WorkerError, match="ValueError: ours"):
         next(found)
-
-
-def test_a_case_that_cannot_be_put_is_told_once(make_case: Any) -> None:
-    blind: Script = [[Begun(stage="declarations"), Done(blind="case made/case: blind")], WELL]
-    workers = FakePool(a=list(blind), b=list(blind))
-    known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name)) for name in "ab")
-    both = supervisor(workers, make_case(), make_case(name="next"), backends=known)
-    assert len(list(both.run())) == 4
-    assert list(map(str, both.blind)) == ["case made/case: blind"]
 
 
 def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:

@@ -265,20 +265,6 @@ def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
         assert refused.reason == snapshot("small.yaml has changed since the run began")
 
 
-def test_a_module_that_exits_is_refused(
-    plain: Callable[[str], str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "module_that_leaves.py").write_text("raise SystemExit(0)")
-    monkeypatch.syspath_prepend(str(folder))
-    with loading("module_that_leaves:Mine") as process:
-        process.send(assignment())
-        refused = process.receive()
-        assert isinstance(refused, Refused)
-        assert plain(refused.reason) == snapshot(
-            "backend 'module_that_leaves:Mine': importing it raised SystemExit: 0 (TMP/module_that_leaves.py:N: raise SystemExit(0))"
-        )
-
-
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
     with loading("mine.py:Needy") as process:
         process.send(assignment())

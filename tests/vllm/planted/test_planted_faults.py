@@ -42,7 +42,7 @@ CPU = {
     "ValueScaleIgnored": (FP8, "v_scale is left out"),
     "SubnormalsFlushed": (FP8, "subnormal codes are read as 0"),
     "OutputTooLarge": (PLAIN, "the output is the right one times 1.05"),
-    "NotANumberUnderACap": (CAPS, "NaN or Inf in the output. It could be"),
+    "NotANumberUnderACap": (CAPS, "NaN or Inf in the output. Possible causes"),
 }
 """Fault: the cases asked, and how the first finding begins."""
 
