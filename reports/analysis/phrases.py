@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.graph_levels import LevelRow
-from attncheck.reports.analysis.reasons import joined, shortened
+from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.summary import RunSummary, UnexaminedCases
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
@@ -32,6 +32,11 @@ _FIGURES = re.compile(r"([^(;]*)(;.*)", re.DOTALL)
 def plural(count: int, noun: str) -> str:
     """Return ``1 case``, ``2 cases``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def sentence(text: str) -> str:
+    """Return ``text`` with a capital first letter."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def budgets(share: float | None) -> str:
@@ -121,26 +126,17 @@ def probe_outcome(probe: GraphProbe) -> str:
     return "not examined here" if probe.outcome == "not examined" else probe.outcome
 
 
-def broke_at(probe: GraphProbe, *, width: int | None = None) -> str:
-    """Return the probe at which the level ended and its reason on one line, the reason cut to ``width``."""
-    reason = one_line(joined(probe.reason))
-    return f"{_stop(probe)}: {reason if width is None else shortened(reason, width)}"
-
-
-def _stop(probe: GraphProbe) -> str:
-    verb = "broke at" if probe.outcome == "failed" else "stopped at"
-    return f"{verb} {one_line(probe.name)} ({probe.level})"
-
-
-def why_no_higher(row: LevelRow, *, width: int | None = None) -> str:
+def why_no_higher(row: LevelRow) -> str:
     """Return the probe a row broke at, and the level proven if the measured one is unknown; "" if no probe broke.
 
     If an earlier row has the same reason, the text is ``as above``.
     """
-    if row.broke_at is None:
+    if (probe := row.broke_at) is None:
         return ""
     proven = f"at least {row.proven}; " if row.graph.measured is None and row.proven != "NEVER" else ""
-    return proven + (f"{_stop(row.broke_at)}: as above" if row.repeats else broke_at(row.broke_at, width=width))
+    verb = "broke at" if probe.outcome == "failed" else "stopped at"
+    reason = "as above" if row.repeats else one_line(joined(probe.reason))
+    return f"{proven}{verb} {one_line(probe.name)} ({probe.level}): {reason}"
 
 
 def other_reasons(row: LevelRow) -> str:
@@ -161,12 +157,12 @@ def cut(text: str, width: int) -> str:
 def _recurrence(record: Ended) -> str:
     match record.recurrence:
         case "always":
-            return "; again in a fresh process, with nothing before it"
+            return "; also alone in a fresh process"
         case "after":
-            behind = f"case {record.after}" if record.after else "the cases before it"
-            return f"; only behind {behind}, not in a fresh process with nothing before it"
+            before = f"case {record.after}" if record.after else "the cases before it"
+            return f"; only after {before}, not alone in a fresh process"
         case "flaky":
-            return "; not again in a fresh process, not even behind the cases before it"
+            return "; not in a fresh process, neither alone nor after the cases before it"
         case _:
             return ""
 
@@ -183,7 +179,7 @@ def what_happened(record: Record) -> str:
             what, figures = (cause[1], cause[2]) if cause else (record.cause, "")
             text = " ".join(f"{what} during {record.stage}{figures}{_recurrence(record)}".split())
         case XPassed():
-            text = f"passed, but was expected not to pass: {record.reason}"
+            text = f"passed, though expected to fail: {record.reason}; remove or narrow this expectation"
         case _:
             text = record.outcome
     return printable(text)
@@ -226,7 +222,6 @@ def closing(
     errors: Sequence[str] = (),
     *,
     complete: bool = True,
-    verdicts: Sequence[BackendVerdict] = (),
 ) -> str:
     """Return the last line of a report: the verdict and the counts.
 
@@ -244,9 +239,7 @@ def closing(
     if summary.providers:
         sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
     rounds = f" (the worst of {summary.most_rounds} rounds counts)" if summary.most_rounds > 1 else ""
-    false = [f"{one_line(each.backend)}: {claims(each)}" for each in verdicts if each.false_claims]
-    claimed = f"; false claims of {'; of '.join(false)}" if false else ""
-    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}{claimed}"
+    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}"
 
 
 def rounds_short(summary: RunSummary, record: Record) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from attncheck.errors import UnknownNameError
 from attncheck.reports.analysis.findings import Finding
-from attncheck.reports.analysis.support import SupportRow, case_counts
+from attncheck.reports.analysis.support import SupportRow, by_size, case_counts
 from attncheck.reports.analysis.verdicts import RunFindings
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Record
@@ -80,7 +80,7 @@ def known_needs(records: Sequence[Record], header: RunHeader) -> tuple[str, ...]
     """Return every need of a case and every declared feature of the run, features first, forms by numeric value."""
     needs = {need for record in records if record.check != UTILITIES for need in record.needs}
     needs.update(feature for backend in header.backends for feature in backend.features)
-    return tuple(sorted(needs, key=_by_size))
+    return tuple(sorted(needs, key=_order))
 
 
 def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
         if need not in known:
             key = f"{need.partition('=')[0]}="
             values = [each for each in known if each.startswith(key)]
-            raise UnknownNameError("need", need, values or list(known))
+            raise UnknownNameError("need of these runs", need, values or list(known))
     return needs
 
 
@@ -224,6 +224,6 @@ def _need_answer(need: str, row: SupportRow | None, features: Collection[str], i
     return NeedAnswer("declared" if row.is_declared else "not declared", row.in_words.rpartition("declared: ")[2])
 
 
-def _by_size(need: str) -> tuple[bool, str, int, str]:
+def _order(need: str) -> tuple[bool, str, tuple[bool, int, str]]:
     key, is_form, value = need.partition("=")
-    return bool(is_form), key, int(value) if value.isdecimal() else -1, value
+    return bool(is_form), key, by_size(value)

@@ -109,7 +109,9 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
         )
     if not cases:
         why = f"; {plural(len(changed), 'case')} of the same name changed" if changed else ""
-        raise QuestionError(f"{base.path} and {new.path} have no case of a backend in common{why}")
+        if not matched:
+            why = f": BASE has {', '.join(before)}, NEW has {', '.join(after)}; give --match OLD=NEW"
+        raise QuestionError(f"{base.path} and {new.path} have no case of the same backend{why}")
     to_compare = {name: before.get(name, {}) for name in matched} if is_one_file(base, new) else before
     compared = _counts(to_compare, matched, cases)
     return RunMatching(

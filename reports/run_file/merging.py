@@ -30,7 +30,7 @@ def merge_runs(runs: Sequence[Run]) -> Run:
     first = runs[0]
     for run in runs:
         if not run.complete:
-            raise RunFileError(run.path, "was cut off before its end, so it is no whole part; run that shard again")
+            raise RunFileError(run.path, "is incomplete; run that shard again")
         _refuse_other_question(first, run)
     _refuse_missing(runs)
     headers = [run.header for run in runs]
@@ -52,7 +52,7 @@ def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
 def _refuse_other_question(first: Run, run: Run) -> None:
     if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN | {"shard"})):
         raise RunFileError(
-            run.path, f"is no part of the same run as {first.path}: they differ in {', '.join(differences)}"
+            run.path, f"is not a shard of the same run as {first.path}: they differ in {', '.join(differences)}"
         )
 
 

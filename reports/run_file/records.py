@@ -8,6 +8,7 @@ machine of the run.
 """
 
 import json
+import math
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -193,6 +194,12 @@ Record = Annotated[
 def graph_of(record: Record) -> GraphLevels | None:
     """Return the CUDA-graph levels of a record, or None for other checks and without an examination."""
     return record.graph if isinstance(record, LevelRecord) else None
+
+
+def budget_share(record: Record) -> float | None:
+    """Return the share of the error budget that a record used, infinity for NaN, or None if it was not measured."""
+    share = record.figures.get(BUDGET_SHARE) if isinstance(record, Passed | Failed) else None
+    return math.inf if share is not None and math.isnan(share) else share
 
 
 def timing_of(record: Record) -> Timing | None:

@@ -225,15 +225,15 @@ def _read_header(path: str, text: bytes) -> RunHeader:
     try:
         data = from_json(text)
     except ValueError as error:
-        raise RunFileError(path, f"is no run file: its first line is not JSON ({error})", line=1) from error
+        raise RunFileError(path, f"is not a run file: its first line is not JSON ({error})", line=1) from error
     if not isinstance(data, dict) or data.get("kind") != "header":
-        raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
+        raise RunFileError(path, "is not a run file: its first line lacks kind 'header'", line=1)
     if data.get("format") != FORMAT:
         found = shorten(data.get("format"))
         raise RunFileError(path, f"has format {found}; this attncheck reads format {FORMAT}", line=1)
     header = _parse(path, 1, text)
     if not isinstance(header, RunHeader):  # cannot happen, since its kind is "header"
-        raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
+        raise RunFileError(path, "is not a run file: its first line lacks kind 'header'", line=1)
     return header
 
 
@@ -250,6 +250,10 @@ def _explain(error: ValidationError) -> str:
         return f"not a line of JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
     if first["type"] == "extra_forbidden":
         return f"unknown key {first['loc'][-1]!r}; was it written by a newer attncheck?"
+    if first["type"] == "union_tag_invalid":
+        context = error.errors(include_url=False)[0]["ctx"]
+        name = context["discriminator"].strip("'")
+        return f"{name} {shorten(context['tag'])} is unknown (known: {context['expected_tags']})"
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else first["msg"]
 
