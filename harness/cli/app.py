@@ -132,10 +132,11 @@ def merge(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The run files of all shards of a run.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The run file to write.")],
 ) -> int:
-    """Merge the run files of `attncheck run --shard I/N` into one run file.
+    """Merge the run files of shards into one.
 
-    The result is the same as that of a run without shards; `attncheck report FILE` shows it. Exit code 2: a shard is
-    missing or incomplete, the runs differ in options or machine, or two of them contradict each other.
+    The shards are those of `attncheck run --shard I/N`. The result is the same as that of a run without shards;
+    `attncheck report FILE` shows it. Exit code 2: a shard is missing or incomplete, the runs differ in options or
+    machine, or two of them contradict each other.
     """
     from attncheck.reports.analysis.phrases import plural
     from attncheck.reports.run_file.merging import merge_runs

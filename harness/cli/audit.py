@@ -33,10 +33,11 @@ def audit(
     ),
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
-    """Write an audit of all backends of a library: CUDA-graph levels and features, declared and measured.
+    """Write an audit of all backends of a library.
 
-    Without RUN, the backends that can run here are examined first, as with `attncheck run --backend 'FAMILY:*'`. The
-    tables show failures of backends; the exit code is 0 even so.
+    It compares declared and measured CUDA-graph levels and features. Without RUN, the backends that can run here are
+    examined first, as with `attncheck run --backend 'FAMILY:*'`. The tables show failures of backends; the exit code is
+    0 even so.
     """
     from attncheck.reports.audit import page
     from attncheck.reports.run_file.store import read_run

@@ -57,12 +57,12 @@ def compare(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Compare run NEW with run BASE: which times are slower, faster or the same, and which outcomes changed.
+    """Compare two runs: times and changed outcomes.
 
-    Exit code 1: an outcome is worse, a time is slower, or NEW lacks a check that BASE has. Times are compared by the
-    rounds of `attncheck run --check timing --rounds N`: at least 5 in each run, usually 10. Two backends of one run
-    show smaller differences than two runs, because their processes alternate: `attncheck compare RUN RUN --match
-    OLD=NEW`.
+    A time is slower, faster or the same. Exit code 1: an outcome is worse, a time is slower, or NEW lacks a check that
+    BASE has. Times are compared by the rounds of `attncheck run --check timing --rounds N`: at least 5 in each run,
+    usually 10. Two backends of one run show smaller differences than two runs, because their processes alternate:
+    `attncheck compare RUN RUN --match OLD=NEW`.
     """
     from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
     from attncheck.reports.comparison.thresholds import parse_thresholds

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from attncheck.harness.cli.output import terminal_width
+
 if TYPE_CHECKING:
     from attncheck.harness.run.kernel_caches import KernelCache
 
-WIDTH = 100
 LIBRARIES = {
     "pydantic": "pydantic",
     "pytest": "pytest",
@@ -42,7 +43,7 @@ ABSENT = "not available on this machine"
 
 
 def doctor() -> int:
-    """Print the installed versions, the devices and the backends, and why a backend cannot run."""
+    """Print versions, devices, and which backends can run."""
     import attncheck
 
     _line("attncheck", f"{attncheck.__version__}, Python {platform.python_version()}, {_system()}")
@@ -83,10 +84,11 @@ def doctor() -> int:
 
 
 def _line(name: str, text: str) -> None:
-    lines = textwrap.fill(
-        text, WIDTH, initial_indent=f"{name:<15} ", subsequent_indent=" " * 16, break_on_hyphens=False
+    begin = f"{name:<16} "
+    folded = textwrap.fill(
+        text, terminal_width(), initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False
     )
-    typer.echo(lines)
+    typer.echo(folded)
 
 
 def _system() -> str:

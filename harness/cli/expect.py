@@ -12,10 +12,10 @@ def expect(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run file written by `attncheck run`.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
-    """Write the failures of a run as a file for `attncheck run --expect FILE`: one entry for each finding.
+    """Write the failures of a run as expected failures.
 
-    A comment above each entry describes the failure. Replace the reasons with your own; `until` and `issue` are
-    optional.
+    The file is for `attncheck run --expect FILE`, and has one entry for each finding. A comment above each entry
+    describes the failure. Replace the reasons with your own; `until` and `issue` are optional.
     """
     from attncheck.harness.run.expectation_writing import expectations_text
     from attncheck.reports.run_file.store import read_run

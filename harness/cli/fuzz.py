@@ -53,7 +53,7 @@ def fuzz(
     memory_limit: processes.MemoryLimit = None,
     pass_env: processes.PassEnv = None,
 ) -> int:
-    """Examine a backend with random cases, and reduce each failure to a small case.
+    """Examine a backend with random cases; reduce each failure.
 
     A case combines values of layer, cache, batch and path that the backend declares. The first cases cover every pair
     of values; later ones are random. Lengths lie next to page sizes, windows and constants in the backend's source. One

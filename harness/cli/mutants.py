@@ -54,11 +54,11 @@ def mutants(
     ] = None,
     form: Annotated[AnswerFormat, typer.Option("--format", help="Text, or JSON.")] = AnswerFormat.terminal,
 ) -> int:
-    """Show which checks detect which mutants: correct backends with one deliberate fault each.
+    """Show which checks detect which mutants.
 
-    The result shows how many faults the suites detect. Each check of a mutant runs until its first failure. The correct
-    backends are examined as well. Exit code 0: every mutant is caught, and every correct backend passes; 1: a mutant
-    survives, or a correct backend fails.
+    A mutant is a correct backend with one deliberate fault. The result shows how many faults the suites detect. Each
+    check of a mutant runs until its first failure. The correct backends are examined as well. Exit code 0: every mutant
+    is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
     """
     from attncheck.backends.mutants.catalogue import catalogue
     from attncheck.harness.cli.kill_matrix import as_json, as_text

@@ -34,7 +34,10 @@ def report(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the report for a terminal in full.")] = False,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Print a report of each run file; HTML compares the first run with each of the others."""
+    """Print a report of each run file.
+
+    HTML compares the first run with each of the others.
+    """
     from attncheck.reports.run_file.store import read_run
 
     chosen = FORMATS[form]

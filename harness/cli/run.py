@@ -75,7 +75,7 @@ def run(
     durations: arguments.Durations = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Examine backends or providers of metadata utilities, and print the results.
+    """Examine backends or providers, and print the results.
 
     Without options, every built-in backend runs on the GPU, or on the CPU without one, in about a minute. The suite is
     smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches

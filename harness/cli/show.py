@@ -34,7 +34,7 @@ def show(
     settings: arguments.Settings = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the case as a complete case file.")] = False,
 ) -> int:
-    """Show a case: its layer, cache, requests, masks, checks and needs.
+    """Show a case: layer, cache, requests, masks and checks.
 
     Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
     the others are listed.

@@ -36,11 +36,12 @@ def shrink(
     memory_limit: processes.MemoryLimit = None,
     pass_env: processes.PassEnv = None,
 ) -> int:
-    """Reduce a failure of a run to a small case: few requests and heads, short lengths, default values.
+    """Reduce a failure of a run to a small case.
 
-    A smaller case is accepted if the same check has the same outcome. The smallest one is written twice: as a case file
-    for `attncheck run --suite FILE`, and as a Python file that needs no attncheck. Exit code 1: the case still fails;
-    0: it passes now, or fails in another way.
+    The result has few requests and heads, short lengths and default values. A smaller case is accepted if the same
+    check has the same outcome. The smallest one is written twice: as a case file for `attncheck run --suite FILE`, and
+    as a Python file that needs no attncheck. Exit code 1: the case still fails; 0: it passes now, or fails in another
+    way.
     """
     context.with_resource(interruptible())
 

@@ -30,10 +30,11 @@ def warm(
     pass_env: processes.PassEnv = None,
     no_cache: processes.NoCache = False,
 ) -> int:
-    """Compile the kernels of a run in advance: run its cases in several processes, and discard the records.
+    """Compile the kernels of a run in advance.
 
-    The kernels go to the caches of Triton, Inductor and FlashInfer, where a run finds them; `attncheck doctor` lists
-    their folders. A run on a GPU does the same for each backend that compiles kernels. Exit code 0, even if cases fail.
+    The cases run in several processes, and the records are discarded. The kernels go to the caches of Triton, Inductor
+    and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
+    each backend that compiles kernels. Exit code 0, even if cases fail.
     """
     from attncheck.harness.run.backend_choice import first_refs
     from attncheck.harness.run.selection import select_cases
