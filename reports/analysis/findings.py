@@ -6,7 +6,7 @@ their cases separate them.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,6 @@ from attncheck.reports.run_file.causes import (
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
-    FALLEN_SHORT,
     OURSELVES,
     UTILITIES,
     Crashed,
@@ -244,6 +243,8 @@ def _size(keys: Keys) -> float:
     return size
 
 
-def short_of(found: Sequence[Finding]) -> int:
-    """Return the number of records in the findings that make the run fail."""
-    return sum(record.outcome in FALLEN_SHORT for each in found for record in each.records)
+def by_check(finding: Finding) -> Iterator[tuple[XFailed, int]]:
+    """Yield the first record of each check of an expected finding, and the number of further ones."""
+    for check in finding.checks:
+        first, *further = [each for each in finding.records if each.check == check and isinstance(each, XFailed)]
+        yield first, len(further)

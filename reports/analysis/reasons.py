@@ -1,4 +1,4 @@
-"""Shorten long reasons: merge lines of the same violation, and cut the rest at a word or clause."""
+"""Shorten reasons: merge those that differ only in lines of code or in a figure."""
 
 import re
 from collections.abc import Sequence
@@ -46,21 +46,6 @@ def joined(reason: str) -> str:
             lines = dict.fromkeys((*parts[same].lines, *part.lines))
             parts[same] = replace(parts[same], lines=tuple(lines))
     return "; ".join(map(str, parts))
-
-
-def shortened(reason: str, width: int) -> str:
-    """Return ``reason``, or its beginning and ``...``, at most ``width`` characters.
-
-    The cut is after the last semicolon if that keeps half of the width, else after a whole word. A single long word is
-    cut inside.
-    """
-    if len(reason) <= width:
-        return reason
-    room = width - len(" ...")
-    clause, word = reason.rfind(";", 0, room) + 1, reason.rfind(" ", 0, room + 1)
-    if clause * 2 >= width:
-        return f"{reason[:clause]} ..."
-    return f"{reason[:word]} ..." if word > 0 else f"{reason[: width - 3]}..."
 
 
 def listed(reasons: Sequence[str]) -> str:

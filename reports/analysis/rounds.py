@@ -1,11 +1,10 @@
 """The worst outcome of a check that was repeated in several rounds, each in its own process."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.run_file.record_base import RecordKey
-from attncheck.reports.run_file.records import BUDGET_SHARE, FALLEN_SHORT, Failed, Outcome, Passed, Record
+from attncheck.reports.run_file.records import FALLEN_SHORT, Outcome, Record, budget_share
 
 _WORST_FIRST: tuple[Outcome, ...] = (
     "crashed",
@@ -50,5 +49,4 @@ def worst_rounds(records: Sequence[Record]) -> tuple[WorstRound, ...]:
 
 def _badness(record: Record) -> tuple[int, float]:
     """Return a sort key, worst first: the outcome, then the share of the error budget used."""
-    share = float(record.figures.get(BUDGET_SHARE, 0.0)) if isinstance(record, Passed | Failed) else 0.0
-    return _WORST_FIRST.index(record.outcome), -math.inf if math.isnan(share) else -share
+    return _WORST_FIRST.index(record.outcome), -(budget_share(record) or 0.0)

@@ -4,7 +4,6 @@ Pure functions from records to frozen values, of which ``document`` makes sectio
 rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +13,14 @@ from attncheck.reports.analysis.reasons import listed, without_first_figure
 from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
-    BUDGET_SHARE,
     EXAMINED,
     FALLEN_SHORT,
     UTILITIES,
-    Failed,
     Outcome,
-    Passed,
     Record,
     Unavailable,
     Unsupported,
-    XFailed,
+    budget_share,
     chosen_kernels_of,
 )
 
@@ -76,11 +72,11 @@ class UnexaminedCases:
 class RunSummary:
     """Counts of the records of a run. Rows and columns keep the order of the records.
 
-    ``short``: records that did not pass. ``expected``: those that did not pass as expected. Providers and their
-    functions are left out of ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``, and included in all other
-    counts. ``rounds``: for each record in ``short`` that represents several rounds, (rounds that did not pass, all
-    rounds). ``most_rounds``: the largest number of rounds of any check. ``chosen_kernels``: by backend, in how many
-    cases each kernel of its library ran, the most frequent first; backends that do not report kernels are left out.
+    ``short``: records that did not pass. Providers and their functions are left out of ``backends``, ``suites``,
+    ``checks``, ``cases`` and ``gaps``, and included in all other counts. ``rounds``: for each record in ``short`` that
+    represents several rounds, (rounds that did not pass, all rounds). ``most_rounds``: the largest number of rounds of
+    any check. ``chosen_kernels``: by backend, in how many cases each kernel of its library ran, the most frequent
+    first; backends that do not report kernels are left out.
     """
 
     backends: tuple[str, ...]
@@ -95,7 +91,6 @@ class RunSummary:
     by_suite: dict[tuple[str, str], OutcomeCounts]
     gaps: tuple[UnexaminedCases, ...]
     short: tuple[Record, ...]
-    expected: tuple[XFailed, ...]
     rounds: Mapping[RecordKey, tuple[int, int]] = field(default_factory=dict)
     most_rounds: int = 1
     chosen_kernels: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -104,12 +99,6 @@ class RunSummary:
     def verdict(self) -> RunVerdict:
         """``failed`` if any record is in ``short``, ``not examined`` if no record was examined, else ``passed``."""
         return verdict(self.total)
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """Backends that are unavailable on this machine in every record."""
-        outcomes = {name: {outcome for outcome, _ in self.by_backend[name].counts} for name in self.backends}
-        return tuple(name for name, found in outcomes.items() if found == {"unavailable"})
 
     @property
     def has_errors_measured(self) -> bool:
@@ -126,15 +115,10 @@ def verdict(total: OutcomeCounts) -> RunVerdict:
 
 def tally(records: Iterable[Record]) -> OutcomeCounts:
     """Count outcomes and find the largest budget share; a share that is NaN counts as infinite."""
-    counts: Counter[Outcome] = Counter()
-    worst: float | None = None
-    for record in records:
-        counts[record.outcome] += 1
-        if isinstance(record, Passed | Failed) and BUDGET_SHARE in record.figures:
-            share = float(record.figures[BUDGET_SHARE])
-            share = math.inf if math.isnan(share) else share
-            worst = share if worst is None else max(worst, share)
-    return OutcomeCounts(tuple(counts.items()), worst)
+    members = tuple(records)
+    counts = Counter(record.outcome for record in members)
+    shares = (share for record in members if (share := budget_share(record)) is not None)
+    return OutcomeCounts(tuple(counts.items()), max(shares, default=None))
 
 
 def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSummary:
@@ -165,7 +149,6 @@ def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSu
         by_suite={(b, s): t for (kind, b, s), t in tallies.items() if kind == "suite"},
         gaps=_gaps(of_backends, tuple(ordered)),
         short=tuple(record for record in records if record.outcome in FALLEN_SHORT),
-        expected=tuple(record for record in records if isinstance(record, XFailed)),
         rounds={each.record.key: (each.short, each.rounds) for each in asked if each.short and each.rounds > 1},
         most_rounds=max((each.rounds for each in asked), default=1),
         chosen_kernels=_chosen_kernels(of_backends),

@@ -73,7 +73,12 @@ class SupportRow:
     @property
     def is_form(self) -> bool:
         """Whether the row is about a form instead of a feature."""
-        return _is_form(self.feature)
+        return "=" in self.feature
+
+    @property
+    def value(self) -> str:
+        """The value of a form, "" for a feature."""
+        return self.feature.partition("=")[2]
 
     @property
     def verdict(self) -> SupportVerdict:
@@ -167,8 +172,10 @@ def _is_named(feature: str, reason: str) -> bool:
     return f"'{key}'" in reason if not is_form else re.match(rf"{re.escape(f'{key} {value}')}\b", reason) is not None
 
 
-def _is_form(feature: str) -> bool:
-    return "=" in feature
+def by_size(value: str) -> tuple[bool, int, str]:
+    """Return a sort key for values of forms: numbers by size, then texts."""
+    is_size = value.isdecimal() and len(value) < 20
+    return not is_size, int(value) if is_size else 0, value
 
 
 def case_counts(records: Iterable[Record]) -> dict[tuple[str, str], str]:

@@ -49,11 +49,6 @@ class FunctionRow:
     counts: tuple[str, ...]
     notes: tuple[str, ...]
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells of the row under :data:`HEADINGS`."""
-        return (self.name, self.word, *self.counts)
-
 
 def function_rows(records: Sequence[Record], provider: str) -> tuple[FunctionRow, ...]:
     """Return the rows of one provider, in the order of its records."""

@@ -41,11 +41,12 @@ class BackendVerdict:
 
 @dataclass(frozen=True)
 class RunFindings:
-    """The findings of a run, the verdicts on its backends, and the measured support of each."""
+    """The findings of a run, the verdicts on its backends, and the measured support and levels of each."""
 
     findings: tuple[Finding, ...]
     verdicts: tuple[BackendVerdict, ...]
     support: tuple[SupportRow, ...]
+    levels: tuple[LevelRow, ...]
 
 
 def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
@@ -73,7 +74,7 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
                 (*_undeclared_and_right(support, name), *_higher_level(rows, name)),
             )
         )
-    return RunFindings(found, tuple(verdicts), support)
+    return RunFindings(found, tuple(verdicts), support, rows)
 
 
 def _undeclared_and_right(support: Sequence[SupportRow], backend: str) -> list[str]:

@@ -22,8 +22,6 @@ LAYERS, CAPABILITY = "layers", "compute_capability"
 STATE = "state"
 """Layers that keep a state instead of a KV cache."""
 
-_AS_DECLARED: tuple[SupportVerdict, ...] = ("right", "short", "unproven")
-
 
 @dataclass(frozen=True)
 class MeasuredValue:
@@ -33,11 +31,6 @@ class MeasuredValue:
     verdict: SupportVerdict
     right: int
     asked: int
-
-    @property
-    def is_asked_as_declared(self) -> bool:
-        """Whether cases with this value were examined as declared, rather than tried although undeclared."""
-        return self.verdict in _AS_DECLARED
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ def _features(
 
 
 def _measured(row: SupportRow) -> MeasuredValue:
-    return MeasuredValue(row.feature.partition("=")[2], row.verdict, row.right, row.right + row.short)
+    return MeasuredValue(row.value, row.verdict, row.right, row.right + row.short)
 
 
 def _capability(backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run) -> AuditedFeature:

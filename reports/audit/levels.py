@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
-from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GraphLevel
 from attncheck.reports.run_file.records import Record, Unavailable, Unsupported
 from attncheck.reports.run_file.store import Run
@@ -77,7 +76,7 @@ def _measured(row: LevelRow, needs: Mapping[tuple[str, str], Sequence[str]]) -> 
         measured=phrases.measured_level(row.graph.measured),
         falls_short=row.falls_short,
         head_room=row.head_room or "",
-        breaks=joined(phrases.why_no_higher(row)),
+        breaks=phrases.why_no_higher(row),
         batches=tuple((words, _became(row, level)) for level, words in BATCHES.items()),
         layers=tuple(dict.fromkeys(kinds)),
         cases=row.cases,

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from attncheck.reports.analysis import phrases
@@ -49,6 +49,7 @@ def render(run: Run) -> str:
     """Return the audit as Markdown, ending in a newline."""
     levels, backends = audited_levels(run), audited_features(run)
     able, left = [each for each in backends if not each.reason], [each for each in backends if each.reason]
+    stated = [each for each in left if any(feature.declared for feature in each.features)]
     measured = [row for row in levels if row.measured != NOT_MEASURED]
     sections = [
         f"## {markup.escaped(_title(run))}",
@@ -58,8 +59,8 @@ def render(run: Run) -> str:
         *_unmeasured([row for row in levels if row.measured == NOT_MEASURED]),
         "### Features, declared and measured",
         markup.escaped(_LEGEND),
-        _feature_table(able),
-        *([f"### Declared, and not examined here ({len(left)})", _declared_table(left)] if left else []),
+        _table(able, _cell),
+        *([f"### Declared, and not examined here ({len(left)})", _table(stated, _declared)] if left else []),
         f"Command: {markup.code(shlex.join(run.header.command))}" if run.header.command else "",
     ]
     return phrases.printable("\n\n".join(section for section in sections if section)) + "\n"
@@ -126,19 +127,9 @@ def _unmeasured(rows: Sequence[AuditedLevel]) -> list[str]:
     return ["Not measured:", markup.table(["backend (declared)", "reason"], lines)] if rows else []
 
 
-def _feature_table(backends: Sequence[AuditedBackend]) -> str:
+def _table(backends: Sequence[AuditedBackend], cell: Callable[[AuditedFeature], str]) -> str:
     columns = [feature.column for feature in backends[0].features] if backends else []
-    rows = [[markup.code_cell(_own(each.name)), *map(_cell, each.features)] for each in backends]
-    return markup.table(["backend", *columns], rows)
-
-
-def _declared_table(backends: Sequence[AuditedBackend]) -> str:
-    columns = [feature.column for feature in backends[0].features]
-    rows = [
-        [markup.code_cell(_own(each.name)), *(_values(feature.declared) for feature in each.features)]
-        for each in backends
-        if any(feature.declared for feature in each.features)
-    ]
+    rows = [[markup.code_cell(_own(each.name)), *map(cell, each.features)] for each in backends]
     return markup.table(["backend", *columns], rows)
 
 
@@ -146,33 +137,25 @@ def _cell(feature: AuditedFeature) -> str:
     if not (feature.declared or feature.measured):
         return "-"
     if feature.column in (*FEATURES, *UNASKED):
-        declared = _values(feature.declared)
-        return f"{declared}: {_told(feature.measured[0]) if feature.measured else _NOT_ASKED}" if declared else "-"
+        told = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_ASKED]
+        return f"{_declared(feature)}: {told[0]}" if feature.declared else "-"
     exact = {value for value in feature.declared if re.fullmatch(r"\w+", value) and value != "any"}
     known = {each.value: each for each in feature.measured}
     groups: dict[str, list[str]] = {}
     for value in (*feature.declared, *(each for each in known if each not in exact)):
         found = known.get(value)
         if found is not None and (found.verdict != "left" or value in exact):
-            groups.setdefault(_VERDICTS[found.verdict], []).append(_with_counts(found))
+            groups.setdefault(_VERDICTS[found.verdict], []).append(found.value + _counts(found))
         elif value in exact and feature.is_asked:
             groups.setdefault(_NOT_ASKED, []).append(value)
     ordered = [word for word in _VERDICTS.values() if word in groups]
     measured = "; ".join(f"{word}: {_values(groups[word])}" for word in ordered)
     ranges = _values(value for value in feature.declared if value not in exact)
     if not feature.is_asked:
-        return _values(feature.declared) or "-"
+        return _declared(feature) or "-"
     if ranges:
         return f"{ranges} ({measured or _NOT_ASKED})"
     return measured or "-"
-
-
-def _told(found: MeasuredValue) -> str:
-    return _VERDICTS[found.verdict] + _counts(found)
-
-
-def _with_counts(found: MeasuredValue) -> str:
-    return found.value + _counts(found)
 
 
 def _counts(found: MeasuredValue) -> str:
@@ -181,6 +164,10 @@ def _counts(found: MeasuredValue) -> str:
     if found.verdict == "short":
         return f" ({found.asked - found.right} of {found.asked})"
     return f" ({found.right if found.verdict == 'right' else found.asked})"
+
+
+def _declared(feature: AuditedFeature) -> str:
+    return _values(feature.declared)
 
 
 def _values(values: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from attncheck.reports.comparison.speed_changes import SpeedChange
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader
 from attncheck.reports.run_file.records import Record, chosen_kernels_of
 from attncheck.reports.run_file.timings import Timing
-from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.speed import timings_of
 
 CEILING_DRIFT = 0.05
 CLOCK_DRIFT = 0.01
@@ -69,7 +69,7 @@ def another_device(base: Environment, new: Environment) -> str:
 
 def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:
     """Return warnings about the times: throttling, another clock rate, or a machine that changed its speed."""
-    base, new = _timings(change.base for change in changes), _timings(change.new for change in changes)
+    base, new = timings_of(change.base for change in changes), timings_of(change.new for change in changes)
     found = [
         *_throttled("BASE", base),
         *_throttled("NEW", new),
@@ -117,11 +117,6 @@ def _words(value: object) -> str:
             return ", ".join(map(str, value))
         case _:
             return str(value)
-
-
-def _timings(speeds: Iterable[Speed]) -> list[Timing]:
-    """Return each timing once, although it appears in the speeds of several parts."""
-    return list({id(timing): timing for speed in speeds for timing in speed.timings}.values())
 
 
 def _throttled(side: str, timings: Sequence[Timing]) -> list[str]:

@@ -1,8 +1,8 @@
 """The change in speed of one part of one case between two runs: faster, slower, the same, or undecided."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -55,12 +55,35 @@ class SpeedPair:
     new: Speed
     in_turns: bool = False
 
-    @property
+    @cached_property
     def noise(self) -> ProcessNoise:
         """The spread between processes. Both sides need at least two processes, and equally many if they alternated."""
         medians = self.base.medians_ns, self.new.medians_ns
         beside = significance.spread_in_turns(*medians) if self.in_turns else None
         return ProcessNoise(significance.pooled_spread(*medians), beside)
+
+    @cached_property
+    def clock_step(self) -> float:
+        """The apparent step of the clock, as a share of the time: the smallest difference of two samples."""
+        rounds = (*self.base.rounds, *self.new.rounds)
+        times = sorted({sample for latency in rounds for sample in latency.samples_ns})
+        step = min((later - earlier for earlier, later in pairwise(times)), default=0)
+        return step / min(self.base.median_ns, self.new.median_ns)
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why the two speeds cannot be compared, or "" if they can."""
+        base, new = self.base, self.new
+        counts = len(base.rounds), len(new.rounds)
+        if min(counts) < MIN_ROUNDS:
+            return f"too few rounds: {counts[0]} in BASE, {counts[1]} in NEW, and fewer than {MIN_ROUNDS} cannot tell"
+        for what, of_base, of_new in (
+            ("clock", {each.clock for each in base.rounds}, {each.clock for each in new.rounds}),
+            ("cache", {each.cache for each in base.timings}, {each.cache for each in new.timings}),
+        ):
+            if len(of_base | of_new) > 1:
+                return f"{what}: {' and '.join(sorted(of_base))} in BASE, {' and '.join(sorted(of_new))} in NEW"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -87,33 +110,12 @@ def compare_speeds(pairs: Sequence[SpeedPair], terms: ComparisonTerms, *, refusa
     Slower: the whole interval is above ``1 + effect``. Faster: it is below the inverse. Same: it is within the margin.
     Intervals are simultaneous over all tested pairs, so more pairs make each interval wider.
     """
-    obstacles = [refusal or obstacle(pair.base, pair.new) for pair in pairs]
+    obstacles = [refusal or pair.obstacle for pair in pairs]
     tested = obstacles.count("")
     return tuple(
         _not_tested(pair, reason) if reason else _tested(pair, terms, FAMILY_LEVEL / tested)
         for pair, reason in zip(pairs, obstacles, strict=True)
     )
-
-
-def clock_step(base: Speed, new: Speed) -> float:
-    """Return the apparent step of the clock, as a share of the time: the smallest difference of two samples."""
-    times = sorted({sample for latency in (*base.rounds, *new.rounds) for sample in latency.samples_ns})
-    step = min((later - earlier for earlier, later in pairwise(times)), default=0)
-    return step / min(base.median_ns, new.median_ns)
-
-
-def obstacle(base: Speed, new: Speed) -> str:
-    """Return why two speeds cannot be compared, or "" if they can."""
-    counts = len(base.rounds), len(new.rounds)
-    if min(counts) < MIN_ROUNDS:
-        return f"too few rounds: {counts[0]} in BASE, {counts[1]} in NEW, and fewer than {MIN_ROUNDS} cannot tell"
-    for what, of_base, of_new in (
-        ("clock", {each.clock for each in base.rounds}, {each.clock for each in new.rounds}),
-        ("cache", {each.cache for each in base.timings}, {each.cache for each in new.timings}),
-    ):
-        if len(of_base | of_new) > 1:
-            return f"{what}: {' and '.join(sorted(of_base))} in BASE, {' and '.join(sorted(of_new))} in NEW"
-    return ""
 
 
 def _not_tested(pair: SpeedPair, reason: str) -> SpeedChange:
@@ -124,9 +126,8 @@ def _not_tested(pair: SpeedPair, reason: str) -> SpeedChange:
 
 def _tested(pair: SpeedPair, terms: ComparisonTerms, level: float) -> SpeedChange:
     base, new = pair.base, pair.new
-    step = clock_step(base, new)
     found = significance.estimate_ratio(
-        base.medians_ns, new.medians_ns, level=level, resolution=step, in_turns=pair.in_turns
+        base.medians_ns, new.medians_ns, level=level, resolution=pair.clock_step, in_turns=pair.in_turns
     )
     effect, margin = 1 + terms.effect, 1 + terms.margin_of(base.case, base.part)
     verdict: SpeedVerdict
@@ -138,7 +139,7 @@ def _tested(pair: SpeedPair, terms: ComparisonTerms, level: float) -> SpeedChang
     elif found.low >= 1 / margin and found.high <= margin:
         verdict = "same"
     else:
-        verdict, reason = "cannot tell", _why_unclear(pair, terms, level, step)
+        verdict, reason = "cannot tell", _why_unclear(pair, terms, level)
     enough = terms.thresholds.share(base.case, base.part)
     is_regression = verdict == "slower" and enough is not None and found.ratio - 1 >= enough
     return SpeedChange(
@@ -157,10 +158,10 @@ def _tested(pair: SpeedPair, terms: ComparisonTerms, level: float) -> SpeedChang
     )
 
 
-def _why_unclear(pair: SpeedPair, terms: ComparisonTerms, level: float, step: float) -> str:
+def _why_unclear(pair: SpeedPair, terms: ComparisonTerms, level: float) -> str:
     """Return why a tested pair is undecided, and how many rounds would decide it."""
-    if math.log1p(step) > math.log1p(terms.effect):
-        return f"the clock counts in steps of {step:.1%} of the time"
+    if pair.clock_step > terms.effect:
+        return f"the clock counts in steps of {pair.clock_step:.1%} of the time"
     margin = terms.margin_of(pair.base.case, pair.base.part)
     rounds = min(len(pair.base.rounds), len(pair.new.rounds))
     needed = rounds_needed(pair.noise, margin, level=level, effect=terms.effect)

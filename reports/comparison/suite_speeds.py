@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.significance import FAMILY_LEVEL
-from attncheck.reports.comparison.speed_changes import SpeedPair, clock_step, obstacle
+from attncheck.reports.comparison.speed_changes import SpeedPair
 from attncheck.reports.run_file.timings import StepPart
+from attncheck.reports.speeds.speed import by_round
 
 _LEAST_TOLD = 0.001
 """Smallest difference that a sentence rules out, as a share of the time; an interval may have zero width."""
@@ -77,25 +78,21 @@ def compare_suites(pairs: Sequence[SpeedPair], effect: float) -> tuple[SuiteSpee
 def _is_whole(members: Sequence[SpeedPair]) -> bool:
     """Return whether all cases can be compared and were timed in the same number of rounds."""
     rounds = {(len(pair.base.rounds), len(pair.new.rounds)) for pair in members}
-    return len(rounds) == 1 and not any(obstacle(pair.base, pair.new) for pair in members)
+    return len(rounds) == 1 and not any(pair.obstacle for pair in members)
 
 
 def _change(
     base: str, new: str, suite: str, part: StepPart, members: Sequence[SpeedPair], level: float, effect: float
 ) -> SuiteSpeedChange:
     found = significance.estimate_ratio(
-        _by_process([pair.base.medians_ns for pair in members]),
-        _by_process([pair.new.medians_ns for pair in members]),
+        by_round([pair.base for pair in members], statistics.geometric_mean),
+        by_round([pair.new for pair in members], statistics.geometric_mean),
         level=level,
-        resolution=max(clock_step(pair.base, pair.new) for pair in members),
+        resolution=max(pair.clock_step for pair in members),
         in_turns=all(pair.in_turns for pair in members),
     )
     is_different = found.low > 1 + effect or found.high < 1 / (1 + effect)
     return SuiteSpeedChange(base, new, suite, part, len(members), found.ratio, found.low, found.high, is_different)
-
-
-def _by_process(medians_ns: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(statistics.geometric_mean(times) for times in zip(*medians_ns, strict=True))
 
 
 def _digits(arm: float) -> int:

@@ -146,11 +146,6 @@ def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
     return f"{check}{plural(len(item.cases), 'case')} of {item.backend}: {named(item.cases, shown=shown)}"
 
 
-def suite_speeds(comparison: RunComparison) -> tuple[str, ...]:
-    """Return a sentence for each part of each suite that both sides timed."""
-    return tuple(change.in_words for change in comparison.suite_speeds)
-
-
 def missing(comparison: RunComparison) -> tuple[str, ...]:
     """Return a phrase for everything that NEW lacks and for each run that was cut off."""
     cut = [

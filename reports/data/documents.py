@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
-from attncheck.reports.analysis.summary import OutcomeCounts, summarise
+from attncheck.reports.analysis.graph_levels import LevelRow
+from attncheck.reports.analysis.summary import OutcomeCounts
 from attncheck.reports.analysis.support import SupportRow, support_rows
 from attncheck.reports.comparison import summary
 from attncheck.reports.comparison.compare import OneSidedCases, RunComparison, SpeedChange
 from attncheck.reports.data.rows import record_rows
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.speed import Speed
 
 FORMAT = 1
 """Version of these documents. Raise it when a field is removed or changes its meaning, not for new fields."""
@@ -53,8 +53,8 @@ def comparison_document(comparison: RunComparison) -> str:
 
 
 def _run(run: Run) -> _Json:
-    counted = summarise(run.records, checks=run.header.checks)
-    closing = phrases.closing(counted, run.errors, complete=run.complete)
+    values = RunValues.of(run)
+    closing = values.closing()
     return {
         **_identity(run),
         "verdict": closing.partition(":")[0],
@@ -63,12 +63,12 @@ def _run(run: Run) -> _Json:
         "header": run.header.model_dump(mode="json"),
         "summary": [
             {"backend": backend, "check": check, **_counts(counts)}
-            for (backend, check), counts in counted.by_check.items()
+            for (backend, check), counts in values.summary.by_check.items()
         ],
-        "not_examined": [asdict(gap) for gap in counted.gaps],
+        "not_examined": [asdict(gap) for gap in values.summary.gaps],
         "support": [_support(row) for row in support_rows(run.records, run.header)],
-        "graph_levels": [_level(row) for row in level_rows(run.records)],
-        "speeds": [_speed(speed) for speed in speeds(run.records)],
+        "graph_levels": [_level(row) for row in values.found.levels],
+        "speeds": [_speed(speed) for speed in values.speeds],
         "records": [asdict(row) for row in record_rows(run)],
     }
 

@@ -5,7 +5,7 @@ folding and colours belong to the renderer as well.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 SectionName = Literal[
@@ -41,7 +41,7 @@ class Span:
 
 
 BREAK = Span("\n")
-"""A line break within a cell of a Markdown table."""
+"""A line break within a cell of a Markdown table; a terminal leaves out what follows it."""
 
 Text = str | Span | tuple[str | Span, ...]
 """One line: plain text, or spans that follow each other without a space between them."""
@@ -84,14 +84,13 @@ class Items:
 class Table:
     """Rows below headings; a line break in a heading holds in a terminal alone.
 
-    ``notes``: lines below each row. What a terminal does if the table is too wide: with ``is_turned``, it transposes
-    the table; with ``is_cut``, it cuts the first and the last column; otherwise, each row becomes a list of its cells,
-    which has the headings if ``is_named``.
+    What a terminal does if the table is too wide: with ``is_turned``, it transposes the table; with ``is_cut``, it cuts
+    the first and the last column; otherwise, each row becomes a list of its cells, which has the headings if
+    ``is_named``.
     """
 
     headings: tuple[str, ...]
     rows: tuple[tuple[Text, ...], ...]
-    notes: tuple[tuple[Text, ...], ...] = field(default=())
     is_turned: bool = False
     is_cut: bool = False
     is_named: bool = True
@@ -107,7 +106,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Folded:
-    """Blocks below a title, which GitHub folds; a terminal leaves the title out."""
+    """Blocks below a title, which GitHub folds and a terminal leaves out."""
 
     title: str
     blocks: "tuple[Block, ...]"

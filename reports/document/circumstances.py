@@ -1,33 +1,22 @@
 """What a run did not examine, and what its results depend on: conventions, machine, versions, command."""
 
 import shlex
-from collections.abc import Mapping
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, Span, Table, listed
+from attncheck.reports.analysis.utilities import function_rows
+from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, SectionName, Span, Table, listed
 from attncheck.reports.document.run_values import RunValues
-from attncheck.reports.run_file.records import UTILITIES
-
-DEFAULTS: Mapping[str, object] = {
-    "lse_base": "e",
-    "alibi_reference": "query",
-    "pad_seq_len": 0,
-    "padded_rows": "finite",
-    "needs_finite_pool": False,
-    "batch_invariant": False,
-    "sync_free_build": False,
-    "deterministic": True,
-    "operand_strides": "any",
-}
-"""The conventions of a backend that declares none."""
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES
 
 
 def unexamined(run: RunValues, *, whole: bool) -> list[Block]:
-    """Return what was not examined and why, backends with equal gaps together; in brief one line that counts it.
+    """Return what was not examined and why, backends with equal gaps together.
 
-    A run that examined nothing has all reasons in brief too.
+    In brief, one line counts it, and one prints sections whole. A run that examined nothing has all reasons in brief.
     """
     summary = run.summary
+    if not whole and summary.total.examined:
+        return _in_brief(run)
     if summary.providers and not summary.backends:
         return []
     backends = summary.backends if whole else run.present
@@ -36,8 +25,8 @@ def unexamined(run: RunValues, *, whole: bool) -> list[Block]:
         if gap.backend in backends:
             row = (phrases.gap_outcome(gap), phrases.gap(gap, len(summary.checks)), phrases.gap_reasons(gap))
             owners.setdefault(row, []).append(phrases.one_line(gap.backend))
-    if not whole and (summary.total.examined or not owners):
-        return [Items((_count(run, len(owners)),))] if owners else []
+    if not owners and not whole:
+        return []
     if not owners:
         return [Heading(2, "Not examined"), Paragraph("Every selected check was examined.")]
     rows = tuple((", ".join(names), *row) for row, names in owners.items())
@@ -48,36 +37,38 @@ def unexamined(run: RunValues, *, whole: bool) -> list[Block]:
     ]
 
 
-def _count(run: RunValues, reasons: int) -> Item:
-    checks = sum(run.summary.by_backend[backend].not_examined for backend in run.present)
-    cases = {
-        (record.suite, record.case_id)
-        for record in run.records
-        if record.outcome in ("unsupported", "unavailable")
-        and record.backend in run.present
-        and record.check != UTILITIES
+def _in_brief(run: RunValues) -> list[Block]:
+    gaps = [gap for gap in run.summary.gaps if gap.backend in run.present]
+    hidden: dict[SectionName, bool] = {
+        "unexamined": bool(gaps),
+        "graph-levels": bool(run.found.levels),
+        "timings": bool(run.speeds),
+        "functions": any(row.notes for name in run.summary.providers for row in function_rows(run.records, name)),
+        "expected": any(finding.is_expected for finding in run.found.findings),
     }
-    counted = f"{phrases.plural(checks, 'check')} of {phrases.plural(len(cases), 'case')}"
-    command = f", or attncheck report {shlex.quote(run.path)} --section unexamined" if run.path else ""
-    listing = Item(f"list them: {run.listing}{command}", is_whole=True)
-    return Item(f"not examined: {counted} ({phrases.plural(reasons, 'reason')})", (listing,))
+    names = [name for name, is_hidden in hidden.items() if is_hidden]
+    lines = [*run.in_full(*names)] if names else []
+    if gaps:
+        checks = sum(run.summary.by_backend[backend].not_examined for backend in run.present)
+        cases = {
+            (record.suite, record.case_id)
+            for record in run.records
+            if record.outcome not in EXAMINED and record.backend in run.present and record.check != UTILITIES
+        }
+        counted = f"{phrases.plural(checks, 'check')} of {phrases.plural(len(cases), 'case')}"
+        reasons = len({(gap.outcome, gap.by, gap.checks, gap.cases, gap.reasons) for gap in gaps})
+        lines.insert(0, Item(f"not examined: {counted} ({phrases.plural(reasons, 'reason')})"))
+    return [Items(tuple(lines))] if lines else []
 
 
 def conventions(run: RunValues, *, whole: bool) -> list[Block]:
-    """Return each backend's conventions, merged if equal, in brief those that differ from the defaults.
-
-    A backend of another project has its version.
-    """
+    """Return each backend's conventions, merged if equal; [] in brief. A backend of another project has its version."""
     groups: dict[str, list[str]] = {}
     for backend in run.header.backends:
-        told = backend.conventions
-        if not whole:
-            told = {name: value for name, value in told.items() if name not in DEFAULTS or value != DEFAULTS[name]}
-        if backend.name in run.present and told:
+        if whole and backend.name in run.present and backend.conventions:
             is_ours = backend.version in ("", run.header.environment.attncheck)
             name = backend.name if is_ours else f"{backend.name} ({backend.version})"
-            stated = phrases.conventions(backend.model_copy(update={"conventions": told}))
-            groups.setdefault(stated, []).append(phrases.one_line(name))
+            groups.setdefault(phrases.conventions(backend), []).append(phrases.one_line(name))
     return listed([f"conventions of {', '.join(names)}: {text}" for text, names in groups.items()])
 
 
@@ -85,8 +76,17 @@ def circumstances(run: RunValues, *, whole: bool) -> list[Block]:
     """Return what was asked, on which machine, by which versions, and when; [] in brief."""
     if not whole:
         return []
+    lines = [Item(f"{name}: {value}") for name, value in facts(run).items()]
+    if run.header.command:
+        lines.append(Item(("Command: ", Span(shlex.join(run.header.command), is_code=True))))
+    lines += [Item(f"Notes: {'; '.join(run.header.notes)}")] if run.header.notes else []
+    return [Heading(2, "Circumstances"), Items(tuple(lines))]
+
+
+def facts(run: RunValues) -> dict[str, str]:
+    """Return what was asked, the machine, versions, policy and time, without what the run does not have."""
     header, env = run.header, run.header.environment
-    facts = {
+    found = {
         "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
         "Shard": header.shard,
         "Checks": ", ".join(header.checks),
@@ -102,8 +102,4 @@ def circumstances(run: RunValues, *, whole: bool) -> list[Block]:
         f"deterministic algorithms {'on' if env.deterministic else 'off'}",
         "Started": header.started + (f", finished {run.finished}" if run.finished else ""),
     }
-    lines = [Item(f"{name}: {value}") for name, value in facts.items() if value]
-    if header.command:
-        lines.append(Item(("Command: ", Span(shlex.join(header.command), is_code=True))))
-    lines += [Item(f"Notes: {'; '.join(header.notes)}")] if header.notes else []
-    return [Heading(2, "Circumstances"), Items(tuple(lines))]
+    return {name: value for name, value in found.items() if value}

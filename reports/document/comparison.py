@@ -6,7 +6,7 @@ change are shown.
 
 from collections.abc import Sequence
 
-from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.phrases import plural, sentence
 from attncheck.reports.comparison import summary
 from attncheck.reports.comparison.compare import RunComparison, SpeedChange
 from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
@@ -38,7 +38,7 @@ def compared(comparison: RunComparison, *, whole: bool) -> list[Block]:
     return [
         *listed([f"{side}: {summary.run_in_words(run)}" for side, run in sides]),
         *listed([Span(f"warning: {text}" if not whole else text, is_bold=True) for text in comparison.warnings]),
-        *listed(summary.suite_speeds(comparison)),
+        *listed([change.in_words for change in comparison.suite_speeds]),
         *_outcomes(comparison, whole=whole),
         *_times(comparison, whole=whole),
         *_differences(comparison, whole=whole),
@@ -72,8 +72,7 @@ def _times(comparison: RunComparison, *, whole: bool) -> list[Block]:
     rows = [[part, *(str(of_part[verdict]) for verdict in VERDICTS)] for part, of_part in counts.items()]
     blocks: list[Block] = [Heading(2, "Times"), table(["part", *VERDICTS], rows)]
     if (power := summary.power_of(comparison)) is not None:
-        sentence = f"{power.in_words[:1].upper()}{power.in_words[1:]}"
-        blocks.append(Paragraph(f"{sentence}. Intervals hold for all pairs at once."))
+        blocks.append(Paragraph(f"{sentence(power.in_words)}. Intervals hold for all pairs at once."))
     for verdict in summary.CHANGED:
         if changes := summary.with_verdict(comparison.speeds, verdict):
             blocks += _changes(verdict, changes, comparison, whole=whole)

@@ -3,12 +3,11 @@
 In brief, a finding has the lines of its example; whole, it has every figure, traceback and output.
 """
 
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.findings import Finding
+from attncheck.reports.analysis.findings import Finding, by_check
 from attncheck.reports.analysis.repro import repro_command, sanitizer_command
 from attncheck.reports.document.blocks import (
     Block,
@@ -26,14 +25,20 @@ from attncheck.reports.document.blocks import (
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.causes import died_at, last_words, native_frames, raised_at
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record, XFailed
+from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record
 
 SHOWN_CASES = 12
 """Maximum cases of a whole finding that are named; the run file has all of them."""
-SHOWN_FINDINGS = 6
-"""Maximum findings of one backend shown with their example in brief; each of the others takes one line."""
+SHOWN_FINDINGS = 3
+"""Maximum findings of a run shown with their example in brief."""
+LISTED_FINDINGS = 7
+"""Maximum further findings shown in brief by their cause and command."""
+SHOWN_DETAILS = 3
+"""Maximum lines of details of such an example."""
 SHOWN_FUNCTIONS = 3
-"""Maximum failing functions of a provider shown in brief; its table has all of them."""
+"""Maximum failing functions shown in brief."""
+SHOWN_EXPECTED = 5
+"""Maximum expected findings shown in brief."""
 PRINTED_WIDTH = 280
 """Maximum characters of a line that a process printed, in brief."""
 
@@ -54,9 +59,8 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
         word = Span(each.verdict, is_bold=True, colour=_COLOURS[each.verdict], is_loud=True)
         text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
         lines.append(Item(text, tuple(map(Item, below))))
-    silent = [each.backend for each in run.found.verdicts if each.verdict == "not examined"]
-    absent = [] if whole else [name for name in silent if name in run.absent]
-    others = [name for name in silent if name not in absent]
+    absent = [] if whole else [name for name in run.silent if name in run.absent]
+    others = [name for name in run.silent if name not in absent]
     for names, why in ((others, ""), (absent, " (unavailable; see `attncheck doctor`)")):
         lines += [Item(f"not examined: {', '.join(map(phrases.one_line, names))}{why}")] if names else []
     return [Items(tuple(lines))] if lines else []
@@ -90,44 +94,54 @@ def expected(run: RunValues, *, whole: bool) -> list[Block]:
     if whole:
         told = [block for finding in found for block in _whole_expected(finding)]
         return [Heading(2, "Expected findings"), *told] if told else []
-    lines = tuple(
-        Item(f"expected: {phrases.one_line(f'{each.backend}: {phrases.extent(each)}: {each.title}')}") for each in found
-    )
-    return [Items(lines, is_cut=True)] if lines else []
+    lines = [
+        Item(f"expected: {phrases.one_line(f'{each.backend}: {phrases.extent(each)}: {each.title}')}")
+        for each in found[:SHOWN_EXPECTED]
+    ]
+    if more := len(found) - len(lines):
+        lines.append(Item(f"and {phrases.plural(more, 'more expected finding')}"))
+    return [Items(tuple(lines), is_cut=True)] if lines else []
 
 
 def _few_findings(run: RunValues) -> list[Block]:
-    findings = _failing(run)
-    total = Counter(finding.backend for finding in findings)
+    """Return findings in brief, the first of each backend first: a few with an example, some in two lines."""
+    total = Counter(finding.backend for finding in _failing(run))
     place: Counter[str] = Counter()
+    numbered = []
+    for finding in _failing(run):
+        place[finding.backend] += 1
+        numbered.append((place[finding.backend], finding))
+    numbered.sort(key=lambda each: each[0])
     told: list[Block] = []
     others = []
-    for finding in findings:
-        place[finding.backend] += 1
-        number = f"finding {place[finding.backend]} of {total[finding.backend]}"
-        if place[finding.backend] <= SHOWN_FINDINGS:
-            story = story_items(finding.example, run.header)
+    for number, finding in numbered[: SHOWN_FINDINGS + LISTED_FINDINGS]:
+        title = f"finding {number} of {total[finding.backend]}"
+        if len(told) < SHOWN_FINDINGS:
+            stated = (finding.title, f"likely cause: {finding.title}")
+            story = story_items(finding.example, run.header, most_details=SHOWN_DETAILS)
+            story = tuple(item for item in story if item.text not in stated)
             told.append(
-                Items(tuple(_facts(finding, run, story)), (Span(number, colour="red"), f", {_heading(finding)}"))
+                Items(tuple(_facts(finding, run, story)), (Span(title, colour="red"), f", {_heading(finding)}"))
             )
         else:
-            others.append(Item(f"{number}, {_heading(finding)}: {phrases.extent(finding)}"))
-    if others:
-        reader = f"in full: attncheck report {shlex.quote(run.path or 'RUN')} --section failures"
-        told.append(Items((*others, Item(reader, is_whole=True)), "further findings"))
-    return told
+            text = (Span(title, colour="red"), f", {_heading(finding)}: {phrases.extent(finding)}")
+            others.append(Item(text, (_repeat(finding.example, run.header),)))
+    others += _more(len(numbered) - len(told) - len(others), "more finding", run)
+    return [*told, Items(tuple(others))] if others else told
 
 
 def _few_functions(run: RunValues) -> list[Block]:
-    shown: Counter[str] = Counter()
+    found = _failing_functions(run)
     told: list[Block] = []
-    for record in _failing_functions(run):
-        shown[record.backend] += 1
-        if shown[record.backend] <= SHOWN_FUNCTIONS:
-            who = f"  {phrases.one_line(record.backend)}  {phrases.one_line(record.case_id)}"
-            told.append(Items(story_items(record, run.header), (Span(record.outcome, colour="red"), who)))
-    more = [f"{name}: {count - SHOWN_FUNCTIONS}" for name, count in shown.items() if count > SHOWN_FUNCTIONS]
-    return [*told, Paragraph(f"not shown here: {'; '.join(more)} (the table has them all)")] if more else told
+    for record in found[:SHOWN_FUNCTIONS]:
+        who = f"  {phrases.one_line(record.backend)}  {phrases.one_line(record.case_id)}"
+        told.append(Items(story_items(record, run.header), (Span(record.outcome, colour="red"), who)))
+    more = _more(len(found) - len(told), "more function", run)
+    return [*told, Items(tuple(more))] if more else told
+
+
+def _more(count: int, noun: str, run: RunValues) -> list[Item]:
+    return [Item(f"and {phrases.plural(count, noun)}", run.in_full("failures"))] if count else []
 
 
 def _heading(finding: Finding) -> str:
@@ -186,21 +200,28 @@ def _details(record: Record, header: RunHeader) -> list[Block]:
 
 def _whole_expected(finding: Finding) -> list[Block]:
     rows = []
-    for check in finding.checks:
-        first, *further = [r for r in finding.records if r.check == check and isinstance(r, XFailed)]
-        more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
-        rows.append([check, f"{first.case}{more}", first.underlying, first.summary])
+    for first, further in by_check(finding):
+        more = f" and {phrases.plural(further, 'more case')}" if further else ""
+        rows.append([first.check, f"{first.case}{more}", first.underlying, first.summary])
     return [
         Heading(3, f"{finding.backend}: {finding.title}"),
         table(["check", "case", "outcome", "what happened"], rows),
     ]
 
 
-def story_items(record: Record, header: RunHeader | None = None) -> tuple[Item, ...]:
-    """Return what happened to a record that did not pass, its likely cause, and the command that repeats it."""
+def story_items(
+    record: Record, header: RunHeader | None = None, *, most_details: int | None = None
+) -> tuple[Item, ...]:
+    """Return what happened to a record that did not pass, its likely cause, and the command that repeats it.
+
+    ``most_details``: the maximum lines of details of a failure; None: all.
+    """
     lines = [phrases.what_happened(record)]
     if isinstance(record, Failed):
-        lines += [line for detail in record.details for line in detail.splitlines()]
+        details = [line for detail in record.details for line in detail.splitlines()]
+        lines += details[:most_details]
+        more = len(details[most_details:]) if most_details else 0
+        lines += [f"and {phrases.plural(more, 'more line')}"] if more else []
         lines += [f"likely cause: {record.meaning}"] if record.meaning else []
     if isinstance(record, Errored) and (place := raised_at(record.traceback)):
         lines.append(place)
@@ -212,9 +233,13 @@ def story_items(record: Record, header: RunHeader | None = None) -> tuple[Item, 
     words = last_words(record.output) if isinstance(record, Ended | Failed | Errored) else ()
     shown = tuple(Item(phrases.cut(phrases.one_line(word), PRINTED_WIDTH)) for word in words)
     told += [Item("printed last:", shown)] if shown else []
-    told.append(Item(f"repeat: {repro_command(record, header)}", is_whole=True))
+    told.append(_repeat(record, header))
     sanitizer = sanitizer_command(record, header)
     return (*told, *([Item(f"or: {sanitizer}", is_whole=True)] if sanitizer else []))
+
+
+def _repeat(record: Record, header: RunHeader | None) -> Item:
+    return Item(f"repeat: {repro_command(record, header)}", is_whole=True)
 
 
 def errors(run: RunValues, *, whole: bool) -> list[Block]:

@@ -1,21 +1,17 @@
-"""CUDA-graph levels: a row for each result, and whole also the probes of each group of equal rows."""
+"""CUDA-graph levels: the backends of each level; whole, a row for each result and the probes of equal rows."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases
+from attncheck.reports.analysis.graph_levels import LevelRow, legend, level_notes, unmeasured_cases
 from attncheck.reports.analysis.reasons import joined, without_figures
-from attncheck.reports.document.blocks import Block, Heading, Paragraph, Span, Table, Text, listed, table
+from attncheck.reports.document.blocks import Block, Heading, Item, Items, Paragraph, Span, Text, listed, spans, table
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.graph_levels import GraphProbe
 
 SHOWN_REASONS = 5
 """Maximum reasons shown, those with most cases first; reasons that differ in more than figures are always shown."""
-NAME_WIDTH = 27
-"""Maximum characters of a backend's name in brief."""
-REASON_WIDTH = 140
-"""Maximum characters of the reason why a probe broke, in brief."""
 
 HEADINGS = ("backend", "declared", "measured", "cases", "recorder", "probes", "why no higher", "head-room")
 
@@ -24,14 +20,12 @@ Probes = tuple[GraphProbe, ...]
 
 def graph_levels(run: RunValues, *, whole: bool) -> list[Block]:
     """Return declared and measured levels; [] if the run measured none. Cases without a level are counted."""
-    rows = level_rows(run.records)
+    rows = run.found.levels
     if not rows:
         return []
     unmeasured = unmeasured_cases(run.records)
     if not whole:
-        recorders = ", ".join(dict.fromkeys(row.graph.recorder for row in rows))
-        heading = f"CUDA-graph levels (recorder: {recorders})"
-        return [Heading(2, heading), *_brief(rows, unmeasured), Paragraph(legend(rows))]
+        return [_brief(rows, unmeasured)]
     backends = dict.fromkeys([*(row.backend for row in rows), *unmeasured])
     cells = [each for backend in backends for each in _rows(backend, rows, unmeasured.get(backend, {}))]
     alike: dict[tuple[object, ...], list[LevelRow]] = {}
@@ -46,32 +40,19 @@ def graph_levels(run: RunValues, *, whole: bool) -> list[Block]:
     ]
 
 
-def _brief(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]]) -> list[Block]:
-    """Return a row for each result; below it the probe that broke, and head-room."""
-    counts = {
-        backend: ", ".join(f"{phrases.plural(count, 'case')} {outcome}" for outcome, count in counted.items())
-        for backend, counted in unmeasured.items()
-    }
-    cells, notes = [], []
+def _brief(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]]) -> Items:
+    """Return a line for each pair of a declared and a measured level, with the backends that have it."""
+    levels: dict[tuple[Span, ...], dict[str, None]] = {}
     for row in rows:
-        name = phrases.cut(phrases.one_line(row.backend), NAME_WIDTH)
-        cells.append((name, row.graph.declared, _measured(row), str(row.cases), row.probes))
-        own = [other for other in rows if other.backend == row.backend]
-        is_counted = row is own[-1] and row.backend in counts
-        notes.append((*_notes(row, is_alone=len(own) == 1), *([f"and {counts[row.backend]}"] if is_counted else [])))
-    others = [
-        f"{phrases.one_line(name)}: {text}" for name, text in counts.items() if name not in {r.backend for r in rows}
-    ]
-    levels = Table(("backend", "declared", "measured", "cases", "probes"), tuple(cells), tuple(notes))
-    return [levels, *listed(others)]
-
-
-def _notes(row: LevelRow, *, is_alone: bool) -> list[Text]:
-    case = phrases.one_line(row.results[0].cases[0])
-    notes: list[Text] = [] if is_alone else [f"cases such as {case}" if row.cases > 1 else f"case {case}"]
-    notes += [why] if (why := phrases.why_no_higher(row, width=REASON_WIDTH)) else []
-    notes += [phrases.other_reasons(row)] if row.other_cases else []
-    return [*notes, *([f"head-room: could declare {row.head_room}"] if row.head_room else [])]
+        declared = () if row.graph.declared == row.graph.measured else (f"declared {row.graph.declared}, measured ",)
+        levels.setdefault(spans((*declared, _measured(row))), {})[phrases.one_line(row.backend)] = None
+    for backend, counts in unmeasured.items():
+        for outcome, count in counts.items():
+            text = spans(f"{outcome} in {phrases.plural(count, 'case')}")
+            levels.setdefault(text, {})[phrases.one_line(backend)] = None
+    lines = tuple(Item((*text, f": {', '.join(names)}")) for text, names in levels.items())
+    recorders = ", ".join(dict.fromkeys(row.graph.recorder for row in rows))
+    return Items(lines, f"CUDA-graph levels (recorder: {recorders})")
 
 
 def _rows(backend: str, rows: Sequence[LevelRow], unmeasured: Mapping[str, int]) -> Iterator[list[Text]]:
@@ -92,11 +73,11 @@ def _rows(backend: str, rows: Sequence[LevelRow], unmeasured: Mapping[str, int])
         yield [backend, "-", Span(outcome, is_bold=True), str(count), "-", "-", "-", "-"]
 
 
-def _measured(row: LevelRow) -> Text:
+def _measured(row: LevelRow) -> Span:
     text = phrases.measured_level(row.graph.measured)
     if row.falls_short:
         return Span(text, is_bold=True, colour="red")
-    return Span(text, colour="green") if row.graph.measured else text
+    return Span(text, colour="green" if row.graph.measured else "")
 
 
 def _probes(rows: Sequence[LevelRow]) -> list[Block]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from attncheck.reports.analysis.phrases import one_line
-from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict
+from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict, by_size
 from attncheck.reports.document.blocks import Block, Heading, Paragraph, Span, Table, Text, listed, table
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.header import RunHeader
@@ -66,25 +66,27 @@ def _by_backend(
     return table([heading, *map(one_line, backends)], rows)
 
 
-def _values(rows: Sequence[SupportRow]) -> dict[tuple[str, str], dict[SupportVerdict, list[str]]]:
-    """Return, by key and backend, the values of each verdict, with how many cases were right."""
-    values: dict[tuple[str, str], dict[SupportVerdict, list[str]]] = {}
+def _values(rows: Sequence[SupportRow]) -> dict[tuple[str, str], dict[SupportVerdict, list[SupportRow]]]:
+    """Return, by key and backend, the rows of each verdict."""
+    values: dict[tuple[str, str], dict[SupportVerdict, list[SupportRow]]] = {}
     for row in rows:
-        key, _, value = row.feature.partition("=")
-        asked = row.right + row.short
-        shown = f"{value} ({row.right} of {asked} right)" if row.short else f"{value} ({asked})" if asked else value
-        values.setdefault((key, row.backend), {}).setdefault(row.verdict, []).append(shown)
+        key = row.feature.partition("=")[0]
+        values.setdefault((key, row.backend), {}).setdefault(row.verdict, []).append(row)
     return values
 
 
-def _cell(values: Mapping[SupportVerdict, Sequence[str]]) -> Iterator[Span | str]:
-    def size(value: str) -> tuple[bool, int, str]:
-        digits = value.partition(" ")[0]
-        is_size = digits.isdecimal() and len(digits) < 20
-        return (not is_size, int(digits) if is_size else 0, value)
-
+def _cell(values: Mapping[SupportVerdict, Sequence[SupportRow]]) -> Iterator[Span | str]:
+    """Yield the values of each verdict, with how many cases were right."""
     told = [verdict for verdict in _VERDICTS if verdict in values]
     for verdict in told:
         yield "; " if verdict is not told[0] else ""
-        word, text = _VERDICTS[verdict], ", ".join(sorted(values[verdict], key=size))
+        word, rows = _VERDICTS[verdict], sorted(values[verdict], key=lambda row: by_size(row.value))
+        text = ", ".join(map(_counted, rows))
         yield from (word, f": {text}") if word.text else (text,)
+
+
+def _counted(row: SupportRow) -> str:
+    asked = row.right + row.short
+    if row.short:
+        return f"{row.value} ({row.right} of {asked} right)"
+    return f"{row.value} ({asked})" if asked else row.value

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.phrases import one_line
 from attncheck.reports.analysis.summary import OutcomeCounts
 from attncheck.reports.analysis.utilities import (
     HEADINGS,
@@ -30,14 +31,9 @@ _VERDICTS: dict[str, Colour] = {"equal": "green", "drifted": "green", "judged": 
 
 
 def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
-    """Return the tables of checks and of suites, and which kernels ran, for a run with backends.
-
-    In brief, the table of checks has all counts, that of suites is left out for a single suite, and so are kernels.
-    """
+    """Return the tables of suites and of checks, and which kernels ran; in brief the table of checks with totals."""
     if not whole:
-        if not run.present:
-            return []
-        return [checks(run, run.present, totals=True), *([suites(run)] if len(run.summary.suites) > 1 else [])]
+        return [checks(run, run.present, totals=True)] if run.present else []
     if run.summary.providers and not run.summary.backends:
         return []
     return [
@@ -49,7 +45,7 @@ def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
                 " where nothing was examined.",
             )
         ),
-        _whole_suites(run),
+        _suites(run),
         Heading(2, "Backends and checks"),
         checks(run, run.summary.backends),
         *listed(
@@ -64,21 +60,15 @@ def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
 def checks(run: RunValues, backends: Sequence[str], *, totals: bool = False) -> Table:
     """Return backends by checks; cells are passed of examined. ``totals``: with the worst error and what is left."""
     rows = [
-        [_name(backend), *(_cell(run.summary.by_check.get((backend, check))) for check in run.summary.checks)]
+        [one_line(backend), *(_cell(run.summary.by_check.get((backend, check))) for check in run.summary.checks)]
         + (_totals(run, backend) if totals else [])
         for backend in backends
     ]
-    headings = ["backend", *map(_name, run.summary.checks), *(_total_headings(run) if totals else [])]
+    headings = ["backend", *map(one_line, run.summary.checks), *(_total_headings(run) if totals else [])]
     return table(headings, rows, is_turned=True)
 
 
-def suites(run: RunValues) -> Table:
-    """Return present backends by suites."""
-    rows = [[_name(backend), *_of_suites(run, backend)] for backend in run.present]
-    return table(["backend", *map(_name, run.summary.suites)], rows, is_turned=True)
-
-
-def _whole_suites(run: RunValues) -> Table:
+def _suites(run: RunValues) -> Table:
     """Return backends by suites, with what their figures depend on beside their names, and totals."""
     infos = {info.name: info for info in run.header.backends}
     rows = []
@@ -86,16 +76,9 @@ def _whole_suites(run: RunValues) -> Table:
         info = infos.get(backend)
         name = f"{backend} {info.version}" if info and info.version else backend
         stated = (BREAK, phrases.conventions(info)) if info and info.conventions else ()
-        rows.append([(name, *stated), *_of_suites(run, backend), *_totals(run, backend)])
-    return table(["backend", *map(_name, run.summary.suites), *_total_headings(run)], rows)
-
-
-def _name(text: str) -> str:
-    return phrases.one_line(text)
-
-
-def _of_suites(run: RunValues, backend: str) -> list[Text]:
-    return [_cell(run.summary.by_suite.get((backend, suite))) for suite in run.summary.suites]
+        counts = [_cell(run.summary.by_suite.get((backend, suite))) for suite in run.summary.suites]
+        rows.append([(name, *stated), *counts, *_totals(run, backend)])
+    return table(["backend", *map(one_line, run.summary.suites), *_total_headings(run)], rows)
 
 
 def _total_headings(run: RunValues) -> list[str]:
@@ -115,12 +98,12 @@ def _cell(tally: OutcomeCounts | None) -> Text:
     return Span(text, is_bold=True, colour="red") if tally.short else Span(text, colour="green")
 
 
-def functions(run: RunValues, *, whole: bool) -> list[Block]:  # noqa: ARG001 (the signature of a section)
-    """Return a table of functions for each provider, its legend and notes."""
-    return [block for provider in run.summary.providers for block in _provider(run, provider)]
+def functions(run: RunValues, *, whole: bool) -> list[Block]:
+    """Return a table of functions for each provider and its legend; whole, also the notes on functions."""
+    return [block for provider in run.summary.providers for block in _provider(run, provider, whole=whole)]
 
 
-def _provider(run: RunValues, provider: str) -> list[Block]:
+def _provider(run: RunValues, provider: str, *, whole: bool) -> list[Block]:
     rows = function_rows(run.records, provider)
     cells: list[list[Text]] = [
         [Span(row.name, is_code=True), Span(row.word, colour=_VERDICTS.get(row.word, "red")), *row.counts]
@@ -128,7 +111,7 @@ def _provider(run: RunValues, provider: str) -> list[Block]:
     ]
     notes = [
         block
-        for heading, said in notes_by_heading(rows)
+        for heading, said in (notes_by_heading(rows) if whole else ())
         for block in listed([f"{names}: {note}" for names, note in said], heading)
     ]
     return [Heading(2, provider_title(run.header, provider)), Paragraph(f"{LEGEND}."), table(HEADINGS, cells), *notes]

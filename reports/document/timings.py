@@ -1,6 +1,6 @@
 """Times: means of each suite and notes on the figures; whole also every case and the kernels that ran."""
 
-from attncheck.reports.analysis.phrases import one_line, plural
+from attncheck.reports.analysis.phrases import one_line, plural, sentence
 from attncheck.reports.document.blocks import (
     Block,
     Folded,
@@ -14,7 +14,7 @@ from attncheck.reports.document.blocks import (
 )
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.timings import Kernel
-from attncheck.reports.speeds.notes import fastest_note, legend, speed_notes
+from attncheck.reports.speeds.notes import doubts, fastest_note, legend, rounds_note, speed_notes
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable, speed_tables, time_unit
 from attncheck.reports.speeds.traffic import traffic_tables, traffic_title
@@ -23,7 +23,7 @@ ABOUT = "About these figures"
 
 
 def timings(run: RunValues, *, whole: bool) -> list[Block]:
-    """Return the means of each suite and notes, or [] if nothing was timed."""
+    """Return the means of each suite and notes, or [] if nothing was timed; whole, also every case and kernels."""
     if not run.speeds:
         return []
     short = summary_tables(run.speeds)
@@ -32,7 +32,7 @@ def timings(run: RunValues, *, whole: bool) -> list[Block]:
     tables = speed_tables(run.speeds)
     for means, cases in zip(short, tables, strict=True):
         blocks.append(Heading(3, means.suite if whole else f"Speeds in {means.suite}"))
-        blocks += [Paragraph(f"{_sentence(averaged(means))}:"), _table(means)]
+        blocks += [Paragraph(f"{sentence(averaged(means))}:"), _table(means)]
         if means.suite in traffic:
             title = traffic_title(traffic[means.suite]).capitalize()
             blocks += [Paragraph(f"{title}:"), _table(traffic[means.suite])]
@@ -40,7 +40,9 @@ def timings(run: RunValues, *, whole: bool) -> list[Block]:
     notes = speed_notes(run.speeds)
     if whole:
         return [*blocks, Heading(3, ABOUT), Paragraph(f"{legend(tables)}."), *listed(notes), *_kernels(run)]
-    return [*blocks, Folded(ABOUT, tuple(listed([*fastest_note(short), *notes])))]
+    first = [*fastest_note(short), *rounds_note(run.speeds), *doubts(run.speeds)]
+    others = listed([note for note in notes if note not in first])
+    return [*blocks, *listed(first), *([Folded(ABOUT, tuple(others))] if others else [])]
 
 
 def averaged(summary: SpeedTable) -> str:
@@ -48,10 +50,6 @@ def averaged(summary: SpeedTable) -> str:
     if not summary.averaged:
         return "no case was timed of all; geometric means of each one's own cases, not to be compared"
     return f"geometric means of {plural(summary.averaged, 'case')} that all were timed in"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _table(speeds: SpeedTable, *, is_cut: bool = True) -> Table:

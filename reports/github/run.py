@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.places import place_to_show
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.summary import RunSummary, summarise
-from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.document import run as document
 from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph
 from attncheck.reports.document.failures import errors, failure_blocks
@@ -20,10 +19,9 @@ from attncheck.reports.document.tables import checks
 from attncheck.reports.github.annotations import annotation, as_shown
 from attncheck.reports.markdown import text
 from attncheck.reports.markdown.run import bold
-from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
+from attncheck.reports.run_file.records import UTILITIES, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import doubts
-from attncheck.reports.speeds.speed import speeds
 
 MAX_SUMMARY_BYTES = 1_000_000
 """Below the 1 MiB limit of a step's summary, since other commands of the step may write to it, too."""
@@ -82,28 +80,26 @@ def annotations(runs: Sequence[Run], root: str = "") -> str:
 
     ``root``: the folder of the checkout; paths of files below it are relative to it.
     """
-    errors = [command for run in runs for command in _errors(run, root)]
-    warnings = [command for run in runs for command in _warnings(run)]
+    values = [RunValues.of(run) for run in runs]
+    errors = [command for run in values for command in _errors(run, root)]
+    warnings = [command for run in values for command in _warnings(run)]
     return "".join(f"{command}\n" for command in (*as_shown(errors, "error"), *as_shown(warnings, "warning")))
 
 
-def _errors(run: Run, root: str) -> Iterator[str]:
-    for error in run.errors:
+def _errors(run: RunValues, root: str) -> Iterator[str]:
+    for error in (*run.errors, *([run.warning] if run.warning else [])):
         yield annotation("error", "attncheck", error)
-    if (warning := phrases.incomplete(run)) is not None:
-        yield annotation("error", "attncheck", warning)
-    counted = summarise(run.records, checks=run.header.checks)
-    for finding in run_findings(run.records, run.header).findings:
+    for finding in run.found.findings:
         if not finding.is_expected:
             record = finding.example
             lines = [phrases.extent(finding), *([f"in common: {finding.contrast}"] if finding.contrast else [])]
-            lines += [f"{record.case}: {_what(record, counted)}", f"repeat: {repro_command(record, run.header)}"]
+            lines += [f"{record.case}: {_what(record, run.summary)}", f"repeat: {repro_command(record, run.header)}"]
             file, line = place_to_show(record, run.header, root)
             title = f"{finding.backend}: {finding.title}"
             yield annotation("error", title, "\n".join(lines), file=file, line=line)
-    for function in counted.short:
+    for function in run.summary.short:
         if function.check == UTILITIES:
-            message = f"{_what(function, counted)}\nrepeat: {repro_command(function, run.header)}"
+            message = f"{_what(function, run.summary)}\nrepeat: {repro_command(function, run.header)}"
             yield annotation("error", f"{function.backend}: {function.case_id}: {function.outcome}", message)
 
 
@@ -112,21 +108,9 @@ def _what(record: Record, counted: RunSummary) -> str:
     return phrases.what_happened(record) + (f" ({rounds})" if rounds else "")
 
 
-def _warnings(run: Run) -> Iterator[str]:
+def _warnings(run: RunValues) -> Iterator[str]:
     """Yield warnings on backends without any examination, and on times with throttling or unsettled medians."""
-    for backend in run.header.backends:
-        outcomes = {record.outcome for record in run.records if record.backend == backend.name}
-        if outcomes and not outcomes & EXAMINED:
-            yield annotation("warning", f"{backend.name}: nothing was examined", _why(backend.name, run.records))
-    for doubt in doubts(speeds(run.records)):
+    for backend, reasons in run.silent.items():
+        yield annotation("warning", f"{backend}: nothing was examined", reasons)
+    for doubt in doubts(run.speeds):
         yield annotation("warning", "attncheck: times", doubt)
-
-
-def _why(backend: str, records: Sequence[Record]) -> str:
-    reasons = [
-        reason
-        for record in records
-        if record.backend == backend and record.outcome in ("unsupported", "unavailable")
-        for reason in getattr(record, "reasons", ())
-    ]
-    return "; ".join(list(dict.fromkeys(reasons))[:3])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.html.drawing import BAD, INK, MUTED, RULE, SERIES, chart, plot_area, text
-from attncheck.reports.run_file.records import BUDGET_SHARE, Failed, Passed, Record
+from attncheck.reports.run_file.records import Record, budget_share
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -50,9 +50,8 @@ def budget_uses(records: Sequence[Record]) -> tuple[BudgetUse, ...]:
     """Return the budget shares of each backend that has any, in the order of the records; NaN becomes infinity."""
     found: dict[str, list[tuple[float, str]]] = {}
     for record in records:
-        if isinstance(record, Passed | Failed) and BUDGET_SHARE in record.figures:
-            share = float(record.figures[BUDGET_SHARE])
-            found.setdefault(record.backend, []).append((math.inf if math.isnan(share) else share, record.case))
+        if (share := budget_share(record)) is not None:
+            found.setdefault(record.backend, []).append((share, record.case))
     return tuple(
         BudgetUse(backend, tuple(share for share, _ in uses), max(uses, key=lambda use: use[0])[1])
         for backend, uses in found.items()

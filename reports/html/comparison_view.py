@@ -11,7 +11,7 @@ from attncheck.errors import QuestionError
 from attncheck.reports.comparison.compare import OutcomeChange, RunComparison, SpeedChange, compare_runs
 from attncheck.reports.comparison.outcome_changes import KINDS
 from attncheck.reports.comparison.speed_changes import VERDICTS
-from attncheck.reports.comparison.summary import closing, suite_speeds
+from attncheck.reports.comparison.summary import closing
 from attncheck.reports.html.drawing import BAD, CALM, GOOD, INK, MUTED, chart, plot_area, text
 from attncheck.reports.html.support_view import Tone
 from attncheck.reports.run_file.store import Run
@@ -73,7 +73,7 @@ def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> Co
         *names,
         found=found,
         closing=closing(found).partition(": ")[2],
-        sentences=suite_speeds(found),
+        sentences=tuple(change.in_words for change in found.suite_speeds),
         speeds=speeds[:MOST_ROWS],
         outcomes=tuple(sorted(found.outcomes, key=lambda change: KINDS.index(change.kind)))[:MOST_ROWS],
         chart=_change_chart(key, speeds[:CHARTED]) if speeds else None,

@@ -5,6 +5,7 @@ The page loads nothing. Its content security policy forbids that, and allows onl
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from importlib.util import find_spec
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING
 
 from attncheck.errors import MissingExtraError
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.utilities import LEGEND
-from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.analysis.graph_levels import legend, level_notes, unmeasured_cases
+from attncheck.reports.analysis.utilities import LEGEND, function_rows, notes_by_heading, provider_title
+from attncheck.reports.document.circumstances import facts
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.document.timings import averaged
 from attncheck.reports.html.budget_chart import TALLEST
 from attncheck.reports.html.comparison_view import comparison_view
 from attncheck.reports.html.finding_view import SHOWN
 from attncheck.reports.html.page_data import page_data
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
-from attncheck.reports.html.safe_text import clean
 from attncheck.reports.html.support_view import GRAPHS
 from attncheck.reports.html.units import measured_time
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
@@ -50,9 +52,9 @@ def render_runs(runs: Sequence[Run]) -> str:
     environment = _environment()
     from markupsafe import Markup
 
-    names = run_names(runs)
-    found = [run_findings(run.records, run.header) for run in runs]
-    views = [run_view(run, f"run-{index}", names[index], found[index]) for index, run in enumerate(runs)]
+    values = [RunValues.of(run) for run in runs]
+    names = run_names(values)
+    views = [run_view(run, f"run-{index}", names[index]) for index, run in enumerate(values)]
     comparisons = [
         comparison_view(runs[0], run, f"comparison-{index}", (names[0], names[index]))
         for index, run in enumerate(runs)
@@ -66,7 +68,7 @@ def render_runs(runs: Sequence[Run]) -> str:
         policy=_policy(script),
         style=Markup(_text("page.css")),  # noqa: S704
         script=Markup(script),  # noqa: S704
-        data=Markup(page_data(runs, names, found)),  # noqa: S704
+        data=Markup(page_data(values, names)),  # noqa: S704
     )
 
 
@@ -79,7 +81,7 @@ def _environment() -> "Environment":
     from markupsafe import Markup
 
     def finalize(value: object) -> object:
-        return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        return phrases.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     environment = Environment(
         loader=PackageLoader(__package__),
@@ -93,21 +95,33 @@ def _environment() -> "Environment":
         "budgets": phrases.budgets,
         "chosen_kernels": phrases.chosen_kernels,
         "conventions": phrases.conventions,
+        "extent": phrases.extent,
+        "facts": facts,
         "gap_outcome": phrases.gap_outcome,
         "gap_reasons": phrases.gap_reasons,
+        "gap_what": phrases.gap,
+        "level_legend": legend,
+        "level_notes": level_notes,
         "measured_level": phrases.measured_level,
-        "why_no_higher": lambda row: phrases.why_no_higher(row, width=LONGEST_REASON),
+        "why_no_higher": lambda row: phrases.cut(phrases.why_no_higher(row), LONGEST_REASON),
         "breakable": _breakable,
         "name": lambda text: phrases.cut(phrases.one_line(text), LONGEST_NAME),
         "brief": lambda text: phrases.cut(phrases.one_line(text), LONGEST),
         "plural": phrases.plural,
+        "notes_by_heading": notes_by_heading,
         "other_reasons": phrases.other_reasons,
         "averaged": averaged,
+        "shell": shlex.join,
         "time": measured_time,
+        "unmeasured": unmeasured_cases,
+        "verdict_counts": phrases.verdict_counts,
+        "what_happened": phrases.what_happened,
     }
     environment.globals |= {
         "levels": GRAPH_LEVELS,
         "row_tones": FUNCTION_TONES,
+        "function_rows": function_rows,
+        "provider_title": provider_title,
         "functions_legend": LEGEND,
         "tallest": TALLEST,
         "graphs_column": GRAPHS,

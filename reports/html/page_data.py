@@ -10,12 +10,11 @@ from typing import Any
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import notes_of
-from attncheck.reports.analysis.recommendation import known_needs, need_answers, needed_cases
+from attncheck.reports.analysis.recommendation import STANDINGS, known_needs, need_answers, needed_cases
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.verdicts import RunFindings
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.html.safe_text import clean_json
 from attncheck.reports.run_file.records import (
-    BUDGET_SHARE,
     OUTCOMES,
     Crashed,
     Errored,
@@ -27,13 +26,13 @@ from attncheck.reports.run_file.records import (
     Unsupported,
     XFailed,
     XPassed,
+    budget_share,
     graph_of,
     timing_of,
 )
-from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import Latency, Timing
-from attncheck.reports.speeds.speed import speeds
-from attncheck.reports.speeds.tables import case_id, fastest, suite_of
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.tables import case_id, fastest_of_cases, suite_of
 
 Json = dict[str, Any]
 
@@ -59,7 +58,7 @@ class _Pool:
         return f"[{','.join(self._numbers)}]"
 
 
-def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFindings]) -> str:
+def page_data(runs: Sequence[RunValues], names: Sequence[str]) -> str:
     """Return JSON of all records and speeds of the runs, which are called ``names``, for a ``<script>`` data element.
 
     ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, count, false claims, records]``; count
@@ -69,7 +68,7 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
     ``[run, backend, title, cases]``. ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds,
     spread, bytes a second, flops a second, share of the roofline, whether it is the fastest]``, times in nanoseconds.
     Backends, suites, checks, needs, repro commands and bodies are indices into lists of these names; counts, standings,
-    words, titles and shapes are indices into ``texts``.
+    words, titles and shapes are indices into ``texts``. ``standings``: headings by standing, best first.
     """
     pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros", "texts")}
     bodies = _Pool()
@@ -93,11 +92,11 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
             )
     answers: list[list[Any]] = []
     for index, run in enumerate(runs):
-        cases = needed_cases(run.records, found[index])
+        cases = needed_cases(run.records, run.found)
         for case in cases:
             claims = pools["needs"].number(", ".join(sorted(case.false)))
             groups[index, case.backend, case.case][5:7] = [pools["texts"].number(case.count), claims]
-        told = need_answers(known_needs(run.records, run.header), found[index], cases, run.header)
+        told = need_answers(known_needs(run.records, run.header), run.found, cases, run.header)
         answers += [
             [index, pools["backends"].number(backend), need, *map(pools["texts"].number, (each.standing, each.words))]
             for (backend, need), each in told.items()
@@ -109,13 +108,14 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
     ]
     blamed = [
         [index, pools["backends"].number(each.backend), pools["texts"].number(each.title), list(each.cases)]
-        for index in range(len(runs))
-        for each in found[index].findings
+        for index, run in enumerate(runs)
+        for each in run.found.findings
     ]
-    rows = [row for index, run in enumerate(runs) for row in _speed_rows(index, run, pools)]
+    rows = [row for index, run in enumerate(runs) for row in _speed_rows(index, run.speeds, pools)]
     members = {
         "runs": clean_json(names),
         "outcomes": clean_json(OUTCOMES),
+        "standings": clean_json(dict(STANDINGS)),
         **{kind: clean_json(pool.texts) for kind, pool in pools.items()},
         "bodies": bodies.json,
         "groups": clean_json(list(groups.values())),
@@ -128,12 +128,8 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
     return "{" + ",\n".join(f'"{name}":{text}' for name, text in members.items()).replace("<", "\\u003c") + "}"
 
 
-def _speed_rows(index: int, run: Run, pools: Mapping[str, _Pool]) -> list[list[Any]]:
-    found = speeds(run.records)
-    medians: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {}
-    for speed in found:
-        medians.setdefault((speed.case, speed.part), {})[speed.backend] = speed.medians_ns
-    first = {key: fastest(times) for key, times in medians.items()}
+def _speed_rows(index: int, found: Sequence[Speed], pools: Mapping[str, _Pool]) -> list[list[Any]]:
+    first = fastest_of_cases(found)
     return [
         [
             index,
@@ -158,16 +154,16 @@ def _speed_rows(index: int, run: Run, pools: Mapping[str, _Pool]) -> list[list[A
 def _body(record: Record) -> Json:
     """Return the fields that only this kind of record has, without empty ones."""
     told: Json = {"graph": _graph(record), "timing": _timing(timing_of(record))}
+    told["share"] = _figure(budget_share(record))
     match record:
         case Passed():
-            told |= {"notes": record.notes, "figures": _figures(record.figures), "share": _share(record.figures)}
+            told |= {"notes": record.notes, "figures": _figures(record.figures)}
         case Failed():
             told |= {
                 "what": phrases.what_happened(record),
                 "meaning": record.meaning,
                 "details": record.details,
                 "figures": _figures(record.figures),
-                "share": _share(record.figures),
             }
         case Errored():
             told |= {"what": phrases.what_happened(record), "trail": record.traceback}
@@ -229,12 +225,6 @@ def _latency(latency: Latency) -> list[Any]:
 
 def _figures(figures: Mapping[str, float]) -> dict[str, float | str | None]:
     return {name: _figure(value) for name, value in figures.items()}
-
-
-def _share(figures: Mapping[str, float]) -> float | str | None:
-    """Return the share of the error budget; NaN becomes ``inf``."""
-    share = figures.get(BUDGET_SHARE)
-    return "inf" if share is not None and math.isnan(share) else _figure(share)
 
 
 def _figure(value: float | None) -> float | str | None:

@@ -1,17 +1,12 @@
-"""Clean text of foreign code for a page; escaping for HTML is left to the templates."""
+"""JSON of foreign texts for a page; escaping for HTML is left to the templates."""
 
 import json
 import re
 from typing import Any
 
-from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.phrases import printable
 
 _UNUSUAL_JSON = re.compile(r"[^\x20-\x7e]|\\u00")
-
-
-def clean(text: str) -> str:
-    """Return ``text`` without control and formatting characters, such as those that change the writing direction."""
-    return phrases.printable(text)
 
 
 def clean_json(value: object) -> str:
@@ -32,9 +27,9 @@ def _dump(value: object) -> str:
 def _cleaned(value: Any) -> Any:
     match value:
         case str():
-            return clean(value)
+            return printable(value)
         case dict():
-            return {clean(name): _cleaned(member) for name, member in value.items()}
+            return {printable(name): _cleaned(member) for name, member in value.items()}
         case list() | tuple():
             return [_cleaned(member) for member in value]
         case _:

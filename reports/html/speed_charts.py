@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from attncheck.reports.html.curves import LengthPanel, least_work
 from attncheck.reports.html.drawing import INK, MUTED, SeriesStyle, chart, plot_area, text
 from attncheck.reports.html.units import bytes_, digits, rate, time
-from attncheck.reports.run_file.timings import Ceilings
-from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.speed import Speed, mean_ceilings
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -97,8 +96,8 @@ def build_chart(name: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesSt
 
 
 def _roofline(name: str, dtype: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> "Markup":
-    found = _ceilings(speeds)
-    copy, product = _middle(found, _copy), _middle(found, _product)
+    ceilings = mean_ceilings(speeds)[dtype]
+    copy, product = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
     ridge = product / copy
 
     def draw(figure: "Figure") -> None:
@@ -167,27 +166,10 @@ def _scatter(axes: "Axes", xs: Sequence[float], ys: Sequence[float], look: Serie
 
 def _least(speeds: Sequence[Speed]) -> list[tuple[int, float]]:
     """Return (least bytes to move, best time in nanoseconds) of each case; empty without measured ceilings."""
-    if not (ceilings := _ceilings(speeds)):
+    if not (ceilings := [*mean_ceilings(speeds).values()]):
         return []
-    copy, product = _middle(ceilings, _copy), _middle(ceilings, _product)
     work = {found for speed in speeds if (found := least_work(speed)) is not None}
-    return sorted((each.moved_bytes, max(each.moved_bytes / copy, each.flops / product) * 1e9) for each in work)
-
-
-def _ceilings(speeds: Sequence[Speed]) -> list[Ceilings]:
-    return [timing.ceilings for speed in speeds for timing in speed.timings if timing.ceilings is not None]
-
-
-def _copy(ceilings: Ceilings) -> float:
-    return ceilings.copy_bytes_per_s
-
-
-def _product(ceilings: Ceilings) -> float:
-    return ceilings.matmul_flops_per_s
-
-
-def _middle(ceilings: Sequence[Ceilings], which: Callable[[Ceilings], float]) -> float:
-    return math.exp(sum(math.log(which(each)) for each in ceilings) / len(ceilings))
+    return sorted((each.moved_bytes, ceilings[0].least_ns(each.moved_bytes, each.flops)) for each in work)
 
 
 def _by_backend(speeds: Sequence[Speed]) -> dict[str, list[Speed]]:

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.html.curves import length_panels
 from attncheck.reports.html.drawing import SeriesStyle, series_styles
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time
-from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
-from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.summary import summary_tables
-from attncheck.reports.speeds.tables import SpeedTable, fastest, speed_tables, suites_of
+from attncheck.reports.speeds.tables import SpeedTable, fastest_of_cases, speed_tables, suites_of
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -75,14 +75,14 @@ class SpeedView:
     notes: tuple[str, ...]
 
 
-def speed_view(run: Run, name: str) -> SpeedView | None:
+def speed_view(run: RunValues, name: str) -> SpeedView | None:
     """Return the view of a run's times, or None if it has none; ``name`` must be unique in the page."""
-    if not (found := speeds(run.records)):
+    if not (found := run.speeds):
         return None
     looks = series_styles(dict.fromkeys(speed.backend for speed in found))
     return SpeedView(
         summaries=summary_tables(found),
-        drawings=tuple(_drawings(run, found, looks, name)),
+        drawings=tuple(_drawings(run, looks, name)),
         looks=looks,
         bars=_bars(found, list(looks)),
         intervals="rounds" if any(len(speed.rounds) > 1 for speed in found) else "process",
@@ -91,8 +91,8 @@ def speed_view(run: Run, name: str) -> SpeedView | None:
     )
 
 
-def _drawings(run: Run, found: Sequence[Speed], looks: Mapping[str, SeriesStyle], name: str) -> list[TitledChart]:
-    forward = [speed for speed in found if speed.part == "forward"]
+def _drawings(run: RunValues, looks: Mapping[str, SeriesStyle], name: str) -> list[TitledChart]:
+    forward = [speed for speed in run.speeds if speed.part == "forward"]
     needs = {record.case: record.needs for record in run.records}
     drawings = [
         TitledChart(
@@ -104,13 +104,14 @@ def _drawings(run: Run, found: Sequence[Speed], looks: Mapping[str, SeriesStyle]
         TitledChart(f"Roofline, {dtype}", "what forward achieves, under what the device copies and multiplies", drawn)
         for dtype, drawn in roofline_charts(f"{name}-roofline", forward, looks).items()
     ]
-    if (drawn := build_chart(f"{name}-build", found, looks)) is not None:
+    if (drawn := build_chart(f"{name}-build", run.speeds, looks)) is not None:
         drawings.append(TitledChart("Build and forward", "above the line, making the metadata takes longer", drawn))
     return drawings
 
 
 def _bars(found: Sequence[Speed], backends: Sequence[str]) -> tuple[SuiteBars, ...]:
     forward = [speed for speed in found if speed.part == "forward"]
+    first = fastest_of_cases(forward)
     room, is_open = MOST_BARS, len(forward) <= OPEN_BARS
     suites = []
     for suite, members in suites_of(forward).items():
@@ -121,13 +122,12 @@ def _bars(found: Sequence[Speed], backends: Sequence[str]) -> tuple[SuiteBars, .
         for case, own in cases.items():
             if (room := room - len(own)) < 0:
                 break
-            shown.append(CaseBars(case, _case_bars(own, backends)))
+            shown.append(CaseBars(case, _case_bars(own, backends, first[case, "forward"])))
         suites.append(SuiteBars(suite, tuple(shown), len(cases) - len(shown), is_open))
     return tuple(suites)
 
 
-def _case_bars(own: Sequence[Speed], backends: Sequence[str]) -> tuple[SpeedBar, ...]:
-    first = fastest({speed.backend: speed.medians_ns for speed in own})
+def _case_bars(own: Sequence[Speed], backends: Sequence[str], first: str | None) -> tuple[SpeedBar, ...]:
     full = max(*(speed.interval_ns[1] for speed in own), *(speed.median_ns for speed in own)) / 100
     return tuple(
         SpeedBar(

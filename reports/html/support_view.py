@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.phrases import measured_level
-from attncheck.reports.analysis.support import SupportRow, SupportVerdict
+from attncheck.reports.analysis.support import SupportRow, SupportVerdict, by_size
 from attncheck.reports.run_file.graph_levels import GraphLevel
 
 Tone = Literal["good", "bad", "warn", "calm", "none"]
@@ -140,18 +140,8 @@ def _graph_cell(backend: str, levels: Sequence[LevelRow]) -> FeatureCell | None:
 
 
 def _values(rows: Sequence[SupportRow]) -> tuple[FormValues, ...]:
-    found: dict[Sign, list[tuple[str, str]]] = {}
-    for row in rows:
-        value = row.feature.partition("=")[2]
+    found: dict[Sign, list[str]] = {}
+    for row in sorted(rows, key=lambda row: by_size(row.value)):
         counted = f" ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else ""
-        found.setdefault(sign_of(row), []).append((value, f"{value}{counted}"))
-    return tuple(
-        FormValues(sign, tuple(shown for _, shown in sorted(found[sign], key=_by_size)))
-        for sign in SIGNS.values()
-        if sign in found
-    )
-
-
-def _by_size(value: tuple[str, str]) -> tuple[bool, int, str]:
-    text = value[0]
-    return not text.isdecimal(), int(text) if text.isdecimal() else 0, text
+        found.setdefault(sign_of(row), []).append(f"{row.value}{counted}")
+    return tuple(FormValues(sign, tuple(found[sign])) for sign in SIGNS.values() if sign in found)

@@ -36,9 +36,7 @@ def _block(block: Block, *, folds: bool) -> str:
             return "\n\n".join([f"**{_inline(title)}**", _items(items)]) if title else _items(items)
         case Table():
             rows = [[_inline(cell, markup.code_cell) for cell in row] for row in block.rows]
-            notes = [Item(note) for group in block.notes for note in group]
-            body = markup.table([*map(markup.escaped, block.headings)], rows)
-            return "\n\n".join([body, _items(notes)]) if notes else body
+            return markup.table([*map(markup.escaped, block.headings)], rows)
         case Code(text, language):
             return markup.fenced(text, language)
         case Folded(title, blocks) if folds:

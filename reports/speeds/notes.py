@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.analysis.phrases import one_line
 from attncheck.reports.analysis.reasons import without_figures
-from attncheck.reports.run_file.timings import Ceilings, DeviceState, Timing
-from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.run_file.timings import DeviceState
+from attncheck.reports.speeds.speed import Speed, by_backend, mean_ceilings, timings_of
 from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit, suites_of
 
 CLOCKS = {
@@ -52,7 +52,7 @@ def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Return notes on slowdowns, rounds, clocks, cache, ceilings and device, and on unsettled or throttled figures."""
-    parts = (_slowdowns, _rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
+    parts = (_slowdowns, rounds_note, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
 
 
@@ -67,16 +67,14 @@ def doubts(speeds: Sequence[Speed]) -> list[str]:
 def _slowdowns(speeds: Sequence[Speed]) -> Iterator[str]:
     """Yield the slowdown of each backend relative to the fastest, if it is at least 2 in any case."""
     for suite, members in suites_of([speed for speed in speeds if speed.part == "forward"]).items():
-        times: dict[str, dict[str, float]] = {}
-        for speed in members:
-            times.setdefault(speed.backend, {})[speed.case] = speed.median_ns
-        shared = set.intersection(*map(set, times.values()))
+        times = by_backend(members, "forward")
+        shared = sorted(set.intersection(*map(set, times.values())))
         if not shared:
             continue
-        means = {name: statistics.geometric_mean([own[case] for case in shared]) for name, own in times.items()}
+        means = {name: statistics.geometric_mean(own[case].median_ns for case in shared) for name, own in times.items()}
         first = min(means, key=lambda name: means[name])
         for name in (name for name in times if name != first):
-            ratios = {case: times[name][case] / times[first][case] for case in sorted(shared)}
+            ratios = {case: times[name][case].median_ns / times[first][case].median_ns for case in shared}
             least, most = (choose(ratios, key=lambda case: ratios[case]) for choose in (min, max))
             if ratios[most] >= _MUCH_SLOWER:
                 mean = means[name] / means[first]
@@ -86,7 +84,8 @@ def _slowdowns(speeds: Sequence[Speed]) -> Iterator[str]:
                 )
 
 
-def _rounds(speeds: Sequence[Speed]) -> Iterator[str]:
+def rounds_note(speeds: Sequence[Speed]) -> Iterator[str]:
+    """Yield the number of rounds, and how far their medians spread."""
     counts = {len(speed.rounds) for speed in speeds}
     spreads = [speed.spread for speed in speeds if speed.spread is not None]
     if spreads:
@@ -116,7 +115,7 @@ def _clocks(speeds: Sequence[Speed]) -> Iterator[str]:
 
 
 def _overheads(speeds: Sequence[Speed]) -> Iterator[str]:
-    found = [timing.overhead for timing in _timings(speeds) if timing.overhead is not None]
+    found = [timing.overhead for timing in timings_of(speeds) if timing.overhead is not None]
     if found:
         empty_us = statistics.median(each.empty_ns for each in found) / 1000
         replays = [each.replay_ns for each in found if each.replay_ns is not None]
@@ -125,13 +124,8 @@ def _overheads(speeds: Sequence[Speed]) -> Iterator[str]:
 
 
 def _ceilings(speeds: Sequence[Speed]) -> Iterator[str]:
-    found: dict[str, list[Ceilings]] = {}
-    for timing in _timings(speeds):
-        if timing.ceilings is not None:
-            found.setdefault(timing.ceilings.dtype, []).append(timing.ceilings)
-    for dtype, ceilings in found.items():
-        copy = statistics.geometric_mean(each.copy_bytes_per_s for each in ceilings)
-        product = statistics.geometric_mean(each.matmul_flops_per_s for each in ceilings)
+    for dtype, ceilings in mean_ceilings(speeds).items():
+        copy, product = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
         bandwidth, flops = rate_unit([copy], "B"), rate_unit([product], "FLOP")
         yield (
             f"ceilings measured in the same processes: copy {bandwidth.text(copy)} {bandwidth.name}, "
@@ -140,7 +134,7 @@ def _ceilings(speeds: Sequence[Speed]) -> Iterator[str]:
 
 
 def _device(speeds: Sequence[Speed]) -> Iterator[str]:
-    states = [timing.device for timing in _timings(speeds) if timing.device is not None]
+    states = [timing.device for timing in timings_of(speeds) if timing.device is not None]
     clocks = [state.sm_clock_mhz for state in states if state.sm_clock_mhz is not None]
     if clocks:
         most = max((state.max_sm_clock_mhz for state in states if state.max_sm_clock_mhz), default=None)
@@ -178,11 +172,6 @@ def _noted(speeds: Sequence[Speed]) -> Iterator[str]:
         count = len({note for note, _ in members})
         more = f" (one of {count} such notes)" if count > 1 else ""
         yield f"{one_line(members[0][0])}{more}: {_named([case for _, case in members])}"
-
-
-def _timings(speeds: Sequence[Speed]) -> tuple[Timing, ...]:
-    """Return each timing once, although it has latencies of several parts."""
-    return tuple({id(timing): timing for speed in speeds for timing in speed.timings}.values())
 
 
 def _named(cases: Sequence[str]) -> str:

@@ -5,12 +5,12 @@ The unit of observation is the process: samples of one process are correlated, s
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from attncheck.reports.run_file.records import Passed, Record, XPassed
-from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, StepPart, Timing
+from attncheck.reports.run_file.timings import PARTS, TIMING, Ceilings, Latency, StepPart, Timing
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,42 @@ def speeds(records: Iterable[Record]) -> tuple[Speed, ...]:
             if rounds and len(rounds) == len(timings):
                 found.append(Speed(backend, case, part, tuple(rounds), tuple(timings)))
     return tuple(found)
+
+
+def by_backend(speeds: Iterable[Speed], part: StepPart) -> dict[str, dict[str, Speed]]:
+    """Return the speeds of one part, by backend and case."""
+    found: dict[str, dict[str, Speed]] = {}
+    for speed in speeds:
+        if speed.part == part:
+            found.setdefault(speed.backend, {})[speed.case] = speed
+    return found
+
+
+def by_round(speeds: Sequence[Speed], combine: Callable[[Sequence[float]], float]) -> list[float]:
+    """Return ``combine`` of the cases' times in each round, or of their medians if cases differ in their rounds."""
+    if not speeds:
+        return []
+    if len({len(speed.rounds) for speed in speeds}) > 1:
+        return [combine([speed.median_ns for speed in speeds])]
+    return [combine(times) for times in zip(*(speed.medians_ns for speed in speeds), strict=True)]
+
+
+def timings_of(speeds: Iterable[Speed]) -> tuple[Timing, ...]:
+    """Return each timing once, although it appears in the speeds of several parts."""
+    return tuple({id(timing): timing for speed in speeds for timing in speed.timings}.values())
+
+
+def mean_ceilings(speeds: Iterable[Speed]) -> dict[str, Ceilings]:
+    """Return, by dtype, the geometric means of the ceilings measured with the times."""
+    found: dict[str, list[Ceilings]] = {}
+    for timing in timings_of(speeds):
+        if timing.ceilings is not None:
+            found.setdefault(timing.ceilings.dtype, []).append(timing.ceilings)
+    return {
+        dtype: Ceilings(
+            copy_bytes_per_s=statistics.geometric_mean(each.copy_bytes_per_s for each in members),
+            matmul_flops_per_s=statistics.geometric_mean(each.matmul_flops_per_s for each in members),
+            dtype=dtype,
+        )
+        for dtype, members in found.items()
+    }

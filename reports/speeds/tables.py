@@ -7,8 +7,9 @@ text, which the report format escapes.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import Speed
 
 FASTEST_ROUNDS = 5
@@ -39,7 +40,7 @@ class SpeedTable:
     """Headings and rows of one suite, without empty columns.
 
     ``has_fastest``: whether any row is marked. ``averaged``: the number of cases that means are averaged over; 0 if
-    each backend's mean is over its own cases.
+    each backend's mean is over its own cases. ``means``: by backend, the mean of ``forward`` over these cases.
     """
 
     suite: str
@@ -47,6 +48,7 @@ class SpeedTable:
     rows: tuple[tuple[str, ...], ...]
     has_fastest: bool = False
     averaged: int | None = None
+    means: Mapping[str, float] = field(default_factory=dict)
 
 
 def time_unit(nanoseconds: Iterable[float]) -> ColumnUnit:
@@ -102,6 +104,14 @@ def fastest(medians: Mapping[str, Sequence[float]]) -> str | None:
     return best if max(medians[best]) < min(others) else None
 
 
+def fastest_of_cases(speeds: Sequence[Speed]) -> dict[tuple[str, StepPart], str | None]:
+    """Return, by case and part, the backend that :func:`fastest` returns."""
+    medians: dict[tuple[str, StepPart], dict[str, Sequence[float]]] = {}
+    for speed in speeds:
+        medians.setdefault((speed.case, speed.part), {})[speed.backend] = speed.medians_ns
+    return {key: fastest(times) for key, times in medians.items()}
+
+
 def speed_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
     """Return a table for each suite with a row for each case, part and backend; ``forward`` rows include the build."""
     return tuple(_table(suite, members) for suite, members in suites_of(speeds).items())
@@ -109,36 +119,31 @@ def speed_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
 
 def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
     builds = {(speed.backend, speed.case): speed for speed in speeds if speed.part == "build"}
-    timed: dict[tuple[str, str], list[Speed]] = {}
-    for speed in speeds:
-        if speed.part != "build":
-            timed.setdefault((speed.case, speed.part), []).append(speed)
+    timed = [speed for speed in speeds if speed.part != "build"]
+    first = fastest_of_cases(timed)
+    place = {key: index for index, key in enumerate(first)}
     time = time_unit(speed.median_ns for speed in speeds)
     bandwidth = rate_unit((speed.bytes_per_s for speed in speeds), "B")
     flops = rate_unit((speed.flops_per_s for speed in speeds), "FLOP")
     repeated = any(speed.spread is not None for speed in speeds)
     rows = []
-    marked = False
-    for members in timed.values():
-        first = fastest({speed.backend: speed.medians_ns for speed in members})
-        marked = marked or first is not None
-        for speed in members:
-            build = builds.get((speed.backend, speed.case)) if speed.part == "forward" else None
-            mark = f" {FASTEST}" if speed.backend == first else ""
-            rows.append(
-                (
-                    case_id(speed),
-                    speed.part,
-                    speed.backend,
-                    time.text(speed.median_ns) + mark,
-                    spread_text(speed) if repeated else interval_text(speed, time),
-                    time.text(None if build is None else build.median_ns),
-                    str(len(speed.rounds)),
-                    bandwidth.text(speed.bytes_per_s),
-                    flops.text(speed.flops_per_s),
-                    share_text(speed.roofline_share),
-                )
+    for speed in sorted(timed, key=lambda speed: place[speed.case, speed.part]):
+        build = builds.get((speed.backend, speed.case)) if speed.part == "forward" else None
+        mark = f" {FASTEST}" if speed.backend == first[speed.case, speed.part] else ""
+        rows.append(
+            (
+                case_id(speed),
+                speed.part,
+                speed.backend,
+                time.text(speed.median_ns) + mark,
+                spread_text(speed) if repeated else interval_text(speed, time),
+                time.text(None if build is None else build.median_ns),
+                str(len(speed.rounds)),
+                bandwidth.text(speed.bytes_per_s),
+                flops.text(speed.flops_per_s),
+                share_text(speed.roofline_share),
             )
+        )
     headings = (
         "case",
         "part",
@@ -151,7 +156,7 @@ def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
         flops.name,
         "roofline",
     )
-    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), marked))
+    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), any(first.values())))
 
 
 def without_empty_columns(table: SpeedTable) -> SpeedTable:

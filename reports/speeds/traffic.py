@@ -4,12 +4,13 @@ A case counts only if every backend of its suite timed it, in the same run and t
 that were timed is shown for each backend.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.speeds.speed import Speed
-from attncheck.reports.speeds.tables import FASTEST, SpeedTable, case_id, fastest, suites_of, time_unit
+from attncheck.reports.speeds.speed import Speed, by_backend, by_round
+from attncheck.reports.speeds.tables import FASTEST, SpeedTable, fastest, suites_of, time_unit
 
 
 def traffic_tables(header: RunHeader, speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
@@ -17,20 +18,21 @@ def traffic_tables(header: RunHeader, speeds: Sequence[Speed]) -> tuple[SpeedTab
     weights: dict[str, dict[str, float]] = {}
     for case in header.cases:
         if case.weight is not None:
-            weights.setdefault(case.suite, {})[case.id] = case.weight
+            weights.setdefault(case.suite, {})[f"{case.suite}/{case.id}"] = case.weight
     forward = suites_of([speed for speed in speeds if speed.part == "forward"])
     return tuple(_table(suite, forward[suite], own) for suite, own in weights.items() if suite in forward)
 
 
 def _table(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) -> SpeedTable:
-    timed: dict[str, dict[str, Speed]] = {}
-    for speed in speeds:
-        if case_id(speed) in weights:
-            timed.setdefault(speed.backend, {})[case_id(speed)] = speed
+    timed = by_backend((speed for speed in speeds if speed.case in weights), "forward")
     shared = set.intersection(*map(set, timed.values())) if timed else set()
     all_calls = sum(weights.values())
     calls = sum(weights[case] for case in shared)
-    sums = {name: _sums([(weights[case], cases[case]) for case in sorted(shared)]) for name, cases in timed.items()}
+    own = [weights[case] for case in sorted(shared)]
+    sums = {
+        name: by_round([cases[case] for case in sorted(shared)], lambda times: sum(map(operator.mul, own, times)))
+        for name, cases in timed.items()
+    }
     means = {name: sum(rounds) / len(rounds) for name, rounds in sums.items() if rounds}
     unit = time_unit(means.values())
     least = min(means.values(), default=1.0)
@@ -46,16 +48,6 @@ def _table(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) ->
     )
     headings = ("backend", "calls timed", f"{calls / all_calls:.1%} of calls ({unit.name})", "times the least")
     return SpeedTable(suite, headings, rows, first is not None, len(shared))
-
-
-def _sums(weighted: Sequence[tuple[float, Speed]]) -> list[float]:
-    """Return the time of all calls in each round, or one for all rounds if cases differ in their number."""
-    rounds = {len(speed.rounds) for _, speed in weighted}
-    if not weighted:
-        return []
-    if len(rounds) > 1:
-        return [sum(weight * speed.median_ns for weight, speed in weighted)]
-    return [sum(weight * speed.medians_ns[index] for weight, speed in weighted) for index in range(*rounds)]
 
 
 def traffic_title(table: SpeedTable) -> str:

@@ -3,13 +3,12 @@
 Functions return text and print nothing. Colours are optional. Lines keep to the width, except commands to be copied.
 """
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.document import run as document
-from attncheck.reports.document.blocks import Block, Item, Items, Paragraph, SectionName
+from attncheck.reports.document.blocks import Block, Paragraph, SectionName
 from attncheck.reports.document.failures import errors as errors_of
 from attncheck.reports.document.failures import story_items
 from attncheck.reports.document.run_values import RunValues
@@ -83,11 +82,5 @@ def story(record: Record, header: RunHeader | None = None, *, width: int = WIDTH
 
 
 def _blocks(run: RunValues, *, quiet: bool = False, verbose: bool = False) -> list[Block]:
-    hint = f"times of each case: attncheck report {shlex.quote(run.path)} --section timings"
-    is_short = bool(run.speeds and run.path) and not (quiet or verbose)
-    return [
-        *document.blocks(run, QUIET if quiet else ORDER, whole=verbose),
-        *([Items((Item(hint, is_whole=True),))] if is_short else []),
-        *errors_of(run, whole=False),
-        Paragraph(run.closing(claims=True)),
-    ]
+    sections = document.blocks(run, QUIET if quiet else ORDER, whole=verbose)
+    return [*sections, *errors_of(run, whole=False), Paragraph(run.closing())]

@@ -2,9 +2,11 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from attncheck.reports.analysis.phrases import cut, printable
 from attncheck.reports.document.blocks import (
+    BREAK,
     Block,
     Code,
     Folded,
@@ -33,8 +35,8 @@ def render(blocks: Iterable[Block], style: Style) -> str:
 
 
 def line(text: Text, style: Style) -> str:
-    """Return a line, unwrapped and coloured if colours are enabled."""
-    return "".join(_span(span, style) for span in spans(text))
+    """Return a line up to a break, unwrapped and coloured if colours are enabled."""
+    return "".join(_span(span, style) for span in takewhile(lambda span: span is not BREAK, spans(text)))
 
 
 def items(members: Sequence[Item], style: Style, indent: str = "", *, is_cut: bool = False) -> str:
@@ -62,8 +64,8 @@ def _block(block: Block, style: Style) -> str:
             return _table(block, style)
         case Code(text):
             return textwrap.indent(printable(text).rstrip(), "  ")
-        case Folded(_, blocks):
-            return render(blocks, style)
+        case Folded():
+            return ""
 
 
 def _span(span: Span, style: Style) -> str:
@@ -80,8 +82,6 @@ def _table(block: Table, style: Style) -> str:
     if block.is_turned:
         return style.turned_table(rows)
     heading, told = style.table_rows(rows, is_named=block.is_named)
-    for index, notes in enumerate(block.notes):
-        told[index] = "\n".join([told[index], *(style.wrap(line(note, style), "  ") for note in notes)])
     return "\n".join([heading, *told] if heading else told)
 
 

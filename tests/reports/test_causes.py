@@ -128,7 +128,7 @@ def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: 
 
 def test_a_silent_death_is_told_as_well(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("crashed", cause="left with exit code 3")])
-    assert "\n    left with exit code 3 during check numerics\n    repeat: " in text
+    assert "\nfinding 1 of 1, reference: left with exit code 3 during check numerics\n" in text
 
 
 def test_what_a_process_printed_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:

@@ -1,9 +1,8 @@
 """CUDA-graph levels of many cases: numbers add up, cases have names, and what is alike is told once."""
 
+import re
 from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
 from attncheck.reports.run_file.header import RunHeader
@@ -30,44 +29,29 @@ def broken(declared: str, reason: str = "figures 7", *, behind: int = 3) -> dict
     return {"declared": declared, "measured": SINGLE, "recorder": "emulated", "probes": probes}
 
 
-@pytest.fixture
-def level_lines(asked: RunHeader) -> Callable[..., list[str]]:
-    """The lines of the terminal's table of levels, from its headings to its legend."""
-
-    def lines(*records: Record) -> list[str]:
-        text = terminal.render(asked, records)
-        return text[text.index("CUDA-graph levels") : text.index("\n\nemulated: ")].split("\n\n", 1)[1].splitlines()
-
-    return lines
-
-
 def test_places_of_one_violation_are_joined_wherever_a_reason_is_told(
     graph: Make, asked: RunHeader, as_markdown: AsMarkdown
 ) -> None:
     record = graph("failed", broken("ALWAYS", PLACES), summary=f"declared ALWAYS: {PLACES}")
     for text in (terminal.render(asked, [record]), as_markdown(record)):
-        assert text.count("wrong.py:9, 12 in forward") >= 2
+        assert "wrong.py:9, 12 in forward" in text
         assert "wrong.py:12 in" not in text
 
 
-def test_how_a_backend_was_measured_is_told_once(
-    graph: Make, asked: RunHeader, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
-) -> None:
+def test_how_a_backend_was_measured_is_told_once(graph: Make, asked: RunHeader, as_markdown: AsMarkdown) -> None:
     note = "over huge numbers, since NaN | leaks"
     records = [
         graph("passed", broken(declared) | {"notes": [note]}, backend="Wrong", case_id=declared)
         for declared in (SINGLE, "NEVER")
     ]
-    assert not [line for line in level_lines(graph("passed", broken(SINGLE)), *records) if "huge" in line]
+    assert note not in terminal.render(asked, records)
     assert terminal.render(asked, records, verbose=True).count(note) == 1
     text = as_markdown(graph("passed", broken(SINGLE)), *records)
     assert text.count("huge") == 1
     assert "\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n" in text
 
 
-def test_a_reason_that_rows_of_a_backend_share_is_told_once(
-    graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
-) -> None:
+def test_a_reason_that_rows_of_a_backend_share_is_told_once(graph: Make, as_markdown: AsMarkdown) -> None:
     records = [
         graph("passed", broken("NEVER"), case_id="a"),
         graph("passed", broken("NEVER"), case_id="b"),
@@ -84,22 +68,12 @@ def test_a_reason_that_rows_of_a_backend_share_is_told_once(
         ("reference", "UNIFORM_BATCH", False),
         ("Wrong", SINGLE, False),
     ]
-    lines = level_lines(*records)
-    assert [line for line in lines if "broke at" in line] == [
-        f"  broke at verify (UNIFORM_BATCH): {reason}" for reason in ("figures 7", "as above", "figures 9", "figures 7")
-    ]
-    assert as_markdown(*records).count("broke at verify (UNIFORM_BATCH): as above") == 1
-
-
-def test_rows_of_a_backend_say_which_cases_they_hold(graph: Make, level_lines: Callable[..., list[str]]) -> None:
-    records = [graph("passed", broken("NEVER"), case_id=name) for name in "ab"]
-    assert not [line for line in level_lines(*records) if "smoke/" in line]
-    lines = level_lines(*records, graph("passed", broken(SINGLE), case_id="window"))
-    assert [line for line in lines if "smoke/" in line] == ["  cases such as smoke/a", "  case smoke/window"]
+    reasons = re.findall(r"broke at verify \(UNIFORM_BATCH\): ([\w ]+) \|", as_markdown(*records))
+    assert reasons == ["figures 7", "as above", "figures 9", "figures 7"]
 
 
 def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(
-    make: Make, graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
+    make: Make, graph: Make, as_markdown: AsMarkdown
 ) -> None:
     records = [
         graph("passed", broken(SINGLE), case_id="a"),
@@ -111,19 +85,13 @@ def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(
         graph("passed", broken(SINGLE), backend="Wrong", case_id="a"),
     ]
     assert unmeasured_cases(records) == {"reference": {"errored": 2, "crashed": 1}}
-    lines = level_lines(*records)
-    assert lines[3] == "  and 2 cases errored, 1 case crashed"
-    assert lines[4].startswith("Wrong")
     text = as_markdown(*records)
     assert "| reference | - | **errored** | 2 | - | - | - | - |\n" in text
     assert f"| reference | - | **crashed** | 1 | - | - | - | - |\n| Wrong | {SINGLE} |" in text
 
 
-def test_a_backend_without_any_level_is_named_beside_those_that_have_one(
-    graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
-) -> None:
+def test_a_backend_without_any_level_is_named_beside_those_that_have_one(graph: Make, as_markdown: AsMarkdown) -> None:
     records = [graph("errored", None), graph("passed", broken("NEVER"), backend="Wrong")]
-    assert level_lines(*records)[-1] == "reference: 1 case errored"
     assert "| Wrong | NEVER |" in (text := as_markdown(*records))
     assert "| reference | - | **errored** | 1 | - | - | - | - |\n\n" in text
 

@@ -69,7 +69,7 @@ def test_shards_that_are_not_all_are_refused(part, shards, words):
 
 
 def test_a_shard_that_was_cut_off_is_refused(part):
-    with pytest.raises(RunFileError, match=r"2of2\.jsonl: was cut off"):
+    with pytest.raises(RunFileError, match=r"2of2\.jsonl: is incomplete; run that shard again"):
         merge_runs([part("1/2"), part("2/2", complete=False)])
 
 

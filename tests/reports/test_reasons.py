@@ -1,8 +1,8 @@
-"""Reasons are made short without a loss: joined where only lines differ, cut between words."""
+"""Reasons that differ only in lines of code, or in a figure, are joined."""
 
 import pytest
 
-from attncheck.reports.analysis.reasons import joined, listed, shortened, without_first_figure
+from attncheck.reports.analysis.reasons import joined, listed, without_first_figure
 
 SHAPE = "data-dependent shape: x[...] (aten.index)"
 
@@ -43,23 +43,6 @@ def test_what_differs_in_its_line_alone_is_joined(reason: str, short: str) -> No
 )
 def test_whatever_differs_in_more_stays(reason: str) -> None:
     assert joined(reason) == reason
-
-
-@pytest.mark.parametrize(
-    ("reason", "width", "short"),
-    [
-        ("abc def", 7, "abc def"),
-        ("abc defg hij", 11, "abc ..."),
-        ("abc defg hij", 12, "abc defg hij"),
-        ("abc defg hijk", 12, "abc defg ..."),
-        ("first part; second part here", 20, "first part; ..."),
-        ("one; second part here and there", 24, "one; second part ..."),
-        ("a" * 30, 10, "aaaaaaa..."),
-    ],
-)
-def test_a_reason_ends_after_a_clause_or_a_word(reason: str, width: int, short: str) -> None:
-    assert shortened(reason, width) == short
-    assert len(short) <= width
 
 
 def test_reasons_that_differ_in_their_first_figure_list_it() -> None:

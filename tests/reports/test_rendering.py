@@ -95,8 +95,8 @@ def test_terminal_names_the_version_of_a_foreign_backend(header: RunHeader, reco
 def test_terminal_says_what_was_not_examined_and_why(header: RunHeader, records: list[Record]) -> None:
     text = " ".join(terminal.render(header, records, run_file=Path("a run.jsonl")).split())
     assert (
-        "not examined: 3 checks of 3 cases (1 reason) list them: --verbose, "
-        "or attncheck report 'a run.jsonl' --section unexamined"
+        "not examined: 3 checks of 3 cases (1 reason) in full: --verbose, "
+        "or attncheck report 'a run.jsonl' --section unexamined as well: --section expected"
     ) in text
     assert REASON not in text
     for whole in (
@@ -107,6 +107,19 @@ def test_terminal_says_what_was_not_examined_and_why(header: RunHeader, records:
 
 
 WIDTHS = (60, 80, 120, 200)
+CANDIDATES = Path(__file__).parents[2] / "docs" / "evidence" / "cpu-2026-11-23" / "candidates.jsonl.xz"
+
+
+def test_a_run_of_all_candidates_that_passes_is_one_screen_below_its_table() -> None:
+    run = read_run(CANDIDATES)
+    for width in (80, 120):
+        lines = terminal.render_run(run, width=width).splitlines()
+        table = max(index for index, line in enumerate(lines) if line.startswith("not examined  "))
+        assert len(lines) - table - 1 <= 24
+        command, also = lines[-4:-2]
+        assert [line for line in lines if len(line) > width] == [command] * (len(command) > width)
+        assert command == f"in full: --verbose, or attncheck report {CANDIDATES} --section unexamined"
+        assert also == "as well: --section graph-levels"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -177,28 +190,32 @@ def test_terminal_keeps_to_100_columns_but_never_breaks_a_command(header: RunHea
 CAUSES = ("the window", "the soft cap", "the sinks", "the slopes", "the scale", "the mask", "the page", "the head")
 
 
-def test_terminal_shows_a_few_findings_in_full_and_a_line_of_each_other(header: RunHeader, make: Make) -> None:
+def test_a_run_of_many_findings_has_a_few_examples_and_counts_the_rest(header: RunHeader, make: Make) -> None:
     records = [
         make("failed", case_id=f"c{number}.{cause}", meaning=f"{cause} is ignored")
-        for number, cause in enumerate(CAUSES)
+        for number, cause in enumerate((*CAUSES, "a row", "a token", "a layer"))
     ]
     records += [make("failed", case_id="more", meaning="the head is ignored")]
-    text = terminal.render(header, [*records, make("failed", backend="Wrong", meaning="the window is ignored")])
-    shown = [cause for cause in CAUSES if f"finding {CAUSES.index(cause) + 1} of 8" in text]
-    assert shown == list(CAUSES)
-    assert text.count("repeat: ") == 6 + 1
-    assert paragraph(text, "finding 1 of 8").startswith("finding 1 of 8, reference: the head is ignored 2 cases")
-    further = paragraph(text, "further findings")
-    for number, cause in ((7, "the mask"), (8, "the page")):
-        assert f"finding {number} of 8, reference: {cause} is ignored: 1 case, check numerics" in further
-    assert paragraph(text, "finding 1 of 1, Wrong: the window is ignored")
-
-
-def test_the_command_that_shows_all_names_the_run_file(header: RunHeader, make: Make) -> None:
-    records = [make("failed", case_id=f"c{number}", meaning=cause) for number, cause in enumerate(CAUSES)]
+    records += [make("failed", backend="Wrong", meaning="the window is ignored")]
     text = terminal.render(header, records, run_file=Path("results/one.jsonl"))
-    assert "\n  in full: attncheck report results/one.jsonl --section failures\n" in text
-    assert "in full: " not in terminal.render(header, records[:6])
+    assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("finding ")] == [
+        "finding 1 of 11, reference",
+        "finding 1 of 1, Wrong",
+        *(f"finding {number} of 11, reference" for number in range(2, 10)),
+    ]
+    assert paragraph(text, "finding 1 of 11").startswith("finding 1 of 11, reference: the head is ignored 2 cases")
+    assert text.count("example: ") == 3
+    assert text.count("repeat: ") == 3 + 7
+    assert "finding 4 of 11, reference: the sinks is ignored: 1 case, check numerics\n  repeat: attncheck" in text
+    assert (
+        "and 2 more findings\n  in full: --verbose, or attncheck report results/one.jsonl --section failures\n" in text
+    )
+    assert "more finding" not in terminal.render(header, records[:10])
+
+
+def test_a_finding_has_three_lines_of_details(header: RunHeader, make: Make) -> None:
+    text = terminal.render(header, [make("failed", details=["one\ntwo", "three", "four", "five"])])
+    assert "\n    three\n    and 2 more lines\n    repeat: " in text
 
 
 def test_terminal_tells_what_all_checks_say_once(header: RunHeader, make: Make) -> None:
@@ -229,23 +246,11 @@ def test_messages_cannot_drive_the_terminal(header: RunHeader, make: Make) -> No
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)
 
 
-def test_suites_get_a_table_when_there_are_several(header: RunHeader, make: Make) -> None:
-    text = terminal.render(header, [make("passed"), make("failed", suite="mine")])
-    table = text.split("\n\n")[2]
-    assert [line.split() for line in table.splitlines()] == [["backend", "smoke", "mine"], ["reference", "1/1", "0/1"]]
-    assert terminal.render(header, [make("passed")]).count("smoke") == 0
-
-
-def test_many_backends_stand_below_each_other_in_it(header: RunHeader, make: Make) -> None:
-    names = [f"a_backend_of_a_long_name_{number}" for number in range(7)]
-    header = header.model_copy(update={"backends": tuple(BackendInfo(name=name, ref=name) for name in names)})
-    records = [make("passed", backend=name, suite=suite) for name in names[1:] for suite in ("smoke", "mine")]
-    text = terminal.render(header, [*records, make("failed", backend=names[0], suite="mine")])
-    (table,) = (part for part in text.split("\n\n") if re.match(r"backend +(smoke|mine) +(smoke|mine)\n", part))
-    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()[1:]}
-    assert sorted(rows) == names
-    assert rows[names[3]] == ["1/1", "1/1"]
-    assert sorted(rows[names[0]]) == ["-", "0/1"]
+def test_suites_have_a_table_in_the_whole_section_alone(header: RunHeader, make: Make) -> None:
+    records = (make("passed"), make("failed", suite="mine"))
+    text = terminal.render_sections(Run("run.jsonl", header, records), ["table"])
+    assert re.search(r"\nbackend +smoke +mine +not *\n +examined *\nreference 0.1.0 +1/1 +0/1 +-\n", text)
+    assert terminal.render(header, [make("passed"), make("passed", suite="mine")]).count("smoke") == 0
 
 
 def test_a_run_of_nothing_says_so(header: RunHeader) -> None:

@@ -105,8 +105,8 @@ def lines_of(path: Path) -> list[str]:
     [
         (lambda lines: [], None, "is empty"),
         (lambda lines: ["\n", "  "], None, "is empty"),
-        (lambda lines: lines[1:], 1, "has no header"),
-        (lambda lines: ["suite: smoke", *lines], 1, "no run file"),
+        (lambda lines: lines[1:], 1, "is not a run file: its first line lacks kind 'header'"),
+        (lambda lines: ["suite: smoke", *lines], 1, "is not a run file"),
         (lambda lines: ['{"kind": "header", "format": 2}', *lines[1:]], 1, "format 2; this attncheck reads format 1"),
         (lambda lines: [lines[0], *lines], 2, "second header"),
         (lambda lines: [lines[0], "{", *lines[1:]], 2, "not a line of JSON"),
@@ -192,5 +192,5 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(RunFileError, match="no run file"):
+    with pytest.raises(RunFileError, match="is not a run file"):
         read_run(tmp_path / "run.jsonl")

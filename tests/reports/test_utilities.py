@@ -39,7 +39,7 @@ def mine(header: RunHeader) -> RunHeader:
 def test_rows_show_counts_and_a_dash_for_none(function: Make) -> None:
     figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
     (row,) = function_rows([function("f", figures=figures)], "mine")
-    assert row.cells == ("f", "drifted", "9", "7", "2", "-", "-")
+    assert (row.name, row.word, *row.counts) == ("f", "drifted", "9", "7", "2", "-", "-")
     assert function_rows([function("f")], "another") == ()
 
 
@@ -60,7 +60,11 @@ def test_functions_of_which_the_same_is_known_share_a_sentence(function: Make) -
 
 def test_what_a_provider_lacks_is_no_departure(function: Make, mine: RunHeader) -> None:
     records = [function("g"), function("f", "unsupported", reasons=["offers nothing of that name"])]
-    for text in (terminal.render(mine, records), markdown.render_run(Run("a.jsonl", mine, tuple(records)))):
+    assert "offers nothing" not in terminal.render(mine, records)
+    for text in (
+        terminal.render(mine, records, verbose=True),
+        markdown.render_run(Run("a.jsonl", mine, tuple(records))),
+    ):
         *_, heading = (line for line in text.partition("offers nothing")[0].splitlines()[:-1] if line)
         assert heading.strip("*") == "missing"
         assert "known departures" not in text
@@ -87,7 +91,7 @@ def test_functions_that_are_wrong_are_told_with_the_line_that_repeats_them(funct
     records = [function(f"f{n}", "failed", summary=f"{n} of 9 differ") for n in range(1, 6)]
     text = terminal.render(mine, records)
     assert [n for n in range(1, 6) if f"failed  mine  f{n}\n  {n} of 9 differ\n  repeat: " in text] == [1, 2, 3]
-    assert "\n\nnot shown here: mine: 2 (" in text
+    assert "\n\nand 2 more functions\n  in full: --verbose\n" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -1,13 +1,6 @@
 /* Which backends are right for what a reader needs: the rules of attncheck.reports.analysis.recommendation. */
 
-const STANDINGS = {
-  "right": ["right in every case that needs all of this", "good"],
-  "right in each": ["right for each need alone, in no case that needs all of this", "good"],
-  "wrong": ["wrong", "bad"],
-  "declared": ["declared, not measured", "calm"],
-  "not declared": ["not declared", "none"],
-  "not asked": ["not asked: no case tells", "none"],
-};
+const STANDING_TONES = { "right": "good", "right in each": "good", "wrong": "bad", "declared": "calm" };
 
 /* Of one run: a map of backends, each with what the run says of every need alone. */
 function answersOf(run) {
@@ -50,7 +43,7 @@ function suitability(run, backend, answers, own, needs) {
     return { backend, standing: "right", cases: right,
       words: `${right.length} case${right.length === 1 ? "" : "s"}${only}` };
   }
-  const standing = ["wrong", "not declared", "not asked", "declared"].find(has) || "right in each";
+  const standing = ["wrong", "not declared", "not tried", "declared"].find(has) || "right in each";
   const short = standing === "wrong" ? own.filter((group) => group.became === "short" && needs.some((need, index) =>
     alone[index].standing === "wrong" && group.needed.has(need))) : [];
   return { backend, standing,
@@ -98,9 +91,9 @@ function showRecommended(finder) {
   const found = needs.length ? recommended(run, needs) : [];
   const link = (each) => element("a", { class: "look", href: "#records", "data-look": "", "data-run": run,
     "data-backend": each.backend, "data-words": needs.join(" ") }, breakable(each.backend));
-  finder.querySelector(".found").replaceChildren(...Object.entries(STANDINGS).flatMap(([standing, [title, tone]]) => {
+  finder.querySelector(".found").replaceChildren(...Object.entries(catalogue.standings).flatMap(([standing, title]) => {
     const members = found.filter((each) => each.standing === standing);
-    return members.length ? [element("p", { class: "standing" }, chip(title, tone)),
+    return members.length ? [element("p", { class: "standing" }, chip(title, STANDING_TONES[standing] || "none")),
       element("ul", { class: "plain" }, members.map((each) =>
         element("li", {}, element("strong", {}, link(each)), ` ${each.words}`)))] : [];
   }));

@@ -69,7 +69,7 @@ def test_a_rewritten_case_is_another_question(compare: Compare, make: Make) -> N
     )
     assert found.outcomes == ()
     assert found.changed_cases == ("smoke/edge",)
-    with pytest.raises(QuestionError, match=r"no case of a backend in common; 1 case of the same name changed"):
+    with pytest.raises(QuestionError, match=r"no case of the same backend; 1 case of the same name changed"):
         compare([make("passed")], [make("failed", case_hash="ffffffffffff")])
 
 

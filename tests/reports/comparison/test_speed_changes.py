@@ -11,7 +11,6 @@ from attncheck.reports.comparison.speed_changes import (
     ComparisonTerms,
     SpeedChange,
     SpeedPair,
-    clock_step,
     compare_speeds,
 )
 from attncheck.reports.comparison.thresholds import parse_thresholds
@@ -97,7 +96,7 @@ def test_pairs_that_are_not_tested_leave_the_others_their_level(speed: MakeSpeed
 
 def test_times_of_a_coarse_clock_are_not_told_apart_by_a_step(speed: MakeSpeed) -> None:
     base, new = speed([10_240.0] * 10, samples=[10_240, 10_752]), speed([10_752.0] * 10, samples=[10_240, 10_752])
-    assert clock_step(base, new) == pytest.approx(0.05)
+    assert SpeedPair("fast", base, new).clock_step == pytest.approx(0.05)
     change = one(base, new)
     assert change.verdict == "cannot tell"
     assert "the clock counts in steps of 5.0%" in change.reason

@@ -33,7 +33,7 @@ def test_a_row_for_each_record_of_each_run(write: Write, make: Make) -> None:
         "unsupported": "head_size 80 is not one of 64, 128",
         "unavailable": "needs CUDA",
         "xfailed": "failed: 7 of 40 rows (expected: known)",
-        "xpassed": "passed, but was expected not to pass: known",
+        "xpassed": "passed, though expected to fail: known; remove or narrow this expectation",
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.html.page_data import page_data
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Unsupported, XFailed, XPassed
 from attncheck.reports.run_file.store import Run
@@ -14,7 +14,7 @@ from attncheck.reports.run_file.store import Run
 
 def data_of(run: Run) -> Any:
     """The data of a page with this run alone."""
-    return json.loads(page_data([run], ["run"], [run_findings(run.records, run.header)]))
+    return json.loads(page_data([RunValues.of(run)], ["run"]))
 
 
 @pytest.fixture

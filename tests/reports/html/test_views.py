@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.analysis.findings import findings
+from attncheck.reports.analysis.findings import by_check
 from attncheck.reports.analysis.graph_levels import level_rows
-from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.support import SupportRow
-from attncheck.reports.html.finding_view import expected, finding_views
+from attncheck.reports.document.run_values import RunValues
+from attncheck.reports.html.finding_view import finding_views
 from attncheck.reports.html.speed_view import speed_view
 from attncheck.reports.html.support_view import support_matrix
 from attncheck.reports.run_file.causes import EVIDENCE
@@ -96,17 +96,16 @@ def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with
         )
     )
     run = run_with(records, cases=cases)
-    window, crash = finding_views(findings(run.records, run.header), summarise(records), run.header)
-    assert (window.title, window.evidence, window.meaning) == ("the window is ignored", "its truth fits all rows", "")
-    assert window.extent == "2 cases, checks numerics and lse"
-    assert window.common == "layer.sliding_window is given in all 2 that fail; not in the one that passes"
-    assert (window.record.case_id, window.shape, window.description) == ("small", "2 heads", "a small one")
+    window, crash = finding_views(RunValues.of(run))
+    assert window.finding.title == "the window is ignored"
+    assert (window.evidence, window.meaning) == ("its truth fits all rows", "")
+    assert window.finding.example.case_id == "small"
     assert [other.case_id for other in window.others] == ["large"]
     assert window.figures == {"rows": "40"}
-    assert (crash.record.outcome, crash.trail) == ("crashed", "last words")
+    assert (crash.finding.example.outcome, crash.trail) == ("crashed", "last words")
 
 
-def test_expected_failures_stand_by_reason_and_check(record_of: Any) -> None:
+def test_expected_failures_stand_by_reason_and_check(record_of: Any, run_with: Any) -> None:
     records = [
         record_of(XFailed, case_id=case, check=check, underlying="failed", summary="s", reason=reason)
         for case, check, reason in (
@@ -116,7 +115,8 @@ def test_expected_failures_stand_by_reason_and_check(record_of: Any) -> None:
             ("d", "lse", "x"),
         )
     ]
-    assert [(each.first.case_id, each.further) for each in expected(records)] == [("a", 1), ("c", 0), ("d", 0)]
+    found = [each for finding in RunValues.of(run_with(records)).found.findings for each in by_check(finding)]
+    assert [(first.case_id, further) for first, further in found] == [("a", 1), ("c", 0), ("d", 0)]
 
 
 def bars(view: Any) -> dict[str, list[tuple[str, bool]]]:
@@ -126,18 +126,18 @@ def bars(view: Any) -> dict[str, list[tuple[str, bool]]]:
 
 
 def test_the_fastest_is_named_only_outside_of_the_noise(timed: Any, run_with: Any) -> None:
-    enough = speed_view(run_with(timed(["one", "two"], (4096,), rounds=5)), "run")
+    enough = speed_view(RunValues.of(run_with(timed(["one", "two"], (4096,), rounds=5))), "run")
     assert set(map(tuple, bars(enough).values())) == {(("one", True), ("two", False))}
-    few = speed_view(run_with(timed(["one", "two"], (4096,), rounds=4)), "run")
+    few = speed_view(RunValues.of(run_with(timed(["one", "two"], (4096,), rounds=4))), "run")
     # As fast as the second, whose factor is 1.65 where the first has 1.3.
-    even = speed_view(run_with(timed(["one", "two"], (65536,), rounds=5, slower=1.65 / 1.3)), "run")
+    even = speed_view(RunValues.of(run_with(timed(["one", "two"], (65536,), rounds=5, slower=1.65 / 1.3))), "run")
     for view in (few, even):
         assert not any(is_fastest for case in bars(view).values() for _, is_fastest in case)
 
 
 def test_bars_of_a_case_share_a_scale_from_zero(timed: Any, run_with: Any) -> None:
     records = timed(["one", "two"], (4096,), rounds=3)
-    (suite,) = speed_view(run_with(records), "run").bars
+    (suite,) = speed_view(RunValues.of(run_with(records)), "run").bars
     case = next(case for case in suite.cases if case.case == "lengths/decode.4096")
     medians = {
         name: [
@@ -156,12 +156,12 @@ def test_bars_of_a_case_share_a_scale_from_zero(timed: Any, run_with: Any) -> No
 
 def test_cases_beyond_the_room_are_counted(timed: Any, run_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attncheck.reports.html.speed_view.MOST_BARS", 5)
-    (suite,) = speed_view(run_with(timed(["one", "two"], (512, 1024, 2048))), "run").bars
+    (suite,) = speed_view(RunValues.of(run_with(timed(["one", "two"], (512, 1024, 2048)))), "run").bars
     assert (len(suite.cases), suite.left_out) == (2, 4)
 
 
 def test_a_run_without_times_has_no_speeds(record_of: Any, run_with: Any) -> None:
-    assert speed_view(run_with([record_of(Passed)]), "run") is None
+    assert speed_view(RunValues.of(run_with([record_of(Passed)])), "run") is None
 
 
 def colours() -> Iterator[tuple[str, tuple[str, str]]]:
