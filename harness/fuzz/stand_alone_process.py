@@ -94,7 +94,8 @@ def _target(ref: str, backend: type[AttentionBackend], functions: dict[str, Call
     for name in names.values():
         if "<locals>" in name or file is None:
             raise NotExpressibleError(f"{name} is defined within a function, and cannot be imported")
-    is_file = module.startswith("attncheck_file_")
+    # A module of its own is loaded by its path, since its folder may not be on sys.path.
+    is_file = "." not in module and Path(file or "").name != "__init__.py"
     ours = _imports_of_attncheck(Path(file or ""))
     needs = "attncheck" if module.startswith("attncheck.") or (ours and not (functions and is_file)) else ""
     if not is_file:

@@ -157,6 +157,19 @@ def test_what_may_be_refused_is_right_if_it_is(
     assert run_here(tmp_path, monkeypatch, capsys)[0] == 1
 
 
+@pytest.mark.usefixtures("kept")
+def test_a_function_of_another_module_is_loaded_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kernel_beside.py").write_text(FUNCTION, encoding="utf-8")
+    wrapper = "import kernel_beside\nMine = kernel_beside.kernel_backend(kernel_beside.attend, name='mine')\n"
+    write_for(tmp_path, wrapper.replace("name='mine'", "name='mine', features=('lse',)"), "Mine")
+    monkeypatch.undo()
+    del sys.modules["kernel_beside"]
+    assert run_here(tmp_path, monkeypatch, capsys)[0] == 1
+
+
 @pytest.mark.slow
 def test_a_wrong_function_is_shown_without_attncheck_until_it_is_mended(tmp_path: Path) -> None:
     assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
