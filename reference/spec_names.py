@@ -23,53 +23,53 @@ class CheckInfo:
 
 CHECKS: Mapping[str, CheckInfo] = {
     "numerics": CheckInfo(
-        "every real output row of every head lies within the error budget of the float64 truth",
-        "errors below the rounding of the layer's dtype, and keys whose weight lies below it",
+        "every output row of every head is within the error budget of the float64 reference",
+        "errors below the rounding of the layer's dtype, and keys whose weight is below it",
     ),
     "lse": CheckInfo(
-        "the log-sum-exp is right: natural log, -inf exactly where a row sees nothing",
+        "the log-sum-exp is right, and -inf exactly where a row sees no key",
         "whether the backend uses the same LSE when it merges partial results itself",
     ),
     "cache_write": CheckInfo(
-        "exactly the mapped slots hold exactly the new K/V, slot -1 wrote nowhere, inputs are unchanged",
-        "writes outside the cache's own memory",
+        "the mapped slots hold exactly the new K/V, no other byte of the cache changes, inputs are unchanged",
+        "writes outside the cache",
     ),
     "containment": CheckInfo(
-        "NaN, Inf and huge values in memory the batch does not own never reach the output",
+        "NaN, Inf and huge values in memory that the batch does not own do not change the output",
         "reads whose result is discarded",
     ),
     "features": CheckInfo(
-        "a modifier turned off or moved, on another layer of the process, changes the output as it changes the truth",
-        "what is kept between layers that differ in something else",
+        "another layer in the same process, with one modifier off or moved, gets its own right output",
+        "state shared by layers that differ in something else",
     ),
     "determinism": CheckInfo(
         "equal inputs give equal bits in output, LSE and cache, on the same impl and on a new one",
-        "what differs between processes or machines",
+        "differences between processes or machines",
     ),
     "invariance": CheckInfo(
-        "what must not matter does not: strides, order and composition of the batch, pages, spare room, earlier steps",
-        "what the variations of a case leave alone, and rows that are wrong in the first step",
+        "right rows stay right with other strides, request orders, pages, padding, layers and earlier steps",
+        "properties that no variation of a case changes, and rows that are wrong in the first step",
     ),
     "builder": CheckInfo(
-        "build changes no shared metadata, waits for no device where that is declared, and is right beside others",
-        "what a builder changes outside of the common metadata",
+        "build changes no shared metadata, waits for no device if that is declared, and works beside a second builder",
+        "changes outside the common metadata",
     ),
     "cudagraph": CheckInfo(
-        "the declared AttentionCGSupport level is the measured one: captures and replays of its kinds of batches",
-        "batches larger than the probes', and work that is hidden from the recorder",
+        "the measured AttentionCGSupport level, from captures and replays, is at least the declared one",
+        "batches larger than those of its probes, and work hidden from the recorder",
     ),
     "refusals": CheckInfo(
-        "what is declared runs; what is not declared is refused, or answered right",
+        "declared cases run; undeclared cases are refused, or computed correctly",
         "declarations that no case of the run needs",
     ),
     "timing": CheckInfo(
-        "how long build and forward take, with their spread, and that what was timed is the honest, right answer",
+        "how long build and forward take, with the spread; every timed output is right",
         "other machines and sizes, and a backend that recognises attncheck's calls",
         by_name_only=True,
     ),
     "utilities": CheckInfo(
-        "a provider's metadata functions answer as the reference does, refuse what it refuses, change no argument",
-        "batches that are neither written nor drawn, and how fast a function is",
+        "metadata functions of a provider return and refuse the same as the reference, and change no argument",
+        "batches that are neither in a suite nor drawn, and the speed of a function",
         applies_to="provider",
     ),
 }

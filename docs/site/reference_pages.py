@@ -66,9 +66,9 @@ def checks() -> str:
         for old, new in spec.FORMER_CHECKS.items()
     )
     return (
-        "# Checks\n\nThis page lists every check, what it establishes and what it cannot see.\n"
-        f"{MADE}[How attncheck judges](../how-it-judges.md) explains how each check works.\n\n"
-        + table(("check", "establishes", "cannot see", "examines"), rows)
+        "# Checks\n\nThis page lists every check, what it establishes and what it cannot detect.\n"
+        f"{MADE}[How attncheck checks a backend](../how-it-judges.md) explains how each check works.\n\n"
+        + table(("check", "establishes", "cannot detect", "examines"), rows)
         + "\nA check marked `by name` runs only if `--check` or the case names it.\n"
         + former
     )
@@ -82,14 +82,14 @@ def features() -> str:
     rows = [(code(name), code(keys.get(name, "")), needed[name]) for name in spec.FEATURES]
     return (
         "# Features and conventions\n\nThis page lists the features that a backend can declare, and the conventions.\n"
-        f"{MADE}[Declaring a backend](../backends.md#features) explains each feature.\n\n## Features\n\n"
+        f"{MADE}[Declare what a backend supports](../backends.md#features) explains each feature.\n\n## Features\n\n"
         "The last column counts the cases that need the feature, among all cases of the built-in suites.\n\n"
         + table(("feature", "modifier that needs it", "cases"), rows)
         + "\n## Conventions\n\n"
         + table(
             ("convention", "default"), [(code(each.name), code(repr(each.default))) for each in fields(Conventions)]
         )
-        + "\n## Forms\n\nA report counts cases by these forms too: "
+        + "\n## Forms\n\nReports also count cases by these forms: "
         + ", ".join(map(code, spec.FORMS))
         + ".\n\n## Paths\n\n"
         + table(
