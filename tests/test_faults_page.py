@@ -56,7 +56,7 @@ DEEDS = {
     "import_damage": "sys.path.clear(); sys.modules.pop('json'); sys.modules.pop('attncheck.cases.loader')",
 }
 WORDS = ["run", "--suite", "small.yaml", "--device", "cpu", "--check", "numerics,lse", "--jobs", "8", "--no-cache"]
-WORDS += ["--case-timeout", "5", "--memory-limit", "1GiB", "--pass-env", "FAULT*", "--backend", "torch_sdpa"]
+WORDS += ["--case-timeout", "10", "--memory-limit", "1GiB", "--pass-env", "FAULT*", "--backend", "torch_sdpa"]
 
 
 @dataclass(frozen=True)
