@@ -39,8 +39,8 @@ class PagedGraphImpl(SDPAImpl):
         num_rows, num_keys, group = query.shape[1], key.shape[1], self.num_heads // self.num_kv_heads
         if not num_keys:
             return query.new_zeros(*query.shape[:3], value.shape[-1])
-        keys, values = (each.float().repeat_interleave(group, dim=2) for each in (key, value))
-        scores = torch.einsum("nqhd,nkhd->nhqk", query.float(), keys) * self.scale
+        grouped = query.float().unflatten(2, (self.num_kv_heads, group))
+        scores = torch.einsum("nqhgd,nkhd->nhgqk", grouped, key.float()).flatten(1, 2) * self.scale
         if self.logits_soft_cap is not None:
             scores = self.logits_soft_cap * (scores / self.logits_soft_cap).tanh()
         if is_causal:
@@ -57,7 +57,8 @@ class PagedGraphImpl(SDPAImpl):
         if self.sinks is not None:
             total = total + (sinks - highest).exp()
         weights = torch.where(total > 0, weights / total, 0.0)
-        return torch.einsum("nhqk,nkhd->nqhd", weights, values).to(query.dtype)
+        weights = weights.unflatten(1, (self.num_kv_heads, group))
+        return torch.einsum("nhgqk,nkhd->nqhgd", weights, value.float()).flatten(2, 3).to(query.dtype)
 
     def masked(self, scores: Tensor) -> Tensor:
         """Return ``scores [n, heads, rows, keys]``; a mutant masks some of them."""

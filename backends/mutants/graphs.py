@@ -64,18 +64,20 @@ def gather(caches, table, request, position):
     blocks = table[request].masked_fill(pages > position, 0)
     seen = torch.arange(table.shape[1] * block_size, device=table.device) <= position
     hidden = ~seen[..., None, None]
-    key, value = (cache[blocks].flatten(1, 2).masked_fill(hidden, 0).float() for cache in caches)
+    key, value = (cache[blocks].flatten(1, 2).float().masked_fill_(hidden, 0) for cache in caches)
     return key, value, seen
 
 
 def attention(query, key, value, seen, scale):
     """Return output ``[rows, heads, size]`` and LSE ``[rows, heads]`` in float32; 0 and -inf if a row sees nothing."""
     groups = query.float().unflatten(1, (key.shape[2], -1))
-    scores = torch.einsum("tkgd,tnkd->tkgn", groups, key) * scale
+    # A product for each head reads keys and values where they are; einsum would copy them.
+    scores = torch.stack([groups[:, k] @ key[:, :, k].mT for k in range(key.shape[2])], dim=1) * scale
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return torch.einsum("tkgn,tnkd->tkgd", weights, value).flatten(1, 2), lse.flatten(1, 2)
+    out = torch.stack([weights[:, k] @ value[:, :, k] for k in range(value.shape[2])], dim=1)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def write_rows(new, caches, slots):

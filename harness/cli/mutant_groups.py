@@ -29,13 +29,15 @@ RIGHT_UTILITIES = "attncheck.reference"
 class ExaminedGroup:
     """Backends or providers that one process examines.
 
-    ``are_right``: whether they are the correct bases of mutants. ``run``: the result, or None if there is none because
-    of ``reason``.
+    ``are_right``: whether they are the correct bases of mutants. ``checks``, ``keys``: replace those of the run's
+    options, unless empty. ``run``: the result, or None if there is none because of ``reason``.
     """
 
     refs: tuple[str, ...]
     are_providers: bool = False
     are_right: bool = False
+    checks: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     run: Run | None = None
     reason: str = ""
 
@@ -126,6 +128,8 @@ def _options_of(group: ExaminedGroup, options: RunOptions, output: Path) -> RunO
         options,
         backends=() if group.are_providers else group.refs,
         providers=group.refs if group.are_providers else (),
+        checks=group.checks or options.checks,
+        keys=group.keys or options.keys,
         until_failure="" if group.are_right else options.until_failure,
         in_process=True,
         output=output,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.backends.mutants.catalogue import catalogue
+from attncheck.harness.cli.run_options import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +35,29 @@ def test_all_suites_are_asked_for_what_smoke_misses(detection, monkeypatch):
     assert set(measured["caught"]["every suite"]) == set(names)
     assert not {mutant.name for mutant in catalogue() if mutant.is_provider} & set(names)
     assert "triton-lse-base-two" not in names
+
+
+def test_a_mutant_is_examined_first_as_its_entry_names(detection):
+    by_name = {mutant.name: mutant for mutant in catalogue()}
+    mutants = [by_name["window-off-by-one"], by_name["positions-in-fifteen-bits"], by_name["graph-claims-always"]]
+    assert [mutant.case.partition("/")[0] if mutant.case else None for mutant in mutants] == ["smoke", "limits", None]
+
+    def first(suites):
+        groups = detection._groups_of_entries(mutants, RunOptions(suites=suites, device="cpu"))
+        return {(group.refs, group.checks, group.keys) for group in groups}
+
+    def entry(mutant):
+        return (mutant.ref,), (mutant.check,), (mutant.case,) if mutant.case else ()
+
+    assert first(("smoke",)) == {entry(mutants[0]), entry(mutants[2])}
+    assert first(("limits",)) == {entry(mutants[1]), entry(mutants[2])}
+
+
+@pytest.mark.slow
+def test_a_mutant_that_its_entry_does_not_catch_is_examined_whole(detection):
+    mutant = next(mutant for mutant in catalogue() if mutant.name == "window-off-by-one")
+    wrong = mutant.model_copy(update={"check": "cache_write"})
+    assert detection._caught([wrong], ["smoke"], 1) == {"window-off-by-one"}
 
 
 def test_the_other_tests_together_count_a_mutant_once(detection):
