@@ -36,9 +36,8 @@ def expected_files() -> set[str]:
     sources = [path for room in ROOMS for kind in ("*.py", "*.pyi") for path in (ROOT / room).rglob(kind)]
     modules = {f"attncheck/{path.relative_to(ROOT)}" for path in sources}
     suites = {f"attncheck/cases/suites/{path.name}" for path in (ROOT / "cases" / "suites").glob("*.*")}
-    page = {
-        f"attncheck/reports/html/templates/{path.name}" for path in (ROOT / "reports" / "html" / "templates").glob("*")
-    }
+    templates = (path for page in ("html", "site") for path in (ROOT / "reports" / page / "templates").glob("*"))
+    page = {f"attncheck/{path.relative_to(ROOT)}" for path in templates}
     mutants = {f"attncheck/backends/mutants/{path.name}" for path in (ROOT / "backends" / "mutants").glob("*.yaml")}
     expected = {f"attncheck/expected/{path.name}" for path in (ROOT / "docs" / "expected").glob("*.yaml")}
     return root | modules | suites | mutants | page | expected

@@ -1,4 +1,4 @@
-"""docs/html-page.md is true: its command prints what is shown, and its tables have every sign and answer."""
+"""docs/html-page.md is true: its commands print what is shown, and its tables have every sign and answer."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,18 @@ from attncheck.reports.html.support_view import SIGNS
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "html-page.md").read_text(encoding="utf-8")
-((COMMAND, OUTPUT),) = re.findall(r"^```console\n\$ attncheck (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^```console\n\$ attncheck (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
-def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize(("command", "output"), COMMANDS, ids=["recommend", "site"])
+def test_a_command_prints_what_is_shown(
+    command: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main(COMMAND.split()) == 0
-    assert capsys.readouterr().out == OUTPUT
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out == output
 
 
 def test_every_sign_and_every_answer_is_explained() -> None:

@@ -36,6 +36,7 @@ from attncheck.harness.cli import (
     run,
     show,
     shrink,
+    site,
     warm,
 )
 from attncheck.harness.cli.interruption import signal_of
@@ -194,6 +195,7 @@ app.command("compare")(with_exit_code(compare.compare))
 app.command("merge")(with_exit_code(merge))
 app.command("expect")(with_exit_code(expect.expect))
 app.command("audit")(with_exit_code(audit.audit))
+app.command("site")(with_exit_code(site.site))
 app.command("recommend")(with_exit_code(recommend.recommend))
 app.command("record")(with_exit_code(record.record))
 app.command("mutants")(with_exit_code(mutants.mutants))

@@ -8,10 +8,8 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from importlib import resources
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from attncheck.errors import MissingExtraError
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import legend, level_notes, unmeasured_cases
 from attncheck.reports.analysis.utilities import LEGEND, function_rows, notes_by_heading, provider_title
@@ -20,6 +18,7 @@ from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.document.timings import averaged
 from attncheck.reports.html.budget_chart import TALLEST
 from attncheck.reports.html.comparison_view import comparison_view
+from attncheck.reports.html.environment import template_environment
 from attncheck.reports.html.finding_view import SHOWN
 from attncheck.reports.html.page_data import page_data
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
@@ -31,16 +30,12 @@ from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
-EXTRA = "report"
-NEEDED = ("jinja2", "matplotlib")
-
-SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "needs.js", "page.js")
+SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "rules.js", "needs.js", "page.js")
 """In the order of concatenation; they share one scope."""
 
-LONGEST, LONGEST_NAME, LONGEST_REASON = 600, 160, 240
-"""Maximum characters of a sentence in a table, of a name, and of a graph level's reason; records show all of them."""
+LONGEST_REASON = 240
+"""Maximum characters of a graph level's reason; records show all of them."""
 
 
 def render_runs(runs: Sequence[Run]) -> str:
@@ -73,24 +68,8 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 
 def _environment() -> "Environment":
-    """Return the template environment, which escapes and cleans every text."""
-    for package in NEEDED:
-        if find_spec(package) is None:
-            raise MissingExtraError("a report as HTML", package, EXTRA)
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    def finalize(value: object) -> object:
-        return phrases.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=finalize,
-    )
+    """Return the template environment of the report."""
+    environment = template_environment(__package__)
     environment.filters |= {
         "budgets": phrases.budgets,
         "chosen_kernels": phrases.chosen_kernels,
@@ -104,10 +83,6 @@ def _environment() -> "Environment":
         "level_notes": level_notes,
         "measured_level": phrases.measured_level,
         "why_no_higher": lambda row: phrases.cut(phrases.why_no_higher(row), LONGEST_REASON),
-        "breakable": _breakable,
-        "name": lambda text: phrases.cut(phrases.one_line(text), LONGEST_NAME),
-        "brief": lambda text: phrases.cut(phrases.one_line(text), LONGEST),
-        "plural": phrases.plural,
         "notes_by_heading": notes_by_heading,
         "other_reasons": phrases.other_reasons,
         "averaged": averaged,
@@ -129,13 +104,6 @@ def _environment() -> "Environment":
         "fastest_rounds": FASTEST_ROUNDS,
     }
     return environment
-
-
-def _breakable(text: str) -> "Markup":
-    """Return a name as markup with possible line breaks after its underscores."""
-    from markupsafe import Markup, escape
-
-    return Markup("_<wbr>").join(map(escape, phrases.one_line(text).split("_")))
 
 
 def _script() -> str:

@@ -1,6 +1,4 @@
-/* Which backends are right for what a reader needs: the rules of attncheck.reports.analysis.recommendation. */
-
-const STANDING_TONES = { "right": "good", "right in each": "good", "wrong": "bad", "declared": "calm" };
+/* Which backends of a run are right for what a reader needs. */
 
 /* Of one run: a map of backends, each with what the run says of every need alone. */
 function answersOf(run) {
@@ -22,34 +20,6 @@ function titlesOf(run, backend, wrong) {
     .map(([, , title]) => `; ${catalogue.texts[title]}`).join("");
 }
 
-function suitability(run, backend, answers, own, needs) {
-  const all = own.filter((group) => needs.every((need) => group.needed.has(need)));
-  const counted = all.filter((group) => group.became !== "short"
-    || group.falseClaims.every((claim) => needs.includes(claim)));
-  const right = counted.filter((group) => group.became === "right");
-  const wrong = counted.filter((group) => group.became === "short");
-  const alone = needs.map((need) => answers.get(need));
-  const said = (standing) => needs.filter((_, index) => !standing || alone[index].standing === standing)
-    .map((need) => `${need}: ${answers.get(need).words}`).join("; ");
-  const has = (standing) => alone.some((answer) => answer.standing === standing);
-  if (wrong.length) {
-    return { backend, standing: "wrong",
-      words: `wrong in ${wrong.length} of ${wrong.length + right.length}${titlesOf(run, backend, wrong)}` };
-  }
-  if (right.length) {
-    const beyond = [...new Set(all.filter((group) => !counted.includes(group)).flatMap((group) => group.falseClaims))]
-      .filter((claim) => !needs.includes(claim)).sort();
-    const only = beyond.length ? `; fails only with ${beyond.join(", ")}` : "";
-    return { backend, standing: "right", cases: right,
-      words: `${right.length} case${right.length === 1 ? "" : "s"}${only}` };
-  }
-  const standing = ["wrong", "not declared", "not tried", "declared"].find(has) || "right in each";
-  const short = standing === "wrong" ? own.filter((group) => group.became === "short" && needs.some((need, index) =>
-    alone[index].standing === "wrong" && group.needed.has(need))) : [];
-  return { backend, standing,
-    words: said(standing === "right in each" ? "" : standing) + titlesOf(run, backend, short) };
-}
-
 /* Of the right ones, the geometric mean of forward over the cases that all timed ones have times of. */
 function addTimes(run, found) {
   const timed = new Map();
@@ -59,14 +29,13 @@ function addTimes(run, found) {
       && speed.part === "forward" && titles.has(speed.title)).map((speed) => [speed.title, speed.median]));
     if (times.size) timed.set(each, times);
   }
-  if (!timed.size) return;
-  const [first] = timed.values();
-  const shared = [...first.keys()].filter((title) => [...timed.values()].every((times) => times.has(title)));
-  if (!shared.length) return;
-  for (const [each, times] of timed) {
-    each.time = Math.exp(shared.reduce((sum, title) => sum + Math.log(times.get(title)), 0) / shared.length);
-    each.words += `, ${timeText(each.time)} (geometric mean over ${shared.length} case${shared.length === 1 ? "" : "s"})`;
-  }
+  const shared = sharedMeans([...timed.values()]);
+  if (!shared) return;
+  [...timed.keys()].forEach((each, index) => {
+    each.time = shared.means[index];
+    const { cases } = shared;
+    each.words += `, ${timeText(each.time)} (geometric mean over ${cases} case${cases === 1 ? "" : "s"})`;
+  });
 }
 
 function recommended(run, needs) {
@@ -77,7 +46,7 @@ function recommended(run, needs) {
     own.get(group.backend).push(group);
   }
   const found = [...answersOf(run)].map(([backend, answers]) =>
-    suitability(run, backend, answers, own.get(backend) || [], needs));
+    suitability(backend, answers, own.get(backend) || [], needs, (wrong) => titlesOf(run, backend, wrong)));
   addTimes(run, found);
   return found.sort((one, other) => compareValues(one.time, other.time, 1));
 }

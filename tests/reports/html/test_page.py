@@ -10,7 +10,7 @@ import matplotlib as mpl
 import pytest
 
 from attncheck.errors import MissingExtraError
-from attncheck.reports.html import page, render_runs
+from attncheck.reports.html import environment, render_runs
 from attncheck.reports.run_file.records import Failed, Passed, Unavailable, Unsupported
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -33,8 +33,13 @@ def test_sections_come_in_the_order_a_reader_wants(parse: Any, timed: Any, run_w
         "all-speeds",
     ]
     assert "failed" in parsed.texts["p"]
-    assert "2 backends, 9 cases: 17 passed, 1 failed, 8 unsupported" not in parsed.shown  # timing counts, too
-    assert "2 backends, 9 cases: 32 passed, 1 failed, 16 unsupported (the worst of 2 rounds counts)" in parsed.shown
+    assert (
+        "2 backends, 9 cases, 26 results: 17 passed, 1 failed, 8 unsupported" not in parsed.shown
+    )  # timing counts, too
+    assert (
+        "2 backends, 9 cases, 49 results: 32 passed, 1 failed, 16 unsupported (the worst of 2 rounds counts)"
+        in parsed.shown
+    )
     for told in ("a gpu, compute capability 9.0, driver 580.1", "3 of 8 rows", "feature 'lse' is not declared"):
         assert told in parsed.shown
     assert "attncheck run --backend one --suite decode --case bad --check numerics --device cuda" in parsed.shown
@@ -50,7 +55,7 @@ def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any,
     assert said.index("in every case tried") < said.index("1 finding in 1 of 9 cases")  # the right ones come first
     covered = [text for text in parsed.texts["span"] if " of 9" in text]
     assert covered[:2] == ["8 of 9", "9 of 9"]  # slow was not asked the case that needs sinks
-    assert "sinks (1 of 1 wrong)" in parsed.texts["span"]
+    assert "sinks (1 of 1 case wrong)" in parsed.texts["span"]
     assert parsed.texts["p"].count("Fastest of the right ones in ") == 1
     assert {"lengths", "right"} <= set(parsed.texts["strong"])
     assert not any("not certain" in text for text in parsed.texts["span"])
@@ -142,7 +147,7 @@ def test_a_run_without_any_answer_is_a_page_too(parse: Any, run_with: Any, recor
 def test_what_is_missing_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch, run_with: Any, record_of: Any, package: str
 ) -> None:
-    monkeypatch.setattr(page, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(environment, "find_spec", lambda name: None if name == package else object())
     with pytest.raises(
         MissingExtraError, match=rf"{package}, which is not installed; pip install 'attncheck\[report\]'"
     ):

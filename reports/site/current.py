@@ -1,0 +1,150 @@
+"""The current results of each backend on each device, and their history. Pure functions of the site's runs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from attncheck.reports.analysis.support import by_size
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
+from attncheck.reports.site.model import SiteBackend, SiteCase, SiteFinding, SiteRun, SiteSupport, slug
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run measured of one backend."""
+
+    run: SiteRun
+    backend: SiteBackend
+
+
+@dataclass(frozen=True)
+class CurrentCase:
+    """The newest result of one case, and the run it is from."""
+
+    case: SiteCase
+    run: SiteRun
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One backend on one device. ``runs``: everything measured of it, newest first, one or more.
+
+    The current results are those of the newest version. If several runs examined a case, the newest counts.
+    """
+
+    name: str
+    device: str
+    runs: tuple[Measured, ...]
+
+    @property
+    def badge(self) -> str:
+        """The file name of its badge."""
+        return f"{slug(f'{self.name} on {self.device}')}.svg"
+
+    @property
+    def newest(self) -> Measured:
+        """The newest run."""
+        return self.runs[0]
+
+    @property
+    def version(self) -> str:
+        """The newest version."""
+        return self.newest.backend.version
+
+    @cached_property
+    def current(self) -> tuple[Measured, ...]:
+        """The runs of the newest version that have the newest result of a case, newest first."""
+        keys = {current.run.key for current in self.cases.values()}
+        return tuple(each for each in self.runs if each.run.key in keys)
+
+    @cached_property
+    def cases(self) -> dict[str, CurrentCase]:
+        """The current results by ``suite/id``."""
+        found: dict[str, CurrentCase] = {}
+        for each in self.runs:
+            if each.backend.version == self.version:
+                for name, case in each.backend.cases.items():
+                    found.setdefault(name, CurrentCase(case, each.run))
+        return found
+
+    @cached_property
+    def findings(self) -> tuple[tuple[SiteFinding, SiteRun], ...]:
+        """The findings with a case whose current result is from the same run, by cause, newest first."""
+        found: dict[str, tuple[SiteFinding, SiteRun]] = {}
+        for each in self.current:
+            for finding in each.backend.findings:
+                if any(self.cases[case].run is each.run for case in finding.cases if case in self.cases):
+                    found.setdefault(finding.words, (finding, each.run))
+        return tuple(found.values())
+
+    @cached_property
+    def support(self) -> tuple[SiteSupport, ...]:
+        """The measured support of each need, from the newest run that examined it."""
+        found: dict[str, SiteSupport] = {}
+        for each in self.current:
+            for row in each.backend.support:
+                if row.need not in found or (found[row.need].verdict == "left" and row.verdict != "left"):
+                    found[row.need] = row
+        return tuple(
+            sorted(
+                found.values(),
+                key=lambda row: ("=" in row.need, row.need.partition("=")[0], by_size(row.need.partition("=")[2])),
+            )
+        )
+
+    @property
+    def failing(self) -> tuple[SiteFinding, ...]:
+        """The findings that were not expected."""
+        return tuple(finding for finding, _ in self.findings if not finding.is_expected)
+
+    @property
+    def right(self) -> int:
+        """The number of cases that are currently right."""
+        return sum(current.case.count == "right" for current in self.cases.values())
+
+    @property
+    def level(self) -> str:
+        """The CUDA-graph level that every current case reaches; "" if none was examined, or one is not known."""
+        levels = {each.case.level for each in self.cases.values() if each.case.declared_level}
+        return min(levels, key=GRAPH_LEVELS.index) if levels and "" not in levels else ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """``interpreted`` and ``emulated``, if they apply to a current result."""
+        return tuple(dict.fromkeys(mark for each in self.current for mark in each.backend.marks))
+
+
+@dataclass(frozen=True)
+class Change:
+    """What changed from the run before, on the same device. ``appeared``, ``gone``: titles of findings."""
+
+    measured: Measured
+    appeared: tuple[str, ...]
+    gone: tuple[str, ...]
+    is_first: bool
+
+
+def subjects(runs: Iterable[SiteRun]) -> tuple[Subject, ...]:
+    """Return every backend on every device, ordered by backend and device."""
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for run in sorted(runs, key=lambda run: (run.started, run.key), reverse=True):
+        for backend in run.backends:
+            found.setdefault((backend.name, run.device), []).append(Measured(run, backend))
+    return tuple(Subject(*key, tuple(found[key])) for key in sorted(found))
+
+
+def history(measured: Sequence[Measured]) -> tuple[Change, ...]:
+    """Return the changes of findings from run to run, newest first, for the runs of a :class:`Subject`.
+
+    A finding is gone only if the newer run examined one of its cases.
+    """
+    changes: list[Change] = []
+    known: dict[str, SiteFinding] = {}
+    for each in reversed(measured):
+        now = {finding.words: finding for finding in each.backend.findings}
+        examined = {name for name, case in each.backend.cases.items() if case.count in ("right", "short")}
+        gone = {words for words, old in known.items() if words not in now and examined.intersection(old.cases)}
+        appeared = [finding.title for words, finding in now.items() if words not in known]
+        changes.append(Change(each, tuple(appeared), tuple(known[words].title for words in gone), not changes))
+        known = {words: old for words, old in known.items() if words not in gone} | now
+    return tuple(reversed(changes))
