@@ -168,7 +168,7 @@ class _LayoutLearner:
         if bool((times == 0).any()):
             lost = (times == 0).nonzero().flatten()
             share = f"{len(lost)} of {count} numbers are stored nowhere"
-            raise _UnknownLayoutError(f"{share}, first: {self._element_name(int(lost[0]))}")
+            raise _UnknownLayoutError(f"{share}, the first is {self._element_name(int(lost[0]))}")
         if bool((times > 1).any()):
             raise _UnknownLayoutError(f"{self._element_name(int(times.argmax()))} is stored {int(times.max())} times")
         table = torch.empty_like(elements)

@@ -68,7 +68,7 @@ def test_a_graph_of_bare_launches_is_not_judged(examined):
 def test_every_verdict_tells_that_it_is_the_interpreters(examined):
     run, text = examined
     assert {record.backend_version for record in run.records} == {"0.32.0, interpreted"}
-    assert "vllm:TRITON_ATTN (0.32.0, interpreted)" in text
+    assert "vllm:TRITON_ATTN 0.32.0, interpreted" in text
 
 
 def test_a_process_is_started_as_triton_needs_it(tmp_path):

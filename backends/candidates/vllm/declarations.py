@@ -13,8 +13,9 @@ import torch
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
-from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, has_writer, make_latent_layer
+from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, has_writer, load_weights, make_latent_layer
 from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
+from attncheck.backends.candidates.vllm.trial import absent_part
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, QuantKey
@@ -54,8 +55,8 @@ _TRIED: Mapping[str, dict[str, Any]] = {
 class VLLMDeclarations:
     """The declarations of a class.
 
-    layer_error: why not even a plain layer can be constructed here; "" if it can. has_writer: for a latent cache,
-    whether this build has the operators that write it.
+    layer_error: why not even a plain layer can be constructed here, or its weights loaded; "" if they can.
+    has_writer: for a latent cache, whether this build has the operators that write it.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -139,10 +140,22 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
             block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
         )
         if sizes is not None:
-            return make_latent_layer(their_backend, their_config(plain, model=sizes.model()), given, sizes), ""
+            config = their_config(plain, model=sizes.model())
+            layer = make_latent_layer(their_backend, config, given, sizes)
+            return layer, _weights_error(layer, config)
         return make_layer(their_backend, their_config(plain), given), ""
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"
+
+
+def _weights_error(layer: Any, config: Any) -> str:
+    """Return which part this build lacks to load the weights of a latent layer; "" if none."""
+    weight = layer.kv_b_proj.weight
+    try:
+        load_weights(layer, config, torch.zeros_like(weight), weight.dtype)
+    except Exception as error:  # noqa: BLE001 (someone else's code; other errors are left to the checks)
+        return "; ".join(absent_part("weights", error))
+    return ""
 
 
 def fuses(impl: Any, key: QuantKey) -> bool:

@@ -6,11 +6,14 @@ All of vLLM is accessed through here, by name and untyped, because it is not ins
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from attncheck.backends.candidates.vllm import interpreted
 
@@ -65,6 +68,21 @@ def load_plugins() -> None:
 def platform() -> Any:
     """Return the platform that vLLM detects here, and was built for."""
     return module("vllm.platforms").current_platform
+
+
+@cache
+def keep_operators() -> None:
+    """Prevent ``import vllm._C`` if vLLM loaded its operators from another library: torch would abort the process.
+
+    A CPU build loads ``_C_AVX512`` or ``_C_AVX2`` on a CPU without AVX512_BF16, but its ROCm module imports ``_C``.
+    """
+    platforms = _if_there("vllm.platforms")
+    if platforms is None or platforms.current_platform.device_type != "cpu":
+        return
+    if _if_there("vllm._custom_ops") is None:  # its import loads the library
+        return
+    if "vllm._C" not in sys.modules and hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        sys.modules["vllm._C"] = None  # type: ignore[assignment] # an import raises ImportError, which vLLM catches
 
 
 def lowest_capability() -> Any:

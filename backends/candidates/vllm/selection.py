@@ -54,6 +54,7 @@ def select_class(argument: str) -> type[Any]:
     """Return the class, whether or not the bridge can drive it; errors are those of :func:`select`."""
     package.module("vllm")  # first, so that vLLM's log output is reduced also if a plugin or a file imports it
     package.load_plugins()
+    package.keep_operators()
     place, _, attribute = argument.rpartition(":")
     if not place:
         found = _named(argument)

@@ -2,7 +2,7 @@
 
     python show.py
 
-Exits 0 while the defect is there, and 1 when it is gone. Needs vLLM's CPU build.
+Exits 0 while the defect is there, 1 when it is gone, and 77 on a CPU without AVX512_BF16. Needs vLLM's CPU build.
 """
 
 import sys
@@ -15,6 +15,9 @@ from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend, AMXMLAImpl
 def main() -> int:
     """Write one row of bfloat16 to a cache of bfloat16, whose dtype is "auto" first and named then."""
     current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "concat_and_cache_mla_cpu"):
+        print("the kernels that vLLM loads on this CPU are without those of AMX_MLA")
+        return 77
     impl = object.__new__(AMXMLAImpl)  # the writer reads no attribute of it
     latent, rotated = torch.ones(1, 512).bfloat16(), torch.ones(1, 1, 64).bfloat16()
     cache, slots, scale = torch.zeros(2, 32, 576).bfloat16(), torch.tensor([32]), torch.tensor(1.0)

@@ -2,7 +2,8 @@
 
     python show.py
 
-Exits 0 while the defect is there, and 1 when it is gone. Needs vLLM's CPU build; AMX is not needed.
+Exits 0 while the defect is there, 1 when it is gone, and 77 on a CPU without AVX512_BF16. Needs vLLM's CPU build, and
+no AMX.
 """
 
 import sys
@@ -18,6 +19,9 @@ PAGE, ROW, LATENT, HEADS, SPLITS = 32, 576, 512, 4, 1
 def main() -> int:
     """Decode one token of a request with 40 keys beside one of a padding request with 0, as forward_mqa does."""
     current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "decode_attention_cpu"):
+        print("the kernels that vLLM loads on this CPU are without those of AMX_MLA")
+        return 77
     torch.manual_seed(0)
     cache = torch.randn(4 * PAGE, 1, ROW).bfloat16()
     table = torch.tensor([[1, 2], [0, 0]], dtype=torch.int32)

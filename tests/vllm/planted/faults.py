@@ -151,7 +151,7 @@ WindowLonger = _backend(_spoilt("sliding_window", lambda size: size + 1 if size 
 WindowShorter = _backend(_spoilt("sliding_window", lambda size: size - 1 if size > 1 else size))
 CapIgnored = _backend(_spoilt("logits_soft_cap", lambda cap: 0))
 CapTooLarge = _backend(_spoilt("logits_soft_cap", lambda cap: cap * 1.05))
-ScaleTooLarge = _backend(_spoilt("scale", lambda scale: scale * 1.01))
+ScaleTooLarge = _backend(_spoilt("scale", lambda scale: scale * 1.025))
 AlibiDropped = _backend(_spoilt("alibi_slopes", lambda slopes: None))
 SinksIgnored = _backend(_spoilt("sinks", lambda sinks: None), supports_sink=classmethod(lambda cls: True))
 PaddingWritten = _backend(_writes(lambda key, value, slots: (key, value, slots.clamp(min=0))))

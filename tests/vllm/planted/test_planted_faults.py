@@ -12,8 +12,7 @@ from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
-TESTS = Path(__file__).resolve().parents[1]
-EXPECTED = TESTS.parents[1] / "docs" / "expected"
+EXPECTED = Path(__file__).resolve().parents[3] / "docs" / "expected"
 FAULTS = Path(__file__).with_name("faults.py")
 
 PLAIN = ("smoke/extend", "smoke/scale")
@@ -25,19 +24,19 @@ CPU = {
     "WindowShorter": (WINDOW, "the window is one key too short"),
     "CapIgnored": (CAPS, "the soft cap is ignored"),
     "CapTooLarge": (CAPS, "the soft cap is 1.05"),
-    "ScaleTooLarge": (PLAIN, "the scale is 1.01"),
+    "ScaleTooLarge": (PLAIN, "the scale is 1.02"),
     "AlibiDropped": (("smoke/alibi",), "the ALiBi bias is missing"),
     "SinksIgnored": (("smoke/sinks",), "the sinks are ignored"),
     "PaddingWritten": (("smoke/padded-tokens", "smoke/padded-mixed"), "rows with slot -1 were written to slot 0"),
-    "HeadsExchangedInCache": (PLAIN, "query head 0 reads KV head 1 in place of 0"),
-    "StaleLengths": (PLAIN, "something is kept from an earlier call"),
+    "HeadsExchangedInCache": (PLAIN, "query head 0 reads KV head 1 instead of 0"),
+    "StaleLengths": (PLAIN, "something of an earlier step is kept"),
     "LastRequestShort": (PLAIN, "the mask is that of the row before: a key too early"),
     "PagesSwapped": (PLAIN, "the last two pages of the block table are exchanged"),
     "CausalDropped": (PLAIN, "the causal mask is missing"),
     "LevelRaised": (PLAIN, "build puts metadata.scheduler_metadata into new memory"),
     "QueryScaledInPlace": (PLAIN, "inputs were changed: query"),
     "HeadsShifted": (PLAIN, "query head h has the query of head h - 1"),
-    "KVHeadsShifted": (PLAIN, "query head 0 reads KV head 1 in place of 0"),
+    "KVHeadsShifted": (PLAIN, "query head 0 reads KV head 1 instead of 0"),
     "KeyScaleIgnored": (FP8, "k_scale is left out"),
     "ValueScaleIgnored": (FP8, "v_scale is left out"),
     "SubnormalsFlushed": (FP8, "subnormal codes are read as 0"),
@@ -98,7 +97,6 @@ def test_a_fault_in_the_cpu_backend(tmp_path: Path, fault: str) -> None:
 @pytest.mark.parametrize("fault", TRITON)
 def test_a_fault_in_the_triton_backend(tmp_path: Path, fault: str) -> None:
     cases, cause = TRITON[fault]
-    suite = ("--suite", str(TESTS / "suites" / "interpreted.yaml"))
-    status, new = first_findings(tmp_path, fault, "vllm-triton-attn.yaml", cases, *suite)
+    status, new = first_findings(tmp_path, fault, "vllm-triton-attn.yaml", cases, "--suite", "vllm_interpreted")
     assert status == 1
     assert new[0].startswith(cause), new
