@@ -41,7 +41,7 @@ EXPECTED = """\
 
 
 class MadeUpNodes:
-    """Simulated nodes that answer each case with the records of ``template``, its id in place of ``ID``."""
+    """Simulated nodes that answer each case with the records of ``template``, its id instead of ``ID``."""
 
     def __init__(self, template: tuple[bytes, ...]) -> None:
         self._template = template

@@ -45,7 +45,7 @@ def with_defaults(ref: str, settings: Sequence[str]) -> str:
 def read_defaults(braces: str, ref: str) -> Table:
     """Return the mapping in braces, with its dotted keys resolved.
 
-    Raise CaseFileError, with ``ref`` in place of a file, unless it holds keys of a layer or a cache with their values.
+    Raise CaseFileError, with ``ref`` instead of a file, unless it holds keys of a layer or a cache with their values.
     """
     written: Tree = parse_yaml(braces, ref)
     if not isinstance(written, Table):

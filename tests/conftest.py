@@ -124,7 +124,9 @@ def plain(tmp_path: Path) -> Callable[[str], str]:
     def plain(text: str) -> str:
         text = text.replace(str(tmp_path), "TMP").replace(f"{root}/", "ROOT/")
         text = re.sub(
-            r"(\(known: |built-in suites: |(?:registered names|taken) are |; worst )[^)\"';]*", r"\1...", text
+            r"(\(known: |built-in suites: |(?:registered names|taken) are |; the largest error is )[^)\"';]*",
+            r"\1...",
+            text,
         )
         text = re.sub(r"'[0-9a-f]{12}'", "'HASH'", text)
         return re.sub(r"(\w\.py):\d+", r"\1:N", text)
@@ -149,7 +151,7 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "failed": {"summary": "7 of 40 rows", "figures": {"rows": 40, "worst_budget": 18.4}},
     "errored": {"stage": "forward", "error_type": "RuntimeError", "message": "no such kernel"},
     "crashed": {"stage": "check numerics", "cause": "killed by SIGABRT"},
-    "timed_out": {"stage": "check lse", "cause": "no answer in time; the limit was 3 s", "limit_s": 3.0},
+    "timed_out": {"stage": "check lse", "cause": "no answer within the time limit; the limit was 3 s", "limit_s": 3.0},
     "unsupported": {"reasons": ["head_size 80 is not one of 64, 128"]},
     "unavailable": {"reasons": ["needs CUDA"]},
     "xfailed": {"underlying": "failed", "summary": "7 of 40 rows", "reason": "known"},

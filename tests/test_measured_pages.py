@@ -9,6 +9,7 @@ from attncheck.backends.registry import builtin_names
 from attncheck.cases.loader import load_suite
 from attncheck.harness.run.expectation_file import load_expectations
 from attncheck.harness.run.selection import DEFAULT_SUITES
+from attncheck.reports.audit.page import render as render_audit
 from attncheck.reports.markdown.run import render_run
 from attncheck.reports.run_file.records import XFailed
 from attncheck.reports.run_file.store import Run, read_run
@@ -31,6 +32,14 @@ def run_of(page: str) -> Run:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_is_the_report_of_its_run(page: str) -> None:
     assert (DOCS / page).read_text(encoding="utf-8") == render_run(run_of(page))
+
+
+def test_the_audit_is_that_of_its_run() -> None:
+    run = read_run(DOCS / "evidence" / "vllm-0.32.0" / "audit.jsonl.xz")
+    assert run.complete
+    assert (DOCS / "vllm-audit.md").read_text(encoding="utf-8").endswith(f"\n\n{render_audit(run)}")
+    examined = {record.backend for record in run.records if record.outcome == "passed"}
+    assert examined >= {"vllm:CPU_ATTN", "vllm:CPU_MLA", "vllm:TRITON_ATTN", "vllm:TRITON_MLA"}
 
 
 @pytest.mark.parametrize("page", EXPLAINED)

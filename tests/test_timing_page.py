@@ -105,7 +105,7 @@ def test_what_counts_in_a_comparison_is_what_counts():
 
 def test_the_slowdowns_that_are_found_are_those_of_the_theory():
     (pairs,) = re.findall(r"where (\d+) pairs of two runs are compared", PROSE)
-    (heading,) = re.findall(r"^\| processes differ by \|(.*)\|$", TEXT, re.MULTILINE)
+    (heading,) = re.findall(r"^\| noise between processes \|(.*)\|$", TEXT, re.MULTILINE)
     rounds = [int(number) for number in re.findall(r"(\d+) rounds", heading)]
     rows = re.findall(r"^\| (\d+) % \|(.*)\|$", TEXT, re.MULTILINE)
     assert len(rounds) == len(rows) == 4

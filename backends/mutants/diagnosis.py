@@ -260,7 +260,7 @@ class HalvesOfTheOutput(Base):
 
 
 class EightHeads(Base):
-    """Stores the first 8 heads in place of the later ones."""
+    """Stores the first 8 heads instead of the later ones."""
 
     class Impl(Spoiled):
         def spoil(self, output, metadata):

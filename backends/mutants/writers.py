@@ -22,7 +22,7 @@ class WritesNeighbourSlot(Base):
 
 
 class SwapsKAndV(Base):
-    """Stores values in place of keys, and keys in place of values (if both have the same size)."""
+    """Stores values instead of keys, and keys instead of values (if both have the same size)."""
 
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):

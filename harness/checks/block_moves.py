@@ -129,7 +129,7 @@ def _judge(question: _Question) -> Broken | None:
         if not wrong:
             return Broken(f"{question.name} wrote between the pages of {name}")
         return Broken(
-            f"{question.name}: {len(wrong)} of {len(got)} pages of {name} are wrong, first: page {wrong[0]}",
+            f"{question.name}: {len(wrong)} of {len(got)} pages of {name} are wrong, the first is page {wrong[0]}",
             {"pages_wrong": len(wrong)},
             _meaning(question, wrong),
         )

@@ -110,7 +110,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         return Broken("bytes between the slots of the pool were changed", figures, details=changed)
     images = seen.pool_before, seen.pool_after
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
-    count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, first"
+    count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
     meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
         problem, pool, rows, (before, expected, seen.pool_after)
     )

@@ -104,7 +104,11 @@ class _Repeats:
     @property
     def measure(self) -> str:
         """How steps are compared, in words."""
-        within = "the budget" if self.limit == 1 else f"{self.limit:.3g} budgets ({_ROOM:g} times its clean error)"
+        within = (
+            "the allowed error"
+            if self.limit == 1
+            else f"{self.limit:.3g} times the allowed error ({_ROOM:g} times its clean error)"
+        )
         return "bit for bit" if self.bitwise else f"within {within}"
 
     def run_clean(self) -> Broken | Raised | None:
@@ -157,7 +161,7 @@ class _Repeats:
             return self._contradiction(poisoned) if is_second else None
         first = int(rows[0])
         count = f"{len(rows)} of {len(self._truth.out)} rows"
-        return f"{count}, first: row {first} ({self._problem.row_name(first)})"
+        return f"{count}, the first is row {first} ({self._problem.row_name(first)})"
 
     def is_moved_by(self, fill: Fill) -> bool | Raised:
         """Return whether one step with ``fill`` differs from the clean one."""
@@ -182,7 +186,7 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
             if is_held and (math.isfinite(value) or not session.backend.conventions.needs_finite_pool):
                 yield name, Fill(poison=value)
     if problem.case.batch.padding.query_rows or problem.case.batch.padding.key_rows:
-        yield "zeros in place of NaN", Fill(padding=0.0)
+        yield "zeros instead of NaN", Fill(padding=0.0)
 
 
 def check_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
@@ -216,7 +220,7 @@ def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
 def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: str) -> Broken:
     """Return the finding of a leak: poison one region at a time to find its source."""
     if fill.poison is None:
-        return Broken(f"padding rows of the inputs matter: with {name}, the output changes in {moved}")
+        return Broken(f"the output depends on padding rows of the inputs: with {name}, it changes in {moved}")
     leaks = {}
     for region in session.pool.regions if session.pool is not None else ():
         leak = repeats.is_moved_by(Fill(poison=fill.poison, regions=(region,)))

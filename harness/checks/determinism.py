@@ -33,13 +33,14 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
         for name, moved in _moved_rows(truth, first, again, right, exact=exact):
             if bool(moved.any()):
                 row, count = int(moved.nonzero()[0]), int(moved.sum())
-                kind = "have other bits" if exact else "leave the budget"
-                place = f"{count} of {len(moved)} rows of the {name} {kind}, first: row {row} ({problem.row_name(row)})"
-                return Broken(f"{place}, {how}", {"rows_moved": count}, _MEANING)
+                kind = "have other bits" if exact else "exceed the allowed error"
+                place = f"the first is row {row} ({problem.row_name(row)})"
+                summary = f"{count} of {len(moved)} rows of the {name} {kind}, {place}, {how}"
+                return Broken(summary, {"rows_moved": count}, _MEANING)
         was, now = first.pool_after, again.pool_after
         if was is not None and now is not None and not same_bytes(was, now):
             return Broken(f"the cache holds other bytes, {how}", meaning=_MEANING)
-    notes = () if exact else ("compared within the budget: the backend declares deterministic=False",)
+    notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
     return Holds({"rows": len(right), "repeats": 2, "bitwise": int(exact)}, notes)
 
 

@@ -69,12 +69,12 @@ def _turned(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]
 
 def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
     scale = 0.75 * layer.softmax_scale
-    what = f"with scale {scale:.4g} in place of {layer.softmax_scale:.4g}"
+    what = f"with scale {scale:.4g} instead of {layer.softmax_scale:.4g}"
     yield ChangedLayer(what, replace(layer, scale=scale), name="scale" if layer.scale is None else "")
     group = layer.num_heads // layer.num_kv_heads
     if group > 1 and layer.mla is None:
         heads = tuple(range(0, layer.num_heads, group))
-        what = f"with one query head per KV head in place of {group}"
+        what = f"with one query head per KV head instead of {group}"
         yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
     if layer.attn_type == AttentionType.DECODER and layer.mla is None:
         causal = not layer.is_causal
@@ -88,7 +88,7 @@ def _with(layer: LayerSpec, name: str, value: object) -> LayerSpec:
 
 def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
     def moved(value: object, words: str = "") -> ChangedLayer:
-        told = words or f"{name} {value} in place of {getattr(layer, name)}"
+        told = words or f"{name} {value} instead of {getattr(layer, name)}"
         return ChangedLayer(f"with {told}", _with(layer, name, value))
 
     size = getattr(layer, name)
@@ -127,7 +127,7 @@ def check_features(case: CheckedCase) -> Finding:
             return replace(again, stage=f"{again.stage} after a layer {other.what}")
         count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
         if count:
-            what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows"
+            what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows are wrong"
             return Broken(what, {"rows_wrong": count}, _KEPT)
     if not done:
         return NotExamined(("the backend declares no layer that differs in one thing",))

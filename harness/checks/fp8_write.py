@@ -81,7 +81,7 @@ def faulty_rows(rows: Rows, storages: tuple[Storage, Storage]) -> Iterator[tuple
         return made[0], made[1]
 
     scales = key.scale.double(), value.scale.double()
-    yield "the scale multiplies what is stored, in place of dividing it", scaled(scales)
+    yield "the scale multiplies what is stored, instead of dividing it", scaled(scales)
     yield "the scale is left out", scaled((torch.ones(1, 1), torch.ones(1, 1)))
     yield "k_scale and v_scale are exchanged", scaled((1 / scales[1], 1 / scales[0]))
     yield "the scale of KV head 0 is used for all heads", scaled((1 / scales[0][:1], 1 / scales[1][:1]))

@@ -59,7 +59,8 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
     if not isinstance(value, Tensor):
         raise FormError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
     dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
-    allowed = ", ".join(str(wide).removeprefix("torch.") for wide in dtypes)
+    *most, last = (str(wide).removeprefix("torch.") for wide in dtypes)
+    allowed = f"{', '.join(most)} or {last}"
     facts: tuple[tuple[str, object, object, bool], ...] = (
         ("shape", tuple(value.shape), tuple(like.shape), value.shape == like.shape),
         ("device", value.device, like.device, value.device == like.device),
@@ -67,7 +68,7 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
     )
     for fact, got, wanted, fits in facts:
         if not fits:
-            raise FormError(Broken(f"{name} has {fact} {got}, where {wanted} is right"))
+            raise FormError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
     return value.double()
 
 
@@ -105,7 +106,7 @@ class Poisoning(Generic[_Answer, _Fill]):
         """Return notes on how results were compared. Empty if bit for bit."""
         if self.bitwise:
             return ()
-        return ("compared within the budget: equal input gives different bits",)
+        return ("compared within the allowed error: equal input gives different bits",)
 
     def reached(self, fill: _Fill) -> Tensor:
         """Return bool, one per row: where ``fill`` changes the result twice while the clean result stays the same.

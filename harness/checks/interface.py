@@ -84,7 +84,7 @@ class CheckedCase:
         return session, seen
 
     def try_first_step(self) -> tuple[Session | Raised, Observation | Raised]:
-        """Return the session and its first step; in place of either, return what the backend raised."""
+        """Return the session and its first step; instead of either, return what the backend raised."""
         if self._session is None:
             try:
                 self._session = Session(self.backend, self.problem, self.device)

@@ -39,9 +39,9 @@ def check_numerics(problem: Problem, truth: Truth, seen: Observation, *, explain
         # A byte has no NaN that no computation produces.
         what = "were never written" if truth.codes is None else "were never written, or hold NaN"
         written = shares.masked_fill(seen.unwritten.to(shares.device)[:, None], 0.0)
-        others = f"; of the others: {summarize(problem, written)}" if bool((written > 1).any()) else ""
+        others = f"; among the others: {summarize(problem, written)}" if bool((written > 1).any()) else ""
         return Broken(
-            f"{len(unwritten)} of {shares.shape[0]} rows {what}, first: row {unwritten[0]} "
+            f"{len(unwritten)} of {shares.shape[0]} rows {what}, the first is row {unwritten[0]} "
             f"({problem.row_name(unwritten[0])}){others}",
             figures,
             _unsaturated(truth, seen),
@@ -98,16 +98,21 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
     worst = int(shares.argmax())
     row, head = divmod(worst, shares.shape[1])
     size = float(shares[row, head])
-    amount = "not a number" if size == math.inf else f"{size:.3g} budgets"
+    amount = (
+        "the error is NaN or infinite"
+        if size == math.inf
+        else f"the largest error is {size:.3g} times the allowed error,"
+    )
     finite = shares.masked_fill(torch.isinf(shares), 0.0)
     others = ""
     if size == math.inf and bool((finite > 1).any()):
-        others = f"; beside those that are not finite: {summarize(problem, finite)}"
+        others = f"; among the finite values: {summarize(problem, finite)}"
     elif size == math.inf and bool(torch.isfinite(shares).any()):
-        others = "; what is finite is right"
+        others = "; all finite values are right"
     return (
-        f"{len(rows)} of {shares.shape[0]} rows, first: row {rows[0]} ({problem.row_name(rows[0])}), {which}; "
-        f"worst {amount} at row {row}, head {head}{others}"
+        f"{len(rows)} of {shares.shape[0]} rows are wrong, the first is row {rows[0]} ({problem.row_name(rows[0])}), "
+        f"in {which}; "
+        f"{amount} at row {row}, head {head}{others}"
     )
 
 

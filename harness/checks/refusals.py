@@ -71,7 +71,8 @@ def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
     after = f" after changing {' and '.join(raised.touched)}" if raised.touched else ""
     return Broken(
         f"{UNCLEAR}: {type(raised.error).__name__} at {raised.stage}{after}: {raised.message}",
-        meaning="a refusal is a ValueError, NotImplementedError or TypeError that the backend raises itself",
+        meaning="the backend does not refuse the case clearly: a refusal is a ValueError, NotImplementedError or "
+        "TypeError that the backend raises itself",
         details=(*reasons, raised.trace),
         finding=f"{UNCLEAR}: {_cause(raised)}",
     )
@@ -82,7 +83,8 @@ def check_answer(problem: Problem, truth: Truth, attempt: Observation, reasons: 
     shares = output_shares(truth, attempt)
     if bool(attempt.unwritten.any()) or bool((shares > 1).any()):
         return Broken(
-            f"not declared ({'; '.join(reasons)}), accepted, and wrong: {summarize(problem, shares)}",
+            f"the backend does not declare the case ({'; '.join(reasons)}), accepts it without an error, "
+            f"and its output is wrong: {summarize(problem, shares)}",
             wrong_figures(shares, output_values(attempt.output[: len(shares)], truth.codes), attempt.unwritten),
             explain(problem, truth, attempt.output[: len(shares)], shares),
         )

@@ -50,16 +50,17 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
         torch.cuda.synchronize(session.device)
     if not same_bytes(before, pool.bytes()):
         return Broken(
-            "a layer that shares another's cache wrote the keys it was handed",
+            "a layer that shares another's cache wrote the keys it was passed",
             finding.figures,
-            "a layer with kv_sharing_target_layer_name reads the cache of that layer, and writes nothing",
+            "the layer ignores kv_sharing_target_layer_name: such a layer reads the cache of that layer, "
+            "and writes nothing",
         )
     result = session.layer.result_of(call, returned, buffers)
     seen = observed(placed([result]), step, [result], pool_before=None, pool_after=None, changed=())
     judged = check_numerics(problem, truth, seen, explains=False)
     if not isinstance(judged, Broken):
         return finding
-    return Broken(f"a layer that shares another's cache uses the keys it was handed: {judged.summary}", judged.figures)
+    return Broken(f"a layer that shares another's cache uses the keys it was passed: {judged.summary}", judged.figures)
 
 
 def _with_keys(call: ForwardCall, keys: Tensor, values: Tensor) -> ForwardCall:

@@ -25,8 +25,8 @@ def faulty_writes(problem: Problem, rows: tuple[Tensor, Tensor], held: tuple[Ten
     both, one_size = (key, value), key.shape == value.shape
     if one_size:
         yield "keys and values are exchanged", (value, key), slots
-        yield "values are written in place of keys too", (value, value), slots
-        yield "keys are written in place of values too", (key, key), slots
+        yield "values are written instead of keys too", (value, value), slots
+        yield "keys are written instead of values too", (key, key), slots
     yield "the new keys are not written", (held[0], value), slots
     yield "the new values are not written", (key, held[1]), slots
     for meaning, other in _other_slots(problem, slots):

@@ -106,7 +106,7 @@ def _checks() -> None:
 
     rows = []
     for name, info in CHECKS.items():
-        rows += [[name, info.establishes], ["", f"cannot see: {info.cannot_see}"]]
+        rows += [[name, info.establishes], ["", f"does not detect: {info.cannot_see}"]]
         if info.by_name_only:
             rows.append(["", f"runs only if it is named, as by --check {name}"])
     _print(rows)

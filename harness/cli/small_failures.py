@@ -70,7 +70,7 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
         tried = f"{shrunk.tried} steps tried in {shrunk.seconds:.1f} s{'' if shrunk.is_finished else ', out of time'}"
         typer.echo(f"  small: {size_in_words(small.case)} ({tried})")
     if meaning := getattr(record, "meaning", None):
-        typer.echo(f"  looks like: {meaning}")
+        typer.echo(f"  likely cause: {meaning}")
     written = _write_case(small, folder)
     repeat = record.model_copy(update={"suite": str(written), "case_id": small.case.id})
     environment = process.backend.info.required_environment

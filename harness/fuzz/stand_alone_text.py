@@ -133,7 +133,7 @@ def _cache_judgement(step: RecordedStep, cache: torch.Tensor, writer: SourceWrit
     return [
         f"changed = ({memory}.view(torch.{integers}) != cache_after.view(torch.{integers})).nonzero().flatten()",
         "if len(changed):",
-        '    faults.append(f"{len(changed)} elements of the cache, first: element {int(changed[0])}")',
+        '    faults.append(f"{len(changed)} elements of the cache are wrong, the first is element {int(changed[0])}")',
     ]
 
 

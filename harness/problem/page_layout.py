@@ -149,7 +149,7 @@ def layout_of_layer(layout: PageLayout, case: Case) -> PageLayout:
 
 
 def _without_freed_pages(case: Case, table: Tensor) -> Tensor:
-    """Return the table with page 0 in place of pages that lie before the window or chunk of every row and layer.
+    """Return the table with page 0 instead of pages that lie before the window or chunk of every row and layer.
 
     A cache manager frees such pages and may give them to other requests.
     """

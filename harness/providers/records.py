@@ -142,7 +142,11 @@ def _finding(provider: Provider, subject: Subject, examined: SubjectResult | Non
         return Holds(figures, _notes(provider, examined))
     first = examined.first
     wrong = examined.counts["differs"]
-    count = f"{wrong} of {plural(examined.questions, 'question')} answered otherwise, first: " if wrong else ""
+    count = (
+        f"{wrong} of {plural(examined.questions, 'question')} have another answer than the reference, the first is "
+        if wrong
+        else ""
+    )
     return Broken(
         f"{count}{first.question}: {first.differences[0]}",
         figures,

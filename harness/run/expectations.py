@@ -138,7 +138,7 @@ class Expectations:
             for entry, count in self._expired.items()
         ]
         missed = [
-            f"{entry}, but no record bears it out; remove it if this is repaired"
+            f"{entry}, but no record matched it; remove the entry if the fault is fixed"
             for entry in self._live
             if entry not in self._met
             and entry.expectation.says is None

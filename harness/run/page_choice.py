@@ -68,7 +68,7 @@ def _notes(suite: Suite, chosen: Mapping[str, str], backends: Sequence[BackendDe
     notes, defaults = [], suite.page_defaults
     changed = [key for key, value in chosen.items() if value != defaults[key]]
     if changed:
-        what = ", ".join(f"{key}={chosen[key]} in place of {defaults[key]}" for key in changed)
+        what = ", ".join(f"{key}={chosen[key]} instead of {defaults[key]}" for key in changed)
         names = [each.name for each in backends if not all(_takes(each, key, defaults[key]) for key in changed)]
         notes.append(f"suite {suite.name}: {what}, for {', '.join(names)}; --set chooses others")
     unfit = [each.name for each in backends if not all(_takes(each, key, value) for key, value in chosen.items())]

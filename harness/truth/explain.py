@@ -192,7 +192,7 @@ def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:
         return []
     faults = {
         "output_scale is ignored": truth.out * codes.scale,
-        "output_scale multiplies the output in place of dividing it": truth.out * codes.scale**2,
+        "output_scale multiplies the output instead of dividing it": truth.out * codes.scale**2,
     }
     return sorted(faults.items(), key=lambda fault: float(codes.error(output, fault[1]).norm()))
 

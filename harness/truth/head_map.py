@@ -73,7 +73,7 @@ def _words(found: list[tuple[int, int, int]]) -> str:
     """Return the head map in words, from triples (query head, KV head it reads, KV head it should read)."""
     heads, read = [each[0] for each in found], [each[1] for each in found]
     if len(found) > 1 and len(set(read)) == 1:
-        return f"query heads {', '.join(map(str, heads))} read KV head {read[0]} in place of their own"
-    named = [f"query head {head} reads KV head {new} in place of {old}" for head, new, old in found[:_NAMED]]
+        return f"query heads {', '.join(map(str, heads))} read KV head {read[0]} instead of their own"
+    named = [f"query head {head} reads KV head {new} instead of {old}" for head, new, old in found[:_NAMED]]
     more = f" (and {len(found) - _NAMED} more heads read others)" if len(found) > _NAMED else ""
     return ", ".join(named) + more

@@ -93,7 +93,7 @@ def _chunk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor
             moved = _altered(f"the chunks have {size} keys", rows, other, "local")
             yield Toggle(f"attn_chunk_size {name}", moved, acts, mostly=False)
     window = replace(whole, window=(chunk - 1, params.window[1]))
-    slid = _altered(f"a window of {chunk} keys in place of chunks", rows, window, "local")
+    slid = _altered(f"a window of {chunk} keys instead of chunks", rows, window, "local")
     yield Toggle("attn_chunk_size, not a window", slid, keys_seen(rows, window) > seen, mostly=False)
 
 
@@ -149,7 +149,7 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
         yield _altered("the window is ignored on both sides", rows, unlimited, "sliding_window")
     default = params.head_size**-0.5
     if params.softmax_scale != default:
-        yield _altered("the default scale is used in place of the layer's", rows, replace(params, scale=default))
+        yield _altered("the default scale is used instead of the layer's", rows, replace(params, scale=default))
     if params.softmax_scale != 1.0:
         yield _altered("the scale is left out", rows, replace(params, scale=1.0))
         yield _altered("the scale is applied twice", rows, replace(params, scale=params.softmax_scale**2))
@@ -171,13 +171,13 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
         tiled = torch.arange(params.num_heads, device=rows.keys.device) % params.num_kv_heads
         swapped = replace(rows, keys=rows.keys[:, tiled], values=rows.values[:, tiled])
         yield _altered(
-            "query head h reads KV head h % num_kv_heads in place of h // group size",
+            "query head h reads KV head h % num_kv_heads instead of h // group size",
             swapped,
             replace(params, num_kv_heads=params.num_heads),
         )
     if rows.keys.shape == rows.values.shape:
-        yield _altered("values are read in place of keys", replace(rows, keys=rows.values), params)
-        yield _altered("keys are read in place of values", replace(rows, values=rows.keys), params)
+        yield _altered("values are read instead of keys", replace(rows, keys=rows.values), params)
+        yield _altered("keys are read instead of values", replace(rows, values=rows.keys), params)
         exchanged = replace(rows, keys=rows.values, values=rows.keys)
         yield _altered("keys and values are exchanged", exchanged, params)
     yield _altered("all visible keys weigh the same: the scores are lost", rows, replace(params, scale=0.0))

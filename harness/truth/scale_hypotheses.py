@@ -57,8 +57,8 @@ def scale_explanations(problem: Problem, params: AttentionParams, rows: UnpagedA
         yield _scaled("k_scale divides the codes", params, rows, "k_scale", key**-2)
         yield _scaled("v_scale divides the codes", params, rows, "v_scale", value**-2)
         yield _both("k_scale and v_scale divide the codes", params, rows, key**-2, value**-2)
-        yield _scaled("k_scale is used for values, in place of v_scale", params, rows, "v_scale", key / value)
-        yield _scaled("v_scale is used for keys, in place of k_scale", params, rows, "k_scale", value / key)
+        yield _scaled("k_scale is used for values, instead of v_scale", params, rows, "v_scale", key / value)
+        yield _scaled("v_scale is used for keys, instead of k_scale", params, rows, "k_scale", value / key)
         yield from _lost_subnormals(params, rows, storages)
         for how, shift in (("in reversed order of heads", 0), ("of the next head", -1), ("of the head before", 1)):
             k_other, v_other = (each.roll(shift, 0) if shift else each.flip(0) for each in (key, value))

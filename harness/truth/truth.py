@@ -131,8 +131,8 @@ def _refuse_blindness(problem: Problem, truth: Truth) -> None:
             raise BlindCaseError(
                 problem.case.key,
                 toggle.subject,
-                f"only {noticed} of {able} rows move by {NOTICEABLE:g} budgets when it changes (largest: "
-                f"{float(moved.max()):.3g}); use longer requests, larger scores, or a stronger modifier",
+                f"only {noticed} of {able} rows move by {NOTICEABLE:g} times the allowed error when it changes "
+                f"(largest: {float(moved.max()):.3g}); use longer requests, larger scores, or a stronger modifier",
             )
 
 

@@ -201,7 +201,7 @@ class ProcessExaminer:
         limit, left_s = self._limits.of_stage(stage, place.asked.case, reference_s), self._left_s(place)
         if limit.seconds <= left_s:
             return limit
-        return Limit(max(left_s, 0.0), f"what was left of the {self._limits.backend_s:g} s of the backend")
+        return Limit(max(left_s, 0.0), f"what was left of --backend-timeout {self._limits.backend_s:g}")
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
         """Add records for ``checks``, which ``stopped`` prevented."""

@@ -25,6 +25,9 @@ _TIMED_PARTS = 40
 """Maximum number of samplings of one check ``timing``."""
 
 
+_SET = "--case-timeout changes it"
+
+
 @dataclass(frozen=True)
 class Limit:
     """``seconds`` without an answer, or ``math.inf``. ``words``: how the limit was computed."""
@@ -52,25 +55,31 @@ class TimeLimits:
     @property
     def of_loading(self) -> Limit:
         """The limit for a process to start, import a backend and describe it."""
-        return Limit(FLOOR_S) if self.case_s is None else Limit(max(self.case_s, LEAST_LOADING_S))
+        return Limit(FLOOR_S, _SET) if self.case_s is None else self._given(LEAST_LOADING_S)
 
     @property
     def of_function(self) -> Limit:
         """The limit for all questions about one function of a provider."""
-        return Limit(FLOOR_S if self.case_s is None else self.case_s)
+        return Limit(FLOOR_S, _SET) if self.case_s is None else self._given()
 
     def of_stage(self, stage: str, case: Case, reference_s: float = 0.0) -> Limit:
         """Return the limit of a stage of ``case``. ``reference_s``: seconds that the reference took for the case."""
         if self.case_s is not None:
-            return Limit(self.case_s)
+            return self._given()
         if stage == PREPARATION:
-            return Limit(FLOOR_S + needed_bytes(case) / _PREPARED_BYTES_PER_S)
+            return Limit(FLOOR_S + needed_bytes(case) / _PREPARED_BYTES_PER_S, _SET)
         words = f"{FLOOR_S:g} s, and {REFERENCE_FACTOR:g} times the {reference_s:.3g} s that the reference took"
         limit_s = FLOOR_S + REFERENCE_FACTOR * reference_s
         if stage == f"check {TIMING}":
             limit_s += _TIMED_PARTS * self.sampling_s
             words += f", and {_TIMED_PARTS * self.sampling_s:g} s for samples"
-        return Limit(limit_s, words)
+        return Limit(limit_s, f"{words}; {_SET}")
+
+    def _given(self, least_s: float = 0.0) -> Limit:
+        """Return the limit of ``--case-timeout``, but at least ``least_s``."""
+        given_s = self.case_s or 0.0
+        least = f"; the least for loading is {least_s:g} s" if least_s > given_s else ""
+        return Limit(max(given_s, least_s), f"--case-timeout {given_s:g}{least}")
 
 
 def read_limit(option: str, seconds: float | None) -> float | None:

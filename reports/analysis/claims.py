@@ -33,8 +33,8 @@ class FalseClaim:
 
     def __str__(self) -> str:
         if self.measured:
-            return f"{self.capability} ({self.measured} is true)"
-        return f"{self.capability} ({self.wrong} of {self.asked} wrong)"
+            return f"{self.capability} (measured: {self.measured})"
+        return f"{self.capability} ({self.wrong} of {self.asked} {'case' if self.asked == 1 else 'cases'} wrong)"
 
 
 def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[FalseClaim, ...]:

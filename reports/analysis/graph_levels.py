@@ -12,7 +12,7 @@ from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 from attncheck.reports.run_file.records import EXAMINED, OUTCOMES, Record, XFailed, graph_of
 
-LEGEND = "probes: passed of examined; head-room: more is measured than declared"
+LEGEND = "probes: passed / run; head-room: the backend may declare this higher level"
 
 LEGEND_OF_EMULATION = "emulated: no GPU, the operators of forward are recorded and replayed on the CPU"
 

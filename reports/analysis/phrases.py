@@ -157,12 +157,12 @@ def cut(text: str, width: int) -> str:
 def _recurrence(record: Ended) -> str:
     match record.recurrence:
         case "always":
-            return "; also alone in a fresh process"
+            return "; fails again when run alone in a new process"
         case "after":
             before = f"case {record.after}" if record.after else "the cases before it"
-            return f"; only after {before}, not alone in a fresh process"
+            return f"; fails only after {before}, not when run alone in a new process"
         case "flaky":
-            return "; not in a fresh process, neither alone nor after the cases before it"
+            return "; did not fail again in a new process, neither alone nor after the cases before it"
         case _:
             return ""
 
@@ -199,7 +199,7 @@ def verdict_counts(each: BackendVerdict) -> str:
 
 
 def claims(each: BackendVerdict) -> str:
-    """Return the false claims of a backend: ``sliding_window (8 of 8 wrong), logits_soft_cap (4 of 4 wrong)``."""
+    """Return the false claims of a backend: ``sliding_window (8 of 8 cases wrong), sinks (4 of 4 cases wrong)``."""
     return ", ".join(one_line(str(claim)) for claim in each.false_claims)
 
 
@@ -208,6 +208,12 @@ def extent(finding: Finding) -> str:
     checks = finding.checks
     names = checks[0] if len(checks) == 1 else f"{', '.join(checks[:-1])} and {checks[-1]}"
     return f"{plural(len(finding.cases), 'case')}, {'check' if len(checks) == 1 else 'checks'} {names}"
+
+
+def consequence(finding: Finding) -> str:
+    """Return what the finding does to the exit code of the run."""
+    code = finding.exit_status
+    return f"it makes the run exit with code {code}" if code else "it does not fail the run"
 
 
 def example(finding: Finding) -> str:
@@ -225,8 +231,8 @@ def closing(
 ) -> str:
     """Return the last line of a report: the verdict and the counts.
 
-    ``errors`` fail a run whatever its records are. Counts are of checks of a case of a backend, each counted once
-    however many rounds it had. An unfinished run has a verdict only if it failed.
+    ``errors`` fail a run whatever its records are. A result is the outcome of one check of one case of
+    one backend, the worst of its rounds. An unfinished run has a verdict only if it failed.
     """
     verdict: str = "failed" if errors else summary.verdict
     if not complete and verdict != "failed":
@@ -239,7 +245,8 @@ def closing(
     if summary.providers:
         sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
     rounds = f" (the worst of {summary.most_rounds} rounds counts)" if summary.most_rounds > 1 else ""
-    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}"
+    sizes.append(plural(sum(summary.total[outcome] for outcome in OUTCOMES), "result"))
+    return f"{verdict}: {': '.join(filter(None, [', '.join(sizes), ', '.join(counts)]))}{rounds}"
 
 
 def rounds_short(summary: RunSummary, record: Record) -> str:

@@ -116,7 +116,7 @@ class SupportRow:
                 ("refused unclearly", self.unclear),
                 ("died", self.died),
                 ("right all the same", self.answered),
-                ("accepted, and wrong", self.wrong),
+                ("accepted, and the output is wrong", self.wrong),
             )
             if count
         ]

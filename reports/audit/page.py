@@ -27,7 +27,7 @@ _VERDICTS: dict[SupportVerdict, str] = {
     "right": "right",
     "short": "**wrong**",
     "unproven": "fails for other reasons",
-    "wrong": "not declared, **accepted and wrong**",
+    "wrong": "not declared, **but accepted, and the output is wrong**",
     "died": "not declared, **the process died**",
     "answered": "not declared, right all the same",
     "unclear": "not declared, refused unclearly",

@@ -169,4 +169,4 @@ def _common_shift(changes: Sequence[SpeedChange]) -> list[str]:
         return []
     way = "longer" if middle > 1 else "shorter"
     told = f"{alike} of {len(ratios)} times are {way} in NEW, whatever the backend, by {abs(middle - 1):.1%}"
-    return [f"{told} in the middle: that looks like the machine, not a kernel; time both in one run to tell"]
+    return [f"{told} in the middle: the machine may be the reason, not a kernel; time both in one run to find out"]

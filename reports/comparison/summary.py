@@ -74,10 +74,10 @@ class StatisticalPower:
     @property
     def in_words(self) -> str:
         """The power as one sentence."""
-        beside = "" if self.noise.in_turns is None else f", from those beside them by {self.noise.in_turns:.1%}"
+        beside = "" if self.noise.in_turns is None else f", {self.noise.in_turns:.1%} between neighbours"
         return (
-            f"processes differ by {self.noise.spread:.1%}{beside} (the middle of {plural(self.pairs, 'pair')}): "
-            f"with {self.rounds} rounds a side, a slowdown of {self.slowdown:.1%} is found four times in five"
+            f"noise between processes: {self.noise.spread:.1%}{beside} (median of {plural(self.pairs, 'pair')}); "
+            f"with {self.rounds} rounds a side, 80 % of slowdowns of {self.slowdown:.1%} are found"
         )
 
 

@@ -54,7 +54,9 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
     for each in run.found.verdicts:
         if each.verdict == "not examined":
             continue
-        below: list[Text] = [Span(f"false claims: {phrases.claims(each)}", is_bold=True)] if each.false_claims else []
+        below: list[Text] = (
+            [Span(f"declared but wrong: {phrases.claims(each)}", is_bold=True)] if each.false_claims else []
+        )
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
         word = Span(each.verdict, is_bold=True, colour=_COLOURS[each.verdict], is_loud=True)
         text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
@@ -153,7 +155,7 @@ def _facts(finding: Finding, run: RunValues, example: Sequence[Item], cases: Seq
     rounds = phrases.rounds_short(run.summary, finding.example)
     below = [Item(finding.case.shape)] if finding.case else []
     return [
-        Item(f"{phrases.extent(finding)}; exit status {finding.exit_status}"),
+        Item(f"{phrases.extent(finding)}; {phrases.consequence(finding)}"),
         *([Item(f"in common: {finding.contrast}")] if finding.contrast else []),
         *cases,
         Item(f"example: {phrases.example(finding)}{f' ({rounds})' if rounds else ''}", (*below, *example)),

@@ -12,7 +12,7 @@ _VERDICTS: dict[SupportVerdict, Span] = {
     "right": Span(""),
     "short": Span("wrong", is_bold=True),
     "unproven": Span("not known, all fail for other reasons"),
-    "wrong": Span("not declared, accepted and wrong", is_bold=True),
+    "wrong": Span("not declared, but accepted, and the output is wrong", is_bold=True),
     "died": Span("not declared, and the process died", is_bold=True),
     "answered": Span("not declared, and right all the same"),
     "refused": Span("refused"),

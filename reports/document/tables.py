@@ -82,7 +82,7 @@ def _suites(run: RunValues) -> Table:
 
 
 def _total_headings(run: RunValues) -> list[str]:
-    return [*(["worst\nerror\n(budgets)"] if run.summary.has_errors_measured else []), "not\nexamined"]
+    return [*(["worst\nerror /\nallowed"] if run.summary.has_errors_measured else []), "not\nexamined"]
 
 
 def _totals(run: RunValues, backend: str) -> list[Text]:

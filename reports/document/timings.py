@@ -48,8 +48,8 @@ def timings(run: RunValues, *, whole: bool) -> list[Block]:
 def averaged(summary: SpeedTable) -> str:
     """Return what the means of a table are averaged over, and whether its rows can be compared."""
     if not summary.averaged:
-        return "no case was timed of all; geometric means of each one's own cases, not to be compared"
-    return f"geometric means of {plural(summary.averaged, 'case')} that all were timed in"
+        return "no case was timed for every backend: each mean is over the backend's own cases, so do not compare them"
+    return f"geometric means of {plural(summary.averaged, 'case')} timed for every backend"
 
 
 def _table(speeds: SpeedTable, *, is_cut: bool = True) -> Table:

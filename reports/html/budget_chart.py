@@ -75,7 +75,7 @@ def budget_chart(name: str, uses: Sequence[BudgetUse]) -> "Markup":
         decades = range(round(math.log10(low)), math.floor(math.log10(high)) + 1)
         axes.set_xticks([10.0**decade for decade in decades], [_decade(decade) for decade in decades])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("share of the error budget used")
+        axes.set_xlabel("error / allowed error")
         axes.grid(axis="x")
         axes.hlines([row + 0.5 for row in range(len(uses) - 1)], *axes.get_xlim(), color=RULE, linewidth=0.5)
         axes.axvline(1, color=BAD, linewidth=1.1)
@@ -106,7 +106,7 @@ def budget_chart(name: str, uses: Sequence[BudgetUse]) -> "Markup":
             )
 
     told = "; ".join(f"{names[use.backend]}: worst {phrases.budgets(use.worst)}" for use in uses)
-    return chart(name, f"Share of the error budget used. {told}", WIDTH, 64 + ROW * len(uses), draw)
+    return chart(name, f"Error divided by the allowed error. {told}", WIDTH, 64 + ROW * len(uses), draw)
 
 
 def _dots(shares: Sequence[float], low: float, high: float) -> Iterator[tuple[float, float]]:

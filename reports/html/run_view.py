@@ -94,7 +94,7 @@ class RunView:
             ("support", "Measured support", self.support.features or self.support.forms),
             ("graphs", "CUDA-graph levels", self.levels),
             ("speeds", "Speeds", self.speeds),
-            ("budgets", "Error budget", self.budgets),
+            ("budgets", "Error / allowed error", self.budgets),
             ("functions", "Utilities", self.run.summary.providers),
             ("expected", "Expected failures", self.expected),
             ("gaps", "Not examined", self.run.summary.gaps),

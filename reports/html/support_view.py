@@ -34,7 +34,7 @@ SIGNS: Mapping[SupportVerdict | Literal["declared"], Sign] = {
     "right": Sign("\u2713", "good", "right"),
     "short": Sign("\u2717", "bad", "declared, and wrong"),
     "unproven": Sign("?", "warn", "every case fails for another reason"),
-    "wrong": Sign("!", "bad", "not declared, accepted and wrong"),
+    "wrong": Sign("!", "bad", "not declared, but accepted, and the output is wrong"),
     "died": Sign("\u2020", "bad", "not declared, and the process died"),
     "answered": Sign("+", "warn", "not declared, right all the same"),
     "unclear": Sign("~", "warn", "not declared, refused unclearly"),

@@ -16,8 +16,11 @@ SHOWN_LINES = 4
 
 UNEXPLAINED = "wrong rows, and no known fault explains them"
 
-EVIDENCE = ": its truth fits"
+EVIDENCE = ": a reference with this fault gives the same output in"
 """Separates a likely cause from the rows that support it."""
+
+_EVIDENCE = re.compile(rf"{EVIDENCE}|: its truth fits")
+"""The same, also in run files of earlier versions."""
 
 ALTERNATIVE = "; it may also be that "
 """Separates a likely cause from others that fit as well."""
@@ -25,9 +28,9 @@ ALTERNATIVE = "; it may also be that "
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 
-_SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
+_SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows(?:, first: | are wrong, the first is )")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
-_DETAIL = re.compile(r", first: |; worst | at row \d| reaches? \d+ of ")
+_DETAIL = re.compile(r", first: |, the first(?: is |: )|; worst | at row \d| reaches? \d+ of ")
 _NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d+)?)*(?![\w])")
 _PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P<function>.+)')
 
@@ -57,7 +60,7 @@ def likely_causes(meaning: str | None) -> tuple[str, ...]:
     if not meaning or meaning.startswith(UNKNOWN):
         return ()
     first, *others = meaning.split(ALTERNATIVE)
-    return (first.partition(EVIDENCE)[0], *others)
+    return (_EVIDENCE.split(first)[0], *others)
 
 
 def symptom(summary: str) -> str:

@@ -159,7 +159,7 @@ def _unsettled(speeds: Sequence[Speed]) -> Iterator[str]:
     loose = [speed for speed in speeds if not all(latency.is_settled for latency in speed.rounds)]
     if loose:
         cases = [f"{speed.backend}, {speed.case} ({speed.part})" for speed in loose]
-        yield f"unsettled, since time was up before the median's interval was narrow enough: {_named(cases)}"
+        yield f"too noisy: the time limit ended before the median's interval was narrow enough: {_named(cases)}"
 
 
 def _noted(speeds: Sequence[Speed]) -> Iterator[str]:

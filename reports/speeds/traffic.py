@@ -53,6 +53,9 @@ def _table(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) ->
 def traffic_title(table: SpeedTable) -> str:
     """Return a sentence on what the sums of a table contain."""
     if not table.averaged:
-        return "on this traffic: no case was timed of all backends, so none is compared"
+        return "on this traffic: no case was timed for every backend, so none is compared"
     cases = plural(table.averaged, "case")
-    return f"on this traffic: forward of {cases} that all were timed in, each as often as it came, without builds"
+    return (
+        f"on this traffic: forward of {cases} timed for every backend, each weighted by how often it came, "
+        "without builds"
+    )

@@ -86,7 +86,7 @@ LIARS = {
         "FreezesTheSplits": (NEVER, FROZEN),
         "DividesByTheLength": (NEVER, "'padded decode'", "padding rows of the output hold NaN", PADDING),
         "ReadsTheNullPage": (NEVER, "'padded decode'", "padding rows of the output hold NaN", PADDING),
-        "ScalesByTheWholeQuery": (NEVER, "'padded decode'", "not a number", PADDING),
+        "ScalesByTheWholeQuery": (NEVER, "'padded decode'", "NaN or infinite", PADDING),
         "WritesNaNIntoPadding": (NEVER, "'padded decode'", "padding rows of the output hold NaN", PADDING),
         "DummiesIntoTheNullPage": (NEVER, "capture changed the cache", "slot 0 ", "NaN", "null page"),
         "NegativeSlotsWrap": (NEVER, "capture changed the cache", "offset 3; owned by no request"),
@@ -109,7 +109,7 @@ LIARS = {
         "CapturesAShortMaximum": (NEVER, FROZEN, "max_seq_len was 1 at capture"),
         "GridOfTheDummies": (UNIFORM, "'mixed'", "position 6", FROZEN),
         "SkipsFreshPrompts": (SINGLE, "'verify 2'", "request 1, position 0", "right without a graph"),
-        "EmptySplitsAreNaN": (NEVER, "'decode'", "not a number", "right without a graph"),
+        "EmptySplitsAreNaN": (NEVER, "'decode'", "NaN or infinite", "right without a graph"),
         "LeavesTheLseOut": (NEVER, "LSE: 8 of 8 rows were never written", "right without a graph"),
     },
     "graphs_adversary.py": {

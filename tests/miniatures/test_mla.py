@@ -19,7 +19,7 @@ NAMED = {
     "mutants:latent-cuts-all-keys-first": "the rows of kv_b_proj are taken for all keys, then all values",
     "mutants:latent-reads-by-v-scale": "v_scale is used for the latent cache",
     "mutants:latent-drafts-see-each-other": (
-        "the causal mask is missing: its truth fits the 3 wrong rows, all of request 1"
+        "the causal mask is missing: a reference with this fault gives the same output in the 3 wrong rows, all of request 1"
     ),
 }
 

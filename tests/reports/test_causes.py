@@ -123,7 +123,7 @@ def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: 
         "      Fatal Python error: Aborted",
         f"    repeat: attncheck run --backend reference --suite smoke --case edge {HOW}",
     ]
-    assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 2 crashed"
+    assert text.splitlines()[-1] == "failed: 1 backend, 1 case, 2 results: 2 crashed"
 
 
 def test_a_silent_death_is_told_as_well(header: RunHeader, make: Make) -> None:
@@ -175,21 +175,38 @@ def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[...
         ("numerics", "no row was written", None, "no row was written"),
         (
             "numerics",
+            "7 of 40 rows are wrong, the first is row 3",
+            "the sinks are ignored: a reference with this fault gives the same output in the 3 wrong rows",
+            "the sinks are ignored",
+        ),
+        # texts of earlier versions, which kept run files hold
+        (
+            "numerics",
             "7 of 40 rows, first: row 3",
             "the sinks are ignored: its truth fits 3 rows",
             "the sinks are ignored",
         ),
-        ("numerics", "", "the window is 129 (1, 2, 3) in place of 128", "the window is N (N) in place of N"),
         ("lse", "7 of 40 rows, first: row 3 (request 0)", None, "N of N rows"),
-        ("lse", "3 of 40 rows, first: row 9 (request 2)", None, "N of N rows"),
         ("cache_write", "3 slots (page 4) are wrong, first: slot 9", None, "N slots are wrong"),
+        ("numerics", "", "the window is 129 (1, 2, 3) instead of 128", "the window is N (N) instead of N"),
+        ("lse", "7 of 40 rows are wrong, the first is row 3 (request 0)", None, "N of N rows are wrong"),
+        ("lse", "3 of 40 rows are wrong, the first is row 9 (request 2)", None, "N of N rows are wrong"),
+        ("cache_write", "3 slots are wrong, the first: slot 9 (page 4)", None, "N slots are wrong"),
         ("containment", "NaN at row 3 of the output", None, "NaN"),
         ("containment", "poison reaches 3 of 40 rows", None, "poison"),
-        ("numerics", "9 of 40 rows, first: row 1", "not known; wrong are rows with context", UNEXPLAINED),
         (
             "numerics",
-            "9 of 40 rows, first: row 1",
-            "the cap is 30, not 50: its truth fits all rows; it may also be that the cap is ignored",
+            "9 of 40 rows are wrong, the first is row 1",
+            "not known; wrong are rows with context",
+            UNEXPLAINED,
+        ),
+        (
+            "numerics",
+            "9 of 40 rows are wrong, the first is row 1",
+            (
+                "the cap is 30, not 50: a reference with this fault gives the same output in all rows; "
+                "it may also be that the cap is ignored"
+            ),
             "the cap is N, not N",
         ),
     ],

@@ -52,7 +52,7 @@ def test_a_liar_is_told_its_claims(make: Make, plain: list[Record], verdict_of: 
     ]
     found = verdict_of(records)
     assert claims(found) == [("sliding_window", 8, 8), ("logits_soft_cap", 4, 4), ("sinks", 2, 2)]
-    assert str(found.false_claims[0]) == "sliding_window (8 of 8 wrong)"
+    assert str(found.false_claims[0]) == "sliding_window (8 of 8 cases wrong)"
     assert (found.verdict, found.cases, len(found.failing), found.failing_cases) == ("failed", 44, 3, 14)
 
 
@@ -196,7 +196,7 @@ def test_a_graph_level_that_is_not_reached_is_a_false_claim(
     ]
     (claim,) = verdict_of(records).false_claims
     assert (claim.capability, claim.measured) == ("CUDA-graph level ALWAYS", SINGLE)
-    assert str(claim) == f"CUDA-graph level ALWAYS ({SINGLE} is true)"
+    assert str(claim) == f"CUDA-graph level ALWAYS (measured: {SINGLE})"
     assert verdict_of(records).could_declare == ()
 
 

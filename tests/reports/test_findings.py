@@ -12,7 +12,7 @@ from attncheck.reports.run_file.records import OURSELVES, Record
 
 Make = Callable[..., Record]
 
-ROWS = "7 of 40 rows, first: row 3 (request 0, position 35), head 1: found 0.5"
+ROWS = "7 of 40 rows are wrong, the first is row 3 (request 0, position 35), head 1: found 0.5"
 WINDOW = "the window is ignored"
 MINE = "/home/me/mine.py"
 
@@ -38,8 +38,18 @@ def told(found: tuple[Finding, ...]) -> list[tuple[str, list[str], list[str]]]:
 
 def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, header: RunHeader) -> None:
     records = [
-        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all 7 rows"),
-        make("failed", case_id="b", summary=ROWS, meaning=f"{WINDOW}: its truth fits 5 of 9 rows"),
+        make(
+            "failed",
+            case_id="a",
+            summary=ROWS,
+            meaning=f"{WINDOW}: a reference with this fault gives the same output in all 7 rows",
+        ),
+        make(
+            "failed",
+            case_id="b",
+            summary=ROWS,
+            meaning=f"{WINDOW}: a reference with this fault gives the same output in 5 of 9 rows",
+        ),
         make("failed", case_id="a", check="cache_write", summary="3 slots are wrong, first: page 2"),
         make("failed", case_id="b", check="cache_write", summary="41 slots are wrong, first: page 0"),
         make("failed", case_id="b", check="containment", summary=ROWS, meaning=WINDOW),
@@ -52,11 +62,16 @@ def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, hea
 
 
 def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHeader) -> None:
-    fits = ": its truth fits all rows; it may also be that "
+    fits = ": a reference with this fault gives the same output in all rows; it may also be that "
     records = [
         make("failed", case_id="a", summary=ROWS, meaning=f"the scale is that of head size 16{fits}the scale is 2"),
         make("failed", case_id="b", summary=ROWS, meaning=f"the scale is that of a value{fits}the scale is 2"),
-        make("failed", case_id="c", summary=ROWS, meaning="the scale is 2: its truth fits all rows"),
+        make(
+            "failed",
+            case_id="c",
+            summary=ROWS,
+            meaning="the scale is 2: a reference with this fault gives the same output in all rows",
+        ),
     ]
     assert told(findings(records, header)) == [("the scale is 2", ["a", "b", "c"], ["numerics"])]
 
@@ -65,11 +80,16 @@ def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHe
 def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, check: str) -> None:
     records = [
         make("failed", case_id="a", check=check, summary=ROWS, meaning=None),
-        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows"),
+        make(
+            "failed",
+            case_id="a",
+            summary=ROWS,
+            meaning=f"{WINDOW}: a reference with this fault gives the same output in all rows",
+        ),
         make("failed", case_id="b", check=check, summary=ROWS, meaning=None),
     ]
     (joined, apart) = findings(records, header)
-    assert told((joined, apart)) == [(WINDOW, ["a"], [check, "numerics"]), ("7 of 40 rows", ["b"], [check])]
+    assert told((joined, apart)) == [(WINDOW, ["a"], [check, "numerics"]), ("7 of 40 rows are wrong", ["b"], [check])]
     assert joined.example.check == "numerics"
 
 
@@ -77,14 +97,27 @@ def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, 
 def test_other_checks_keep_findings_of_their_own(make: Make, header: RunHeader, check: str) -> None:
     records = [
         make("failed", case_id="a", check=check, summary=ROWS, meaning=None),
-        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows"),
+        make(
+            "failed",
+            case_id="a",
+            summary=ROWS,
+            meaning=f"{WINDOW}: a reference with this fault gives the same output in all rows",
+        ),
     ]
     assert [found.checks for found in findings(records, header)] == [("numerics",), (check,)]
 
 
 def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, header: RunHeader) -> None:
     records = [
-        *(make("failed", case_id=case, summary=ROWS, meaning=f"{WINDOW}: its truth fits all rows") for case in "ab"),
+        *(
+            make(
+                "failed",
+                case_id=case,
+                summary=ROWS,
+                meaning=f"{WINDOW}: a reference with this fault gives the same output in all rows",
+            )
+            for case in "ab"
+        ),
         make("failed", case_id="a", check="cache_write", summary="3 slots are wrong", meaning="keys are rounded"),
     ]
     assert [title for title, _, _ in told(findings(records, header))] == ["keys are rounded", WINDOW]

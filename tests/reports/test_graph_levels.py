@@ -272,7 +272,9 @@ def test_markdown_tells_a_shared_failure_once_and_names_the_others(
     graph: Make, as_markdown: Callable[..., str]
 ) -> None:
     text = as_markdown(*(graph("failed", BROKEN, case_id=f"c{i}", summary=SUMMARY) for i in range(3)))
-    assert "- 3 cases, check cudagraph; exit status 1\n- cases: smoke/c0, smoke/c1, smoke/c2\n" in text
+    assert (
+        "- 3 cases, check cudagraph; it makes the run exit with code 1\n- cases: smoke/c0, smoke/c1, smoke/c2\n" in text
+    )
     assert text.count("Repeat:") == 1
 
 

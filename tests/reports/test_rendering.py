@@ -21,7 +21,7 @@ FAILURE: dict[str, Any] = {
     "backend": "Wrong",
     "case_id": "window.bfloat16-16",
     "figures": {"rows": 40, "bad_rows": 7, BUDGET_SHARE: 18.4},
-    "summary": "7 of 40 rows, first: row 3 (request 0, position 35), all heads; worst 18.4 budgets at head 2",
+    "summary": "7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2",
     "meaning": "the window is one key too long (the truth with sliding_window=129 fits all rows)",
     "details": ["row 3: found 0.5, expected 0.25"],
 }
@@ -62,8 +62,8 @@ def test_terminal_table_counts_passed_of_examined(header: RunHeader, records: li
     assert row(text, "backend")[:4] == ["backend", "numerics", "lse", "cache_write"]
     assert row(text, "reference ") == ["reference", "1/1", "1/1", "-", "0.50", "-"]
     assert row(text, "Wrong ") == ["Wrong", "0/2", "-", "0/1", "18.4", "3"]
-    assert text.splitlines()[-1] == (
-        "failed: 2 backends, 6 cases: 2 passed, 1 failed, 1 errored, 3 unsupported, 1 xfailed"
+    assert " ".join(text.splitlines()[-2:]).endswith(
+        "failed: 2 backends, 6 cases, 8 results: 2 passed, 1 failed, 1 errored, 3 unsupported, 1 xfailed"
     )
 
 
@@ -77,7 +77,7 @@ def test_a_backend_that_cannot_run_here_has_one_line_unless_nothing_else_was_exa
     assert [line for line in text.splitlines() if "third" in line] == [
         "not examined: third (unavailable; see `attncheck doctor`)"
     ]
-    assert text.splitlines()[-1].startswith("failed: 3 backends")
+    assert "\nfailed: 3 backends" in text
     alone = terminal.render(header, [unavailable])
     assert "third    unavailable  1 case  needs CUDA" in alone
     assert "conventions of third" in terminal.render(header, [unavailable], verbose=True)
@@ -116,7 +116,8 @@ def test_a_run_of_all_candidates_that_passes_is_one_screen_below_its_table() -> 
         lines = terminal.render_run(run, width=width).splitlines()
         table = max(index for index, line in enumerate(lines) if line.startswith("not examined  "))
         assert len(lines) - table - 1 <= 24
-        command, also = lines[-4:-2]
+        at = next(index for index, line in enumerate(lines) if line.startswith("in full: "))
+        command, also = lines[at : at + 2]
         assert [line for line in lines if len(line) > width] == [command] * (len(command) > width)
         assert command == f"in full: --verbose, or attncheck report {CANDIDATES} --section unexamined"
         assert also == "as well: --section graph-levels"
@@ -152,7 +153,7 @@ def test_a_table_that_is_too_wide_is_turned_without_a_loss(header: RunHeader, ma
     assert row(table, "reference") == ["reference", "1/2", "1/1", "1/1", "1/1", "1/1", "2.50", "-"]
     listed = terminal.render(header, records, width=60).split("\n\n")[1]
     assert row(listed, "numerics") == ["numerics", "1/2"]
-    assert row(listed, "worst") == ["worst", "error", "(budgets)", "2.50"]
+    assert row(listed, "worst") == ["worst", "error", "/", "allowed", "2.50"]
     others = [f"a_{number}" for number in range(12)]
     records += [make("passed", backend=name, backend_ref=name) for name in others]
     backends = (*header.backends, *(BackendInfo(name=name, ref=name) for name in others))
@@ -254,7 +255,7 @@ def test_suites_have_a_table_in_the_whole_section_alone(header: RunHeader, make:
 
 
 def test_a_run_of_nothing_says_so(header: RunHeader) -> None:
-    assert terminal.render(header, []).splitlines()[-1] == "not examined: 0 backends, 0 cases: no records"
+    assert terminal.render(header, []).splitlines()[-1] == "not examined: 0 backends, 0 cases, 0 results"
 
 
 def test_a_cut_off_run_is_announced(write: Write, records: list[Record]) -> None:
@@ -276,7 +277,7 @@ def test_errors_of_the_run_turn_a_good_table_into_a_failure(write: Write, make: 
     run = read_run(write(make("passed"), errors=("entry 2 of expect.yaml matches no case",)))
     text = terminal.render_run(run)
     assert "error: entry 2 of expect.yaml matches no case" in text
-    assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 1 passed, 1 error"
+    assert text.splitlines()[-1] == "failed: 1 backend, 1 case, 1 result: 1 passed, 1 error"
     assert "entry 2 of expect.yaml matches no case" in markdown.render_run(run)
 
 

@@ -165,7 +165,7 @@ def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
     """Run files from before have no findings and no cases either."""
     asked = header.model_copy(update={"checks": ("numerics", "refusals"), "notes": ("on battery",)})
     with RunWriter(tmp_path / "old.jsonl", asked) as writer:
-        writer.add(make("failed", summary="7 of 40 rows, first: row 3"))
+        writer.add(make("failed", summary="7 of 40 rows are wrong, the first is row 3"))
         writer.add(make("passed", check="refusals"))
     lines = lines_of(tmp_path / "old.jsonl")
     assert all("refusals" in line for line in (lines[0], lines[2]))
@@ -176,7 +176,7 @@ def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
     assert run.header.checks == ("numerics", "refusals")
     assert run.header.notes == ("on battery", "the check refusals is called claims in this run file")
     assert [record.check for record in run.records] == ["numerics", "refusals"]
-    assert run.records[0] == make("failed", summary="7 of 40 rows, first: row 3")
+    assert run.records[0] == make("failed", summary="7 of 40 rows are wrong, the first is row 3")
     assert run.header.cases == ()
     assert read_run(write(make("passed"))).header.notes == ()
 

@@ -66,7 +66,10 @@ def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows
     )
     assert found["alibi"].in_words == "right (1)"
     assert (found["sinks"].refused, found["sinks"].answered, found["sinks"].wrong) == (1, 1, 1)
-    assert found["sinks"].in_words == "not declared: refused (1); right all the same (1); accepted, and wrong (1)"
+    assert (
+        found["sinks"].in_words
+        == "not declared: refused (1); right all the same (1); accepted, and the output is wrong (1)"
+    )
     assert found["tree"].in_words == "not declared: refused unclearly (1)"
     assert found["head_size_v"].in_words == "not declared: died (1)"
     assert found["short_keys"].in_words == "not declared: not examined"

@@ -78,7 +78,10 @@ def test_providers_are_counted_apart_from_backends(function: Make, make: Make, m
     assert "utilities" not in {*summary.checks, *summary.suites}
     assert (summary.cases, summary.functions) == (1, 2)
     assert not summary.gaps
-    assert phrases.closing(summary) == "passed: 1 backend, 1 case, 1 provider, 2 functions: 2 passed, 1 unsupported"
+    assert (
+        phrases.closing(summary)
+        == "passed: 1 backend, 1 case, 1 provider, 2 functions, 3 results: 2 passed, 1 unsupported"
+    )
 
 
 def test_the_terminal_shows_both(function: Make, make: Make, mine: RunHeader) -> None:

@@ -106,7 +106,7 @@ class BuilderChecks:
         return Broken(
             f"declared {declared.name}: probe {built.name!r} broke: {fault}",
             {"declared_level": declared.value},
-            "a captured graph reads the memory and the numbers of its capture",
+            "build changes what the graph reads: a captured graph reads the memory and the numbers of its capture",
             graph=graph,
         )
 

@@ -39,7 +39,8 @@ from attncheck.reference.spec import FastPrefillOptions
 
 Build = Callable[[CommonAttentionMetadata], object]
 
-_SHARED = "all builders and layers of a step share one CommonAttentionMetadata, and none of them may write to it"
+_SHARED = "shared metadata are changed: all builders and layers of a step have one CommonAttentionMetadata, "
+"none of them may write to it"
 
 _PLAIN = ("paged", "mla")
 """Paths whose steps are captured in graphs and used for drafts."""
@@ -178,9 +179,11 @@ def _cascade_fault(session: Session, builder: Any, call: ForwardCall) -> Broken 
         ),
     )
     if not np.array_equal(asked, query_lens):
-        return Broken(f"use_cascade_attention changed query_lens: it was {query_lens}, and is {asked}")
+        return Broken(f"use_cascade_attention changed query_lens from {query_lens} to {asked}")
     return (
-        None if isinstance(answer, bool | np.bool_) else Broken(f"use_cascade_attention answered {answer!r}, no bool")
+        None
+        if isinstance(answer, bool | np.bool_)
+        else Broken(f"use_cascade_attention answered {answer!r}, expected a bool")
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reports.analysis.phrases import plural
 
 Lengths = tuple[int, int]
 """(query_len, seq_len) of one request."""
@@ -28,8 +29,9 @@ class Bucket:
         return replace(self, num_reqs=self.num_reqs // number, num_tokens=self.num_tokens // number)
 
     def __str__(self) -> str:
-        rows = "mixed" if self.query_len is None else f"of {self.query_len}"
-        return f"{self.num_reqs} requests {rows}, {self.num_tokens} tokens"
+        rows = "in all" if self.query_len is None else "each"
+        tokens = self.num_tokens if self.query_len is None else self.query_len
+        return f"{plural(self.num_reqs, 'request')} of {plural(tokens, 'token')} {rows}"
 
 
 @dataclass(frozen=True)

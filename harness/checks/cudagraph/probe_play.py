@@ -15,6 +15,7 @@ from attncheck.harness.checks.cudagraph.session import CapturedBucket, GraphSess
 from attncheck.harness.checks.cudagraph.step_faults import capture_fault, step_fault
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.problem.problem import Problem
+from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNKNOWN
 
 _TOLD = 10
@@ -200,9 +201,10 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
 
 def _in_words(step: DiagnosedStep) -> str:
     requests = step.turn.requests
-    lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])
+    lengths = ", ".join(f"{query_len}/{seq_len}" for query_len, seq_len in requests[:_TOLD])
     if len(requests) > _TOLD:
         lengths += f" and {len(requests) - _TOLD} more"
-    where = "without a graph" if step.turn.bucket is None else f"graph for {step.probe.buckets[step.turn.bucket]}"
+    bucket = None if step.turn.bucket is None else step.probe.buckets[step.turn.bucket]
+    where = "step without a graph, with" if bucket is None else f"graph captured for {bucket}, replayed with"
     draft = "" if step.turn.draft_index is None else f"draft {step.turn.draft_index} by build_for_drafting, "
-    return f"{draft}{where}, requests {lengths}"
+    return f"{draft}{where} {plural(len(requests), 'request')} (query_len/seq_len {lengths})"

@@ -26,8 +26,8 @@ def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
     wrong = torch.stack([_differs(was, now) for was, now in zip(*pairs, strict=True)]).any(0).nonzero().flatten()
     if not len(wrong):
         return f"{changed}: bytes between the slots"
-    count = "1 slot," if len(wrong) == 1 else f"{len(wrong)} slots, first"
-    text = f"{changed}: {count} {problem.slot_name(int(wrong[0]))}"
+    name = problem.slot_name(int(wrong[0]))
+    text = f"{changed}: {f'1 slot, {name}' if len(wrong) == 1 else f'{len(wrong)} slots, the first is {name}'}"
     if int(wrong[0]) >= problem.cache.block_size:
         return text
     spoilt = torch.stack([~torch.isfinite(rows[wrong].double()).flatten(1).all(1) for rows in pairs[1]]).any()
@@ -54,7 +54,7 @@ def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: 
     unwritten = seen.unwritten.nonzero().flatten().tolist()
     if unwritten:
         count = f"{len(unwritten)} of {len(seen.unwritten)} rows"
-        return f"{count} were never written, first: row {unwritten[0]} ({problem.row_name(unwritten[0])})"
+        return f"{count} were never written, the first is row {unwritten[0]} ({problem.row_name(unwritten[0])})"
     shares = output_shares(truth, seen)
     if bool((shares > 1).any()):
         return summarize(problem, shares)

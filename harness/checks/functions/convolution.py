@@ -65,9 +65,11 @@ class Convolution:
         figures = {"rows": len(shares), "budget_share": float(shares.max()) if shares.numel() else 0.0}
         if bool((shares > 1).any()):
             worst = float(shares.max())
-            amount = "not a number" if math.isinf(worst) else f"{worst:.3g} budgets"
+            amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
             where = self._name_of((shares > 1).flatten())
-            return Broken(f"{where}; worst {amount}", figures, self._meaning(seen), seen.changed)
+            return Broken(
+                f"wrong in {where}; the largest error is {amount}", figures, self._meaning(seen), seen.changed
+            )
         if seen.changed:
             return Broken(f"arguments were changed: {', '.join(seen.changed)}", figures)
         return Holds(figures)
@@ -89,7 +91,7 @@ class Convolution:
         column = int(wrong[line].any(dim=0).nonzero()[0])
         where = f"{self._problem.line_name(line)}, column {column}"
         return Broken(
-            f"{len(lines)} lines of the state are wrong, first: {where}", figures, self._meaning_of_states(wrong)
+            f"{len(lines)} lines of the state are wrong, the first is {where}", figures, self._meaning_of_states(wrong)
         )
 
     def containment(self) -> Finding:
@@ -147,7 +149,7 @@ class Convolution:
         if not len(rows):
             return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
         first = int(rows[0])
-        return f"{len(rows)} of {len(self._truth.y)} rows, first: row {first} ({self._problem.row_name(first)})"
+        return f"{len(rows)} of {len(self._truth.y)} rows, the first is row {first} ({self._problem.row_name(first)})"
 
     def _bits_of(self, memory: Tensor) -> Tensor:
         """Return the bytes of the states as integers ``[lines, C, columns]``."""

@@ -97,8 +97,8 @@ class Merging:
             if len(rows):
                 first = int(rows[0])
                 return Broken(
-                    f"{name} in place of {RUBBISH:g} behind an LSE of -inf reaches {len(rows)} of "
-                    f"{len(self._truth.out)} rows, first: row {first} ({self._problem.row_name(first)})",
+                    f"{name} instead of {RUBBISH:g} behind an LSE of -inf reaches {len(rows)} of "
+                    f"{len(self._truth.out)} rows, the first is row {first} ({self._problem.row_name(first)})",
                     meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by the value there",
                 )
         figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(poisoning.bitwise)}

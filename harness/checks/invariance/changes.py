@@ -49,7 +49,7 @@ class Variation(Generic[T]):
             return None
         unchanged = self._wrong_with(())
         if unchanged is not None:
-            return _told(unchanged, "put once more as it was", _STATE)
+            return _told(unchanged, "when it is repeated unchanged", _STATE)
         needed = self.changes
         for change in self.changes:
             fewer = tuple(each for each in needed if each is not change)

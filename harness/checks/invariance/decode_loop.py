@@ -159,7 +159,6 @@ def _as_finding(wrong: Broken, steps: tuple[LoopStep, ...], number: int) -> Brok
     return replace(
         wrong,
         summary=f"right in one step, wrong in step {number + 1} of a decode loop: {wrong.summary}",
-        meaning="requests that go on gain rows and pages: something of an earlier step is kept, "
-        "or what it wrote is not read",
+        meaning="something of an earlier step is kept, or what it wrote is not read, when requests gain rows and pages",
         details=(*wrong.details, *played),
     )

@@ -55,7 +55,7 @@ class RightRows:
                 figures = {"budget_share": float(judged.max()), "rows_wrong": int((judged > 1).any(dim=1).sum())}
                 return Broken(f"{name}{summarize(self.problem, judged)}", figures, details=seen.protocol)
         if how is None and self._cache_differs(seen):
-            return Broken("the cache holds other bytes after the step")
+            return Broken("the cache holds other bytes than after the first step")
         exact = self.conventions.batch_invariant and self.conventions.deterministic
         return self._differing(seen, rows) if exact else None
 
@@ -71,8 +71,8 @@ class RightRows:
             return None
         first = int(wrong[0])
         return Broken(
-            f"{len(wrong)} of {len(rows)} rows have other bits, first: row {first} ({self.problem.row_name(first)}); "
-            "batch_invariant is declared",
+            f"{len(wrong)} of {len(rows)} rows have other bits, the first is row {first} "
+            f"({self.problem.row_name(first)}); the backend declares batch_invariant",
             {"rows_wrong": len(wrong)},
         )
 

@@ -14,9 +14,9 @@ from attncheck.harness.problem.arrangement import Arrangement, arranged
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import PaddingSpec
 
-_ROWS = "a row depends on what is beside it in the batch"
+_ROWS = "the output of a row depends on what is beside it in the batch"
 _PAGES = "pages are not found through the block table alone"
-_ROOM = "room that the batch does not use matters: the width of the block table, or padding"
+_ROOM = "the output depends on room that the batch does not use: the width of the block table, or padding"
 
 _COLUMNS, _PADDING = 5, PaddingSpec(requests=2, tokens=3)
 

@@ -18,7 +18,10 @@ from attncheck.harness.driver.step import strides_of
 from attncheck.harness.driver.turn import Fill
 from attncheck.reference.spec import StrideForm, StridesSpec
 
-_BOUNDS = "the maxima of the metadata may be upper bounds; lengths are in query_start_loc and seq_lens"
+_BOUNDS = (
+    "a maximum is taken for a length: the maxima of the metadata may be upper bounds; "
+    "lengths are in query_start_loc and seq_lens"
+)
 
 _FORMS: tuple[tuple[StrideForm, ...], ...] = (
     ("transposed", "transposed", "contiguous", "padded"),

@@ -163,7 +163,7 @@ class AnswerJudge:
             "budget_share": float(shares.max()),
             "rows_wrong": int((shares > 1).any(dim=1).sum()),
         }
-        what = f"{self.name}: call {self.num_judged} was answered wrong: {summarize(problem, shares)}"
+        what = f"{self.name}: the output of call {self.num_judged} is wrong: {summarize(problem, shares)}"
         told = f"inputs of seed {problem.seed}, channels permuted and signs turned, as at every timed call"
         return Broken(what, figures, self._meaning(asked, rows, answer), (told,))
 
@@ -217,7 +217,7 @@ def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshCon
         slot = int(slots[missing][0])
         raise UntrustworthyTimeError(
             Broken(
-                f"{name}: {int(missing.sum())} of {len(new)} new rows looked at are not in the cache, first: "
+                f"{name}: {int(missing.sum())} of {len(new)} examined new rows are not in the cache, the first is "
                 f"{problem.slot_name(slot)}",
                 meaning="the cache write is left out under the clock, or left to later",
             )

@@ -123,7 +123,7 @@ const recordTable = new RowTable(document.getElementById("record-table"), {
     { title: "backend", value: (row) => row.backend, cell: (row) => breakable(row.backend) },
     { title: "case", isName: true, value: (row) => row.title, cell: caseName },
     { title: "outcome", value: (row) => severity(row.worst), cell: chips },
-    { title: "worst error (budgets)", isNumber: true, value: (row) => row.share,
+    { title: "worst error / allowed", isNumber: true, value: (row) => row.share,
       cell: (row) => (row.share === null ? "" : row.share === Infinity ? "inf" : budgets(row.share)) },
     { title: "what happened", style: "said", value: (row) => saidBy(row.worst),
       cell: (row) => shortened(saidBy(row.worst)) },

@@ -89,7 +89,7 @@ REFUSED = {
     "rotation": (altered(rotated), "is in the cache after a write of whole numbers"),
     "a head left out": (
         altered(lambda slots, key, value: (slots, torch.cat([key[:, :2], 0 * key[:, :1]], 1), value)),
-        "64 of 384 numbers are stored nowhere, first: element 0 of the key of head 2 (page 0, offset 0)",
+        "64 of 384 numbers are stored nowhere, the first is element 0 of the key of head 2 (page 0, offset 0)",
     ),
     "one head for all": (altered(lambda slots, key, value: (slots, key[:, :1].expand_as(key), value)), "nowhere"),
     "the slot after": (altered(lambda slots, key, value: (slots + 1, key, value)), "the writer raised"),

@@ -92,7 +92,7 @@ def test_codes_of_an_fp8_cache_are_written_with_its_scales(make_case: Any) -> No
     found = judge(case, reshape_and_cache=forget)
     assert isinstance(found, Broken)
     assert found.summary.startswith("reshape_and_cache: ")
-    assert found.summary == snapshot("reshape_and_cache: 10 of 13 pages of key_cache are wrong, first: page 0")
+    assert found.summary == snapshot("reshape_and_cache: 10 of 13 pages of key_cache are wrong, the first is page 0")
     assert "key_cache" in found.summary
 
 
@@ -117,7 +117,7 @@ def test_a_changed_source_is_named(make_case: Any) -> None:
 def test_pages_not_written_are_told(make_case: Any) -> None:
     found = judge(make_case(), swap_blocks=lambda src, dst, mapping: None)
     assert isinstance(found, Broken)
-    assert found.summary == snapshot("swap_blocks: 5 of 13 pages of dst are wrong, first: page 3")
+    assert found.summary == snapshot("swap_blocks: 5 of 13 pages of dst are wrong, the first is page 3")
     assert "swap_blocks" in found.summary
     assert "5 of 13" in found.summary
     assert found.meaning == snapshot("no page was written as block_mapping requires")

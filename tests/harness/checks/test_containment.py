@@ -80,7 +80,7 @@ def test_a_backend_that_declares_different_bits_does_not_leak_by_them(make_case:
 
 
 ALL = snapshot(
-    "a second, identical call is wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+    "a second, identical call is wrong: 40 of 40 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
 )
 
 
@@ -94,7 +94,7 @@ ALL = snapshot(
             lambda call: call == 2,
             3,
             snapshot(
-                "a second, identical call is wrong: 1 of 40 rows, first: row 3 (request 1, position 37), all heads; worst ..."
+                "a second, identical call is wrong: 1 of 40 rows are wrong, the first is row 3 (request 1, position 37), in all heads; the largest error is ..."
             ),
         ),
         (lambda call: call == 1, slice(None), snapshot("the first call is wrong, a second, identical one is right")),
@@ -116,14 +116,14 @@ def test_a_single_slip_in_a_poisoned_step_accuses_nobody(make_case: Any) -> None
 
     finding = examine(backend_with(change), make_case())
     assert isinstance(finding, Holds)
-    assert finding.notes == snapshot(("compared within the budget: equal input gives different bits",))
+    assert finding.notes == snapshot(("compared within the allowed error: equal input gives different bits",))
 
 
 def test_noise_is_compared_within_the_budget(make_case: Any) -> None:
     finding = examine(backend_with(noisy(1e-4)), make_case(dtype="float16"))
     assert isinstance(finding, Holds)
     assert finding.figures["bitwise"] == 0
-    assert finding.notes == snapshot(("compared within the budget: equal input gives different bits",))
+    assert finding.notes == snapshot(("compared within the allowed error: equal input gives different bits",))
 
 
 def test_noise_outside_of_the_budget_is_left_to_numerics(make_case: Any) -> None:
@@ -141,7 +141,7 @@ def test_noise_hides_no_leak(make_case: Any) -> None:
 
     finding = broken(backend_with(change), make_case())
     assert finding.summary == snapshot(
-        "NaN in the null page reaches 40 of 40 rows, first: row 0 (request 0, position 36)"
+        "NaN in the null page reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"
     )
     assert "40 of 40" in finding.summary
 
@@ -155,7 +155,7 @@ def test_weights_of_zero_are_told_from_values_that_count(make_case: Any) -> None
 
     only_nan = broken(null_page(0.0), make_case())
     assert only_nan.summary == snapshot(
-        "NaN in the null page reaches 40 of 40 rows, first: row 0 (request 0, position 36)"
+        "NaN in the null page reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"
     )
     assert "40 of 40" in only_nan.summary
     assert only_nan.meaning == (
@@ -189,7 +189,7 @@ def one_slot(page: Any) -> Any:
 def test_the_tail_of_a_page_is_called_by_its_name(make_case: Any) -> None:
     finding = broken(one_slot(divmod), make_case((1, 37), (5, 41)))
     assert finding.summary == snapshot(
-        "NaN in the unused tail of a last page reaches 6 of 6 rows, first: row 0 (request 0, position 36)"
+        "NaN in the unused tail of a last page reaches 6 of 6 rows, the first is row 0 (request 0, position 36)"
     )
     assert "6 of 6" in finding.summary
     assert finding.meaning == snapshot("slots behind the last key of a request are read")
@@ -198,7 +198,7 @@ def test_the_tail_of_a_page_is_called_by_its_name(make_case: Any) -> None:
 def test_what_a_window_left_behind_is_the_requests_own(make_case: Any) -> None:
     finding = broken(one_slot(lambda *_: (0, 0)), make_case((1, 137), (5, 141), sliding_window=16))
     assert finding.summary == snapshot(
-        "NaN in pages the window has left behind reaches 6 of 6 rows, first: row 0 (request 0, position 136)"
+        "NaN in pages the window has left behind reaches 6 of 6 rows, the first is row 0 (request 0, position 136)"
     )
     assert "6 of 6" in finding.summary
     assert finding.meaning == (
@@ -218,7 +218,7 @@ def test_padding_rows_that_matter_are_called_so(make_case: Any) -> None:
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
     assert finding.summary == snapshot(
-        "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows, first: row 0 (request 0, position 19)"
+        "the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in 4 of 4 rows, the first is row 0 (request 0, position 19)"
     )
     assert "4 of 4" in finding.summary
 
@@ -233,7 +233,7 @@ def test_beside_foreign_slots_that_leak_padding_is_asked_all_the_same(make_case:
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
     assert finding.summary == snapshot(
-        "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows, first: row 0 (request 0, position 19)"
+        "the output depends on padding rows of the inputs: with zeros instead of NaN, it changes in 4 of 4 rows, the first is row 0 (request 0, position 19)"
     )
     assert any(detail.startswith("NaN in the null page reaches 4 of 4 rows") for detail in finding.details)
 

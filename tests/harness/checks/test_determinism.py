@@ -68,11 +68,11 @@ def test_a_backend_that_declares_it_must_stay_within_the_budget(make_case: Any) 
         backend.conventions = WAVERING
     found = examine(slightly, case)
     assert isinstance(found, Holds)
-    assert found.notes == snapshot(("compared within the budget: the backend declares deterministic=False",))
+    assert found.notes == snapshot(("compared within the allowed error: the backend declares deterministic=False",))
     found = examine(grossly, case)
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
-        "40 of 40 rows of the output leave the budget, first: row 0 (request 0, position 36), in the same step once more, on the same impl"
+        "40 of 40 rows of the output exceed the allowed error, the first is row 0 (request 0, position 36), in the same step once more, on the same impl"
     )
 
 

@@ -128,7 +128,7 @@ def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) ->
     found = examine(backend, make_case(logits_soft_cap=20.0))
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
-        "right at first, wrong after a layer without logits_soft_cap was run: 38 of 40 rows"
+        "right at first, wrong after a layer without logits_soft_cap was run: 38 of 40 rows are wrong"
     )
     assert "logits_soft_cap" in found.summary
 
@@ -139,7 +139,7 @@ def test_of_layers_that_are_not_declared_the_next_is_asked(make_case: Any) -> No
     assert examine(ReferenceBackend, case).notes == snapshot(("a layer with causal False in between",))
     features = ReferenceBackend.features - {"non_causal"}
     found = examine(type("Variant", (ReferenceBackend,), {"features": features}), case)
-    assert found.notes == snapshot(("a layer with scale 0.09375 in place of 0.125 in between",))
+    assert found.notes == snapshot(("a layer with scale 0.09375 instead of 0.125 in between",))
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])

@@ -40,7 +40,7 @@ def test_rows_that_see_nothing_must_have_minus_infinity(plain: Callable[[str], s
     found = examine(case, finite)
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
-        "2 of 7 rows, first: row 0 (request 0, position -2), all heads; worst ...; what is finite is right"
+        "2 of 7 rows are wrong, the first is row 0 (request 0, position -2), in all heads; the error is NaN or infinite at row 0, head 0; all finite values are right"
     )
     assert "2 of 7" in found.summary
     assert "-2" in found.summary

@@ -223,17 +223,25 @@ def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: An
 @pytest.mark.parametrize(
     ("change", "meaning"),
     [
-        (lambda layer: {"_k_scale": torch.ones(1)}, snapshot("k_scale is left out: its truth fits all rows")),
+        (
+            lambda layer: {"_k_scale": torch.ones(1)},
+            snapshot("k_scale is left out: a reference with this fault gives the same output in all rows"),
+        ),
         (
             lambda layer: {"_v_scale": layer._v_scale[:1]},
             snapshot(
-                "the v_scale of KV head 0 is used for all heads: its truth fits all rows; it may also be that the scales of KV head 0 are used for all heads"
+                "the v_scale of KV head 0 is used for all heads: a reference with this fault gives the same output in all rows; it may also be that the scales of KV head 0 are used for all heads"
             ),
         ),
-        (lambda layer: {"_v_scale": layer._v_scale**2}, snapshot("v_scale is applied twice: its truth fits all rows")),
+        (
+            lambda layer: {"_v_scale": layer._v_scale**2},
+            snapshot("v_scale is applied twice: a reference with this fault gives the same output in all rows"),
+        ),
         (
             lambda layer: {"_k_scale": layer._v_scale, "_v_scale": layer._k_scale},
-            snapshot("k_scale and v_scale are exchanged: its truth fits all rows"),
+            snapshot(
+                "k_scale and v_scale are exchanged: a reference with this fault gives the same output in all rows"
+            ),
         ),
     ],
 )

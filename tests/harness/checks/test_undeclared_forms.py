@@ -87,7 +87,9 @@ def test_an_accepted_form_that_is_wrong_fails_and_is_described(make_case: Any, s
 
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
     assert record.outcome == "failed"
-    assert record.summary.startswith(f"tried undeclared with head_size {size}: not declared (head_size {size}")
+    assert record.summary.startswith(
+        f"tried undeclared with head_size {size}: the backend does not declare the case (head_size {size}"
+    )
     assert f"head size {size}" in record.details[0]
 
 
@@ -139,7 +141,7 @@ def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_
 
     record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
     assert plain(record.summary) == snapshot(
-        "tried undeclared with logits_soft_cap 20.0: not declared (logits_soft_cap 20.0: feature 'logits_soft_cap' is not declared), accepted, and wrong: 14 of 15 rows, first: row 0 (request 0, position 39), all heads; worst ..."
+        "tried undeclared with logits_soft_cap 20.0: the backend does not declare the case (logits_soft_cap 20.0: feature 'logits_soft_cap' is not declared), accepts it without an error, and its output is wrong: 14 of 15 rows are wrong, the first is row 0 (request 0, position 39), in all heads; the largest error is ..."
     )
     assert "logits_soft_cap" in record.summary
     assert any("TypeError at construct" in detail for detail in record.details)

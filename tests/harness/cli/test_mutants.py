@@ -70,7 +70,11 @@ def test_a_mutant_is_caught_by_the_checks_that_fall_short(matrix):
 def test_a_likely_cause_is_right_wrong_or_absent(matrix, make_record):
     assert [each.diagnosis for each in matrix.results] == ["right", "wrong", "", "", ""]
     silent = make_record(
-        "failed", backend="x", backend_ref="mutants:mute", meaning=None, summary="7 of 40 rows, first: row 3"
+        "failed",
+        backend="x",
+        backend_ref="mutants:mute",
+        meaning=None,
+        summary="7 of 40 rows are wrong, the first is row 3",
     )
     (result,) = kill_matrix([silent], [mutant("mute", "nowhere")], [], CHECKS, {}).results
     assert result.diagnosis == "absent"

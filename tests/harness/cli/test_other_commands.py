@@ -52,7 +52,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["list"]) == 0
     printed = capsys.readouterr().out
-    for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "cannot see"):
+    for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "does not detect"):
         assert word in printed
     assert printed.count("runs only if it is named") == 1
     assert "as by --check timing" in printed

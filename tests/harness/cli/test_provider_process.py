@@ -70,5 +70,5 @@ def test_a_provider_that_hangs_while_it_is_imported_is_refused(
     with pytest.raises(ProviderLoadError) as refused:
         examine(file)
     assert plain(str(refused.value)) == snapshot(
-        "provider 'TMP/mine.py': its process ended while it was imported: no answer in time; the limit was 2 s"
+        "provider 'TMP/mine.py': its process ended while it was imported: no answer within the time limit; the limit was 2 s (--case-timeout 0.5; the least for loading is 2 s)"
     )

@@ -75,10 +75,10 @@ def test_each_format_is_what_it_says(run: Path, capsys: pytest.CaptureFixture[st
 
     assert ET.fromstring(printed("junit")).get("failures") == "1"
     assert [each["group"] for each in json.loads(printed("pytest-benchmark"))["benchmarks"]] == ["mine/good forward"]
-    assert printed("terminal").splitlines()[-1] == "failed: 1 backend, 2 cases: 1 passed, 1 failed"
+    assert printed("terminal").splitlines()[-1] == "failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed"
     assert printed("markdown").startswith("# attncheck report\n")
     told = printed("github")
-    assert told.startswith("## attncheck: failed: 1 backend, 2 cases: 1 passed, 1 failed\n")
+    assert told.startswith("## attncheck: failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed\n")
     annotation = told.splitlines()[-1]
     assert annotation.startswith(
         "::error file=suites/mine.yaml,title=reference%3A 7 of 40 rows::1 case, check timing%0A"

@@ -129,7 +129,7 @@ def test_lines_for_ci_go_to_stderr(
     message = printed.err.splitlines()[0]
     assert "small/decode" in message
     assert plain(message) == snapshot(
-        "failed  Wrong  small/decode  numerics: 2 of 2 rows, first: row 0 (request 0, position 19), all heads; worst ..."
+        "failed  Wrong  small/decode  numerics: 2 of 2 rows are wrong, the first is row 0 (request 0, position 19), in all heads; the largest error is ..."
     )
     assert "\033" not in printed.out + printed.err
 

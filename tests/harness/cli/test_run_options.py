@@ -81,7 +81,7 @@ def test_quiet_prints_what_fell_short_and_the_last_lines(here: Attncheck, capsys
     assert here("reference", "--check", "numerics", "-q") == 0
     verdict, _, counts, last = capsys.readouterr().out.splitlines()
     assert verdict == "reference: PASSED: 2 cases"
-    assert counts == "passed: 1 backend, 2 cases: 2 passed"
+    assert counts == "passed: 1 backend, 2 cases, 2 results: 2 passed"
     assert "run file: results/" in last
     assert here("./wrong.py:Wrong", "--case", "decode", "--check", "numerics", "--quiet") == 1
     verdict, _, finding, *_ = capsys.readouterr().out.splitlines()

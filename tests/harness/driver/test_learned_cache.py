@@ -120,7 +120,7 @@ def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_told(ma
     assert isinstance(finding, NotExamined)
     assert finding.by == "backend"
     assert finding.reasons[0].startswith("the backend brings no cache codec, and its writer shows none: ")
-    assert "first: element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
+    assert "the first is element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
 
 
 def test_a_builder_tells_the_layer_that_teaches_what_its_writer_needs(make_case: Callable[..., Case]) -> None:

@@ -77,7 +77,9 @@ def test_right_calls_are_benchmarks_and_those_of_a_cheat_fail_and_are_not_saved(
     result = run(folder, *TIMING, "--benchmark-json", "out.json", "-rf", backends=backends)
     result.assert_outcomes(passed=2, failed=1)
     text = result.stdout.str()
-    assert re.search(r"FAILED attncheck::small::decode::Keeping::timing - forward: call \d+ was answered wrong", text)
+    assert re.search(
+        r"FAILED attncheck::small::decode::Keeping::timing - forward: the output of call \d+ is wrong", text
+    )
     assert "it is the right answer to the contents of" in text
     assert "repeat: attncheck run --backend ./wrong.py:Keeping --suite small.yaml --case decode --check timing" in text
 

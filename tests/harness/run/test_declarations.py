@@ -97,9 +97,11 @@ def test_undeclared_accepted_and_wrong_fails(
     claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "failed"
     assert plain(claim.summary) == snapshot(
-        "not declared (the layer has attention sinks: feature 'sinks' is not declared), accepted, and wrong: 40 of 40 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+        "the backend does not declare the case (the layer has attention sinks: feature 'sinks' is not declared), accepts it without an error, and its output is wrong: 40 of 40 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
     )
-    assert plain(claim.meaning) == snapshot("the sinks are ignored: its truth fits all rows")
+    assert plain(claim.meaning) == snapshot(
+        "the sinks are ignored: a reference with this fault gives the same output in all rows"
+    )
 
 
 def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any, examine: Any, with_impl: Any) -> None:

@@ -42,9 +42,7 @@ def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_says_is_kept(suite
     fitted, notes = fit_pages(asked, [backend(page_multiples=(32,), layouts=("HND",))], {})
     assert pages(fitted) == {"left": (32, "HND"), "sized": (8, "HND"), "laid.NHD": (32, "NHD"), "laid.HND": (32, "HND")}
     assert notes == snapshot(
-        (
-            "suite own: cache.block_size=32 in place of 16, cache.layout=HND in place of NHD, for a; --set chooses others",
-        )
+        ("suite own: cache.block_size=32 instead of 16, cache.layout=HND instead of NHD, for a; --set chooses others",)
     )
     again = select_cases(fitted.refs)
     assert (again.cases, again.suites[0].hash) == (fitted.cases, fitted.suites[0].hash)

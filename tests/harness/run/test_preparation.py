@@ -189,7 +189,7 @@ def test_a_named_backend_is_asked_on_pages_that_it_takes(tmp_path: Path) -> None
     (record,) = examined(prepared)
     assert (record.outcome, record.case_hash) == ("passed", prepared.selection.cases[0].hash)
     assert prepared.notes[0] == snapshot(
-        "suite smoke: cache.block_size=48 in place of 16, cache.layout=HND in place of NHD, for Picky; --set chooses others"
+        "suite smoke: cache.block_size=48 instead of 16, cache.layout=HND instead of NHD, for Picky; --set chooses others"
     )
     assert "block_size" in prepared.notes[0]
     assert "48" in prepared.notes[0]

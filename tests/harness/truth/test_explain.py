@@ -116,7 +116,7 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
 def test_the_rows_that_fit_are_told(make_case: Any, rows: Any, heads: Any, which: str) -> None:
     said = meaning(where(rows, heads, logits_soft_cap=None), make_case(*BATCH, logits_soft_cap=5.0))
     assert said is not None
-    assert said.startswith("the soft cap is ignored: its truth fits ")
+    assert said.startswith("the soft cap is ignored: a reference with this fault gives the same output in ")
     assert said.endswith(which)
 
 
@@ -130,7 +130,7 @@ def test_rows_without_context_share_just_that(make_case: Any) -> None:
 def test_a_window_ignored_on_both_sides_is_one_fault(make_case: Any) -> None:
     case = make_case((40, 40), (30, 30), sliding_window=8, attn_type="encoder_only")
     assert meaning(where(slice(None), window=(-1, -1)), case) == (
-        "the window is ignored on both sides: its truth fits all rows"
+        "the window is ignored on both sides: a reference with this fault gives the same output in all rows"
     )
 
 
@@ -139,7 +139,7 @@ def test_a_common_factor_is_told(make_case: Any) -> None:
     output = truth.out.clone()
     output[1:34] *= 0.9
     assert explained(problem, truth, output) == (
-        "the output is the right one times 0.9: its truth fits the 33 wrong rows, all with query_len > 1 and context"
+        "the output is the right one times 0.9: a reference with this fault gives the same output in the 33 wrong rows, all with query_len > 1 and context"
     )
 
 
@@ -224,9 +224,12 @@ def without_sinks(*, output: bool) -> Any:
 def test_sinks_missing_in_the_lse_alone_are_told_from_sinks_ignored(make_case: Any) -> None:
     case = make_case(*BATCH, sinks=True)
     assert meaning(without_sinks(output=False), case, "lse") == (
-        "the sinks are in the output but not in the LSE: its truth fits all rows"
+        "the sinks are in the output but not in the LSE: a reference with this fault gives the same output in all rows"
     )
-    assert meaning(without_sinks(output=True), case, "lse") == "the sinks are ignored: its truth fits all rows"
+    assert (
+        meaning(without_sinks(output=True), case, "lse")
+        == "the sinks are ignored: a reference with this fault gives the same output in all rows"
+    )
 
 
 def test_a_base_of_the_logarithm_may_be_wrong_in_some_rows(make_case: Any) -> None:
@@ -235,7 +238,7 @@ def test_a_base_of_the_logarithm_may_be_wrong_in_some_rows(make_case: Any) -> No
         args[7][[0, 34]] /= torch.tensor(2.0).log()
 
     assert meaning(with_impl(attend=attend), make_case(*BATCH), "lse") == (
-        "the logarithm is to base 2 (declare lse_base, or multiply by ln 2): its truth fits the 2 wrong rows, "
+        "the logarithm is to base 2 (declare lse_base, or multiply by ln 2): a reference with this fault gives the same output in the 2 wrong rows, "
         "all with query_len 1"
     )
 

@@ -101,7 +101,7 @@ def test_what_is_wrong_with_a_part_is_told(make_case: Any, spoil: Any, said: str
         found = meaning(spoiled(spoil), case)
         assert found is not None
         assert found.startswith(tuple(said.split("|"))), found
-        assert found.endswith("its truth fits all rows")
+        assert found.endswith("a reference with this fault gives the same output in all rows")
 
 
 def test_an_empty_part_with_a_weight_is_told(make_case: Any) -> None:
@@ -121,7 +121,10 @@ def test_sinks_in_every_part_are_told(make_case: Any) -> None:
             return replace(super().params(metadata), sinks=case.layer.sink_logits)
 
     backend = type("Wrong", (NoCascade,), {"get_impl_cls": staticmethod(lambda: Impl)})
-    assert meaning(backend, case) == "every part carries the sinks: its truth fits all rows"
+    assert (
+        meaning(backend, case)
+        == "every part carries the sinks: a reference with this fault gives the same output in all rows"
+    )
 
 
 def test_a_piece_that_does_not_see_the_one_before_is_told(make_case: Any) -> None:
@@ -133,7 +136,10 @@ def test_a_piece_that_does_not_see_the_one_before_is_told(make_case: Any) -> Non
 
     case = make_case((7, 40), (9, 30), path="micro_batch", options=MicroBatchOptions(cuts=(3,)))
     found = meaning(with_mask(hide), case)
-    assert found == "the keys of the pieces before are missing: its truth fits all rows"
+    assert (
+        found
+        == "the keys of the pieces before are missing: a reference with this fault gives the same output in all rows"
+    )
 
 
 def with_mask(places: Callable[[Any, int, Any, Any], Any]) -> Any:
@@ -185,4 +191,7 @@ def test_a_tree_without_ancestors_is_told(make_case: Any) -> None:
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     case = make_case((4, 40), (4, 33), path="tree", options=TreeOptions(parents=(-1, 0, 0, 1)))
     found = meaning(backend, case)
-    assert found == "a row of the tree sees the context and itself, and no ancestor: its truth fits all rows"
+    assert (
+        found
+        == "a row of the tree sees the context and itself, and no ancestor: a reference with this fault gives the same output in all rows"
+    )

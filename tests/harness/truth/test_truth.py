@@ -42,7 +42,7 @@ def test_a_window_wider_than_every_request_asks_nothing(make_case: Any) -> None:
 
 
 def test_sinks_far_below_the_scores_ask_nothing(make_case: Any) -> None:
-    with pytest.raises(BlindCaseError, match=r"blind to sinks: only 0 of 40 rows move by 10 budgets"):
+    with pytest.raises(BlindCaseError, match=r"blind to sinks: only 0 of 40 rows move by 10 times the allowed error"):
         truth(make_case(sinks=(-30.0,) * 8))
 
 

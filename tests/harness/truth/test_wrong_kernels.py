@@ -100,29 +100,33 @@ def test_the_right_kernel_needs_no_explanation(make_case: Any) -> None:
 
 
 FAULTS: dict[str, dict[str, Any]] = {
-    "query head 4 reads KV head 0 in place of 1: its truth fits all rows": {"kv_head": lambda h: 0 if h < 5 else 1},
-    "query head 3 reads KV head 1 in place of 0, query head 4 reads KV head 0 in place of 1: its truth fits all rows": {
+    "query head 4 reads KV head 0 instead of 1: a reference with this fault gives the same output in all rows": {
+        "kv_head": lambda h: 0 if h < 5 else 1
+    },
+    "query head 3 reads KV head 1 instead of 0, query head 4 reads KV head 0 instead of 1: a reference with this fault gives the same output in all rows": {
         "kv_head": lambda h: {3: 1, 4: 0}.get(h, h // 4)
     },
-    "query heads 4, 5, 6, 7 read KV head 0 in place of their own: its truth fits all rows": {"kv_head": lambda h: 0},
-    "page p is read from slot 8 * p on, not 16 * p: its truth fits all rows": {
+    "query heads 4, 5, 6, 7 read KV head 0 instead of their own: a reference with this fault gives the same output in all rows": {
+        "kv_head": lambda h: 0
+    },
+    "page p is read from slot 8 * p on, not 16 * p: a reference with this fault gives the same output in all rows": {
         "slot": lambda table, r, k, size: int(table[r, k // size]) * 8 + k % size
     },
-    "the block table is read one column too far right: its truth fits all rows": {
+    "the block table is read one column too far right: a reference with this fault gives the same output in all rows": {
         "slot": lambda table, r, k, size: int(table[r, k // size + 1]) * size + k % size
     },
     "every request reads the block table of request 0": {
         "slot": lambda table, r, k, size: int(table[0, k // size]) * size + k % size
     },
-    "keys and values are read one position too late: its truth fits all rows": {
+    "keys and values are read one position too late: a reference with this fault gives the same output in all rows": {
         "slot": lambda table, r, k, size: right_slot(table, r, k + 1, size)
     },
     "the mask is that of the next row: a key too late": {"seen": lambda q, n: range(min(q + 2, n))},
     # A tile of 8 rows and 8 keys whose mask is left out where it begins before the tile's last row.
-    "keys after the last visible one are seen, up to 7 of them: its truth fits all rows": {
+    "keys after the last visible one are seen, up to 7 of them: a reference with this fault gives the same output in all rows": {
         "seen": lambda q, n: range(min(q // 8 * 8 + 8, n))
     },
-    "the last visible keys are missing, up to 3 of them: its truth fits all rows": {
+    "the last visible keys are missing, up to 3 of them: a reference with this fault gives the same output in all rows": {
         "seen": lambda q, n: range((q + 1) // 4 * 4 or q + 1)
     },
     "the keys begin too late: up to 16 of its first keys are missing": {
@@ -131,18 +135,23 @@ FAULTS: dict[str, dict[str, Any]] = {
     "only the first page is read": {"seen": lambda q, n: range(min(q + 1, 16))},
     "only the last page is read": {"seen": lambda q, n: range((n - 1) // 16 * 16, q + 1)},
     "only the first split of 128 keys is read": {"seen": lambda q, n: range(min(q + 1, 128))},
-    "the scale is applied twice: its truth fits all rows": {"factor": 1 / 64},
-    "the scale is that of head size 128, not of 64: its truth fits all rows": {"factor": 128**-0.5},
-    "values are read in place of keys: its truth fits all rows": {"key_from": 1},
-    "keys are read in place of values: its truth fits all rows": {"value_from": 0},
-    "keys and values are exchanged: its truth fits all rows": {"key_from": 1, "value_from": 0},
-    "the accumulator is not rescaled when a tile of 32 keys raises the maximum: its truth fits all rows": {
+    "the scale is applied twice: a reference with this fault gives the same output in all rows": {"factor": 1 / 64},
+    "the scale is that of head size 128, not of 64: a reference with this fault gives the same output in all rows": {
+        "factor": 128**-0.5
+    },
+    "values are read instead of keys: a reference with this fault gives the same output in all rows": {"key_from": 1},
+    "keys are read instead of values: a reference with this fault gives the same output in all rows": {"value_from": 0},
+    "keys and values are exchanged: a reference with this fault gives the same output in all rows": {
+        "key_from": 1,
+        "value_from": 0,
+    },
+    "the accumulator is not rescaled when a tile of 32 keys raises the maximum: a reference with this fault gives the same output in all rows": {
         "softmax": fading(32, acc=True, total=False)
     },
     "the sum of the weights is not rescaled when a tile of 64 keys raises the maximum": {
         "softmax": fading(64, acc=False, total=True)
     },
-    "the partial results of splits of 64 keys are merged with wrong weights: its truth fits all rows": {
+    "the partial results of splits of 64 keys are merged with wrong weights: a reference with this fault gives the same output in all rows": {
         "softmax": merging(64, weighs=lambda part: part.max())
     },
     "neither the accumulator nor the sum of the weights is rescaled when a tile of 16 keys raises the maximum": {

@@ -13,7 +13,10 @@ from attncheck.harness.workers.time_limits import Limit, TimeLimits, read_limit
 def test_a_check_gets_ten_times_what_the_reference_takes_and_a_floor(make_case: Any) -> None:
     limit = TimeLimits().of_stage("check lse", make_case(), 2.5)
     assert limit.seconds == 325.0
-    assert str(limit) == "the limit was 325 s (300 s, and 10 times the 2.5 s that the reference took)"
+    assert (
+        str(limit)
+        == "the limit was 325 s (300 s, and 10 times the 2.5 s that the reference took; --case-timeout changes it)"
+    )
 
 
 def test_a_timed_check_gets_the_time_of_its_samples_as_well(make_case: Any) -> None:
@@ -35,9 +38,10 @@ def test_the_preparation_of_a_large_case_takes_longer(make_case: Any) -> None:
 def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_case: Any) -> None:
     limits = TimeLimits(7.0)
     for stage in ("check lse", "check timing", "the preparation of the case", "declarations"):
-        assert limits.of_stage(stage, make_case(), 100.0) == Limit(7.0)
+        assert limits.of_stage(stage, make_case(), 100.0) == Limit(7.0, "--case-timeout 7")
     assert limits.of_function.seconds == 7.0
     assert limits.of_loading.seconds == 60.0
+    assert str(limits.of_loading) == "the limit was 60 s (--case-timeout 7; the least for loading is 60 s)"
     assert TimeLimits(100.0).of_loading.seconds == 100.0
     assert TimeLimits().of_loading.seconds == TimeLimits().of_function.seconds == 300.0
 

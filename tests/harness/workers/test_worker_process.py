@@ -96,7 +96,9 @@ def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatc
     with start(monkeypatch, SILENT) as process:
         assert process.receive(Limit(60)).kind == "begun"
         assert process.receive(Limit(60)).kind == "begun"
-        with pytest.raises(ProcessEndedError, match=r"no answer in time; the limit was 0\.3 s \(as given\)$") as caught:
+        with pytest.raises(
+            ProcessEndedError, match=r"no answer within the time limit; the limit was 0\.3 s \(as given\)$"
+        ) as caught:
             process.receive(Limit(0.3, "as given"))
         assert process.has_ended
         end = caught.value.end
@@ -112,7 +114,9 @@ def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatc
 def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_control, "_STACK_S", 0.2)
     with start(monkeypatch, "import signal; os.kill(os.getpid(), signal.SIGSTOP)") as process:
-        with pytest.raises(ProcessEndedError, match=r"no answer in time; .*; a signal has stopped the process$"):
+        with pytest.raises(
+            ProcessEndedError, match=r"no answer within the time limit; .*; a signal has stopped the process$"
+        ):
             process.receive(Limit(0.5))
         assert process.has_ended
 

@@ -115,7 +115,7 @@ def failing_run(
     wrong = {"backend": "Wrong"}
     failure = wrong | {
         "figures": {"rows": 40, "bad_rows": 7, BUDGET_SHARE: 18.4},
-        "summary": "7 of 40 rows, first: row 3 (request 0, position 35), all heads; worst 18.4 budgets at head 2",
+        "summary": "7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2",
         "meaning": "the window is one key too long (the truth with sliding_window=129 fits all rows)",
         "details": ["row 3: found 0.5, expected 0.25"],
         "needs": ["sliding_window"],

@@ -149,7 +149,7 @@ def test_warnings_are_of_backends_that_did_not_run_and_of_doubtful_times(
     assert [kind for kind, _, _ in found] == ["warning"] * 3
     assert found[0][1:] == ({"title": "Wrong: nothing was examined"}, "needs CUDA")
     assert "held back (sw_power_cap)" in found[1][2]
-    assert found[2][2].startswith("unsettled")
+    assert found[2][2].startswith("too noisy")
     assert commands(run_of(header, make("passed"), make("passed", backend="Wrong"))) == []
 
 
@@ -159,7 +159,7 @@ def test_what_one_process_did_not_settle_is_no_doubt_where_several_tell_their_sp
     rounds = [timed({"forward": 1e6}, work={"is_settled": False}, round=number) for number in range(2)]
     assert commands(run_of(header.model_copy(update={"rounds": 2}), *rounds)) == []
     ((kind, _, message),) = commands(run_of(header, *rounds[:1]))
-    assert (kind, message[:9]) == ("warning", "unsettled")
+    assert (kind, message[:9]) == ("warning", "too noisy")
 
 
 HOSTILE = "::set-output name=x::1\n  ::error::owned\r::add-mask::a\nwell ##[error]owned ::stop-commands::x"

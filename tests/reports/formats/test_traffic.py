@@ -48,7 +48,7 @@ def test_what_a_backend_was_not_timed_in_is_left_out_of_all(timed: Build, weight
     assert table.headings[2] == "90.0% of calls (ms)"
     assert [row[:3] for row in table.rows] == [("reference", "96.0%", "90.0"), ("Wrong", "90.0%", "270.0")]
     text = " ".join(terminal.render(header, records).split())
-    assert "On this traffic: forward of 1 case that all were timed in" in text
+    assert "On this traffic: forward of 1 case timed for every backend" in text
     assert "On this traffic: forward of 1 case" in markdown.render_run(Run("r", header, tuple(records), None))
 
 

@@ -21,10 +21,10 @@ attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suite smoke: 2 cases, seed 0
 reference: PASSED: 1 case
   could be declared: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE
 
-backend    numerics  lse  cudagraph  worst      not
-                                     error      examined
-                                     (budgets)
-reference  1/1       -    1/1        0.50       4
+backend    numerics  lse  cudagraph  worst    not
+                                     error /  examined
+                                     allowed
+reference  1/1       -    1/1        0.50     4
 
 CUDA-graph levels (recorder: emulated)
   declared NEVER, measured UNIFORM_SINGLE_TOKEN_DECODE: reference
@@ -33,7 +33,7 @@ not examined: 4 checks of 2 cases (2 reasons)
 in full: --verbose, or attncheck report run.jsonl --section unexamined
 as well: --section graph-levels
 
-passed: 1 backend, 2 cases: 2 passed, 4 unsupported
+passed: 1 backend, 2 cases, 6 results: 2 passed, 4 unsupported
 """)
 
 
@@ -46,7 +46,7 @@ def test_markdown_leaves_out_sections_without_content(passing_run: Run) -> None:
 
 def test_github_of_a_run_that_passes(passing_run: Run) -> None:
     assert shown(passing_run, "github") == snapshot("""\
-## attncheck: passed: 1 backend, 2 cases: 2 passed, 4 unsupported
+## attncheck: passed: 1 backend, 2 cases, 6 results: 2 passed, 4 unsupported
 
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suite smoke: 2 cases, seed 0
 
@@ -66,26 +66,27 @@ note: a note | of the run
 
 reference: PASSED: 3 cases
 Wrong: FAILED: 3 findings in 3 of 4 cases
-  false claims: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (NEVER is true)
+  declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)
 not examined: third (unavailable; see `attncheck doctor`)
 
-backend    numerics  lse  cache_write  cudagraph  timing  worst      not
-                                                          error      examined
-                                                          (budgets)
-reference  3/3       -    -            -          1/1     0.50       -
-Wrong      0/2       0/1  0/1          0/1        1/1     18.4       3
+backend    numerics  lse  cache_write  cudagraph  timing  worst    not
+                                                          error /  examined
+                                                          allowed
+reference  3/3       -    -            -          1/1     0.50     -
+Wrong      0/2       0/1  0/1          0/1        1/1     18.4     3
 
 finding 1 of 3, Wrong: the window is one key too long (the truth with sliding_window=129 fits all
   rows)
-  2 cases, check numerics; exit status 1
+  2 cases, check numerics; it makes the run exit with code 1
   example: smoke/window, check numerics: case window
     4 heads, 2 KV heads, head size 64, bfloat16
-    7 of 40 rows, first: row 3 (request 0, position 35), all heads; worst 18.4 budgets at head 2
+    7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest
+      error is 18.4 times the allowed error, at head 2
     row 3: found 0.5, expected 0.25
     repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
 
 finding 2 of 3, Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
-  1 case, check cache_write; exit status 1
+  1 case, check cache_write; it makes the run exit with code 1
   example: smoke/edge, check cache_write: case edge
     4 heads, 2 KV heads, head size 64, bfloat16
     RuntimeError in forward: no such kernel
@@ -94,7 +95,7 @@ finding 2 of 3, Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
 
 finding 3 of 3, Wrong: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in
   forward
-  1 case, check cudagraph; exit status 1
+  1 case, check cudagraph; it makes the run exit with code 1
   example: smoke/edge, check cudagraph: case edge
     4 heads, 2 KV heads, head size 64, bfloat16
     repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cudagraph --device cpu --in-process
@@ -106,7 +107,7 @@ CUDA-graph levels (recorder: emulated)
 
 Speeds in smoke
 
-Geometric means of 1 case that all were timed in:
+Geometric means of 1 case timed for every backend:
 
 backend    cases  forward (us)  build (us)  slowest case
 reference  1      1,000         100         edge (1,000)
@@ -120,8 +121,8 @@ as well: --section graph-levels, --section timings, --section expected
 
 error: entry 2 matches no case
 
-failed: 3 backends, 8 cases: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed,
-  1 error
+failed: 3 backends, 8 cases, 14 results: 5 passed, 3 failed, 1 errored, 3 unsupported, 1
+  unavailable, 1 xfailed, 1 error
 """)
 
 
@@ -129,11 +130,11 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
     assert shown(failing_run, "markdown") == snapshot("""\
 # attncheck report
 
-**failed: 3 backends, 8 cases: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed, 1 error**
+**failed: 3 backends, 8 cases, 14 results: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed, 1 error**
 
 - **reference: passed**: 3 cases
 - **Wrong: failed**: 3 findings in 3 of 4 cases
-  - **false claims: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (NEVER is true)**
+  - **declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
 - not examined: third
 
 ## Errors of the run
@@ -144,11 +145,11 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 
 ### Wrong: the window is one key too long (the truth with sliding_window=129 fits all rows)
 
-- 2 cases, check numerics; exit status 1
+- 2 cases, check numerics; it makes the run exit with code 1
 - cases: smoke/window, smoke/both
 - example: smoke/window, check numerics: case window
   - 4 heads, 2 KV heads, head size 64, bfloat16
-  - **failed**: 7 of 40 rows, first: row 3 (request 0, position 35), all heads; worst 18.4 budgets at head 2
+  - **failed**: 7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2
 
 - row 3: found 0.5, expected 0.25
 
@@ -168,7 +169,7 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check num
 
 ### Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
 
-- 1 case, check cache_write; exit status 1
+- 1 case, check cache_write; it makes the run exit with code 1
 - example: smoke/edge, check cache_write: case edge
   - 4 heads, 2 KV heads, head size 64, bfloat16
   - **errored**: RuntimeError in forward: no such kernel
@@ -186,7 +187,7 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache
 
 ### Wrong: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward
 
-- 1 case, check cudagraph; exit status 1
+- 1 case, check cudagraph; it makes the run exit with code 1
 - example: smoke/edge, check cudagraph: case edge
   - 4 heads, 2 KV heads, head size 64, bfloat16
   - **failed**: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward
@@ -206,7 +207,7 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cudag
 
 Good records of examined ones, over all checks; `-` where nothing was examined.
 
-| backend | smoke | mine | worst error (budgets) | not examined |
+| backend | smoke | mine | worst error / allowed | not examined |
 | --- | --- | --- | --- | --- |
 | reference 0.1.0<br>lse_base: e | 3/3 | 1/1 | 0.50 | - |
 | Wrong<br>lse_base: 2, batch_invariant: yes | **1/6** | - | 18.4 | 3 |
@@ -244,7 +245,7 @@ The values that the cases had, each with how many cases were right. A word prece
 
 ## CUDA-graph levels
 
-emulated: no GPU, the operators of forward are recorded and replayed on the CPU; probes: passed of examined; head-room: more is measured than declared.
+emulated: no GPU, the operators of forward are recorded and replayed on the CPU; probes: passed / run; head-room: the backend may declare this higher level.
 
 | backend | declared | measured | cases | recorder | probes | why no higher | head-room |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -263,7 +264,7 @@ Cases: smoke/edge
 
 ### smoke
 
-Geometric means of 1 case that all were timed in:
+Geometric means of 1 case timed for every backend:
 
 | backend | cases | forward (us) | build (us) | slowest case |
 | --- | --- | --- | --- | --- |
@@ -325,7 +326,7 @@ def test_github_folds_the_findings_of_markdown(failing_run: Run) -> None:
     assert findings.count("### ") == 3
     assert findings in text
     assert text.replace(findings, "(findings)") == snapshot("""\
-## attncheck: failed: 3 backends, 8 cases: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed, 1 error
+## attncheck: failed: 3 backends, 8 cases, 14 results: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed, 1 error
 
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case, seed 0
 
@@ -333,7 +334,7 @@ attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case,
 
 - **reference: passed**: 3 cases
 - **Wrong: failed**: 3 findings in 3 of 4 cases
-  - **false claims: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (NEVER is true)**
+  - **declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
 - not examined: third
 
 | backend | numerics | lse | cache_write | cudagraph | timing |
@@ -344,7 +345,7 @@ attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case,
 
 ### Speeds in smoke
 
-Geometric means of 1 case that all were timed in:
+Geometric means of 1 case timed for every backend:
 
 | backend | cases | forward (us) | build (us) | slowest case |
 | --- | --- | --- | --- | --- |
@@ -368,7 +369,7 @@ Geometric means of 1 case that all were timed in:
 
 </details>
 ::error title=attncheck::entry 2 matches no case
-::error file=wrong.py,title=Wrong%3A the window is one key too long (the truth with sliding_window=129 fits all rows)::2 cases, check numerics%0Asmoke/window: 7 of 40 rows, first: row 3 (request 0, position 35), all heads; worst 18.4 budgets at head 2%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
+::error file=wrong.py,title=Wrong%3A the window is one key too long (the truth with sliding_window=129 fits all rows)::2 cases, check numerics%0Asmoke/window: 7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
 ::error file=wrong.py,line=9,title=Wrong%3A RuntimeError at wrong.py%3A9 in forward%3A no such kernel::1 case, check cache_write%0Asmoke/edge: RuntimeError in forward: no such kernel%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache_write --device cpu --in-process
 ::error file=wrong.py,title=Wrong%3A declared UNIFORM_SINGLE_TOKEN_DECODE%3A host read%3A .item() at wrong.py%3A9 in forward::1 case, check cudagraph%0Asmoke/edge: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cudagraph --device cpu --in-process
 ::warning title=third%3A nothing was examined::needs CUDA

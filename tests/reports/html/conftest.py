@@ -122,7 +122,10 @@ def timed_records(
                     found.append(record(check="timing", timing=timing, round=round_, duration_s=0.2, **common))
                 figures = {"rows": 8, "budget_share": share}
                 if share > 1:
-                    told = {"summary": "3 of 8 rows, first: row 2", "meaning": "the window is one key too long"}
+                    told = {
+                        "summary": "3 of 8 rows are wrong, the first is row 2",
+                        "meaning": "the window is one key too long",
+                    }
                     found.append(record(Failed, figures=figures, **told, **common))
                 else:
                     found.append(record(figures=figures, duration_s=0.01, **common))

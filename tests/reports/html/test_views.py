@@ -39,7 +39,7 @@ def test_a_cell_is_a_sign_with_its_cases_and_words() -> None:
         ("\u2013", "calm", "4", "not declared: refused (4)"),
         ("○", "none", "", "declared: no case"),
         ("○", "none", "", "declared: not examined"),
-        ("!", "bad", "1", "not declared: refused (2); accepted, and wrong (1)"),
+        ("!", "bad", "1", "not declared: refused (2); accepted, and the output is wrong (1)"),
     ]
     used = {cell[:2] for cells in shown.values() for cell in cells if cell}
     assert {sign[:2] for sign in found.signs} == used  # the legend has every sign that occurs, and no other
@@ -98,7 +98,7 @@ def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with
     run = run_with(records, cases=cases)
     window, crash = finding_views(RunValues.of(run))
     assert window.finding.title == "the window is ignored"
-    assert (window.evidence, window.meaning) == ("its truth fits all rows", "")
+    assert (window.evidence, window.meaning) == ("a reference with this fault gives the same output in all rows", "")
     assert window.finding.example.case_id == "small"
     assert [other.case_id for other in window.others] == ["large"]
     assert window.figures == {"rows": "40"}

@@ -192,13 +192,13 @@ class FillsForCapture(SDPABuilder):
         (
             ChangesAtCapture,
             snapshot(
-                "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: forward changed its inputs at capture: metadata.num_computed_tokens_cpu (8 requests of 1, 8 tokens)"
+                "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: forward changed its inputs at capture: metadata.num_computed_tokens_cpu (8 requests of 1 token each)"
             ),
         ),
         (
             ChangesBehind,
             snapshot(
-                "declared UNIFORM_BATCH, measured NEVER: probe 'buckets' broke: forward changed its inputs at capture: metadata.seq_lens (8 requests of 1, 8 tokens)"
+                "declared UNIFORM_BATCH, measured NEVER: probe 'buckets' broke: forward changed its inputs at capture: metadata.seq_lens (8 requests of 1 token each)"
             ),
         ),
     ],
@@ -237,7 +237,7 @@ def test_a_threshold_that_raises_is_the_builder_s_fault():
     finding = examined(backend_of(Builder))
     assert isinstance(finding, Broken)
     assert finding.summary == snapshot(
-        "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: graph for 8 requests of 1, 8 tokens, requests 1 of 15, 1 of 7, 1 of 35, 1 of 1, 1 of 2, 1 of 16, 1 of 17, 1 of 17: builder raised ValueError: no threshold"
+        "declared UNIFORM_BATCH, measured NEVER: probe 'decode' broke: graph captured for 8 requests of 1 token each, replayed with 8 requests (query_len/seq_len 1/15, 1/7, 1/35, 1/1, 1/2, 1/16, 1/17, 1/17): builder raised ValueError: no threshold"
     )
 
 

@@ -85,14 +85,14 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
     [
         (lambda a, x, b, y: a, "merge_attn_states returned a Tensor; the contract requires a pair (out, lse)"),
         (lambda a, x, b, y: (None, x), "the output is a NoneType, not a tensor"),
-        (lambda a, x, b, y: (a, (x + y).t()), "the LSE has shape (8, 5), where (5, 8) is right"),
+        (lambda a, x, b, y: (a, (x + y).t()), "the LSE has shape (8, 5), expected (5, 8)"),
         (
             lambda a, x, b, y: (a, x.half()),
-            "the LSE has dtype float16, where float32, float64 is right",
+            "the LSE has dtype float16, expected float32 or float64",
         ),
         (
             lambda a, x, b, y: (a.half(), x),
-            "the output has dtype float16, where bfloat16, float32, float64 is right",
+            "the output has dtype float16, expected bfloat16, float32 or float64",
         ),
     ],
 )
@@ -133,8 +133,8 @@ def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any) -
     assert examine(careful, merge_case())["containment"].outcome == "passed"
     careless = offering(merge_attn_states=multiply)
     records = examine(careless, merge_case())
-    where = "reaches 40 of 40 rows, first: row 0 (request 0, position 36)"
-    assert said(records["containment"]) == f"NaN in place of 3072 behind an LSE of -inf {where}"
+    where = "reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"
+    assert said(records["containment"]) == f"NaN instead of 3072 behind an LSE of -inf {where}"
 
 
 def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: A
 
     record = examine(offering(merge_attn_states=merge), merge_case())["containment"]
     assert record.outcome == "passed"
-    assert record.notes == snapshot(("compared within the budget: equal input gives different bits",))
+    assert record.notes == snapshot(("compared within the allowed error: equal input gives different bits",))
 
 
 def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any, merge_case: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_wrong_convolution_is_told_in_rows(plain: Callable[[str], str], conv_c
 
     records = examine(offering(causal_conv1d=convolve), conv_case((6, 9), (6, 20)))
     assert plain(said(records["numerics"])) == snapshot(
-        "2 of 12 rows, first: row 7 (request 1, position 15); worst ..."
+        "wrong in 2 of 12 rows, the first is row 7 (request 1, position 15); the largest error is ..."
     )
     assert outcomes(records)["cache_write"] == "passed"
 

@@ -73,13 +73,13 @@ def test_a_finding_names_the_one_thing_that_matters(
         (
             mutants.SplitsByMaxSeqLen,
             snapshot(
-                "right at first, wrong with max_seq_len above the batch's: 3 of 3 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+                "right at first, wrong with max_seq_len above the batch's: 3 of 3 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.StepsOverNarrowTables,
             snapshot(
-                "right at first, wrong with 5 more columns of null pages in the block table: 2 of 3 rows, first: row 1 (request 1, position 39), all heads; worst ..."
+                "right at first, wrong with 5 more columns of null pages in the block table: 2 of 3 rows are wrong, the first is row 1 (request 1, position 39), in all heads; the largest error is ..."
             ),
         ),
     ],
@@ -158,7 +158,7 @@ def test_batch_invariance_is_held_to_the_bits(make_case: Any) -> None:
     found = examine(with_attend(depends, conventions=replace(honest, batch_invariant=True)), case)
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
-        "right at first, wrong with request 3 alone: 1 of 1 rows have other bits, first: row 39 (request 3, position 129); batch_invariant is declared"
+        "right at first, wrong with request 3 alone: 1 of 1 rows have other bits, the first is row 39 (request 3, position 129); the backend declares batch_invariant"
     )
     assert "batch_invariant" in found.summary
     assert "alone" in found.summary
@@ -184,7 +184,7 @@ def test_a_cache_that_differs_is_found_though_the_answer_is_right(make_case: Any
     found = examine(backend, make_case())
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
-        "right at first, wrong with strides.key: transposed: the cache holds other bytes after the step"
+        "right at first, wrong with strides.key: transposed: the cache holds other bytes than after the first step"
     )
 
 
@@ -201,7 +201,7 @@ def test_the_smallest_set_of_changes_is_named() -> None:
     assert summary(lambda put: False) is None
     assert summary(lambda put: "c" in put) == snapshot("right at first, wrong with c: wrong")
     assert summary(lambda put: {"a", "d"} <= put) == snapshot("right at first, wrong with a and d: wrong")
-    assert summary(lambda put: True) == snapshot("right at first, wrong put once more as it was: wrong")
+    assert summary(lambda put: True) == snapshot("right at first, wrong when it is repeated unchanged: wrong")
 
 
 @pytest.mark.parametrize(

@@ -84,77 +84,77 @@ def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -
             mutants.PlansForTheLongest,
             "a batch of longer requests",
             snapshot(
-                "right in a first step, wrong after a batch of longer requests (q33s49_q7s131_q1s210): 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+                "right in a first step, wrong after a batch of longer requests (q33s49_q7s131_q1s210): 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.KeepsTheMostRequests,
             "a batch of more requests",
             snapshot(
-                "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows, first: row 40 (request 2, position 129), all heads; worst ..."
+                "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows are wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.StaysSplit,
             "a batch of one request with many keys",
             snapshot(
-                "right in a first step, wrong after a batch of one request with many keys (q1s601): 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+                "right in a first step, wrong after a batch of one request with many keys (q1s601): 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.PrefillsAsItDecoded,
             "a batch of decodes",
             snapshot(
-                "right in a first step, wrong after a batch of decodes (q1_q1s55_q1s130): 38 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+                "right in a first step, wrong after a batch of decodes (q1_q1s55_q1s130): 38 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.KeepsTheMaskInMetadata,
             "other",
             snapshot(
-                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows, first: row 1 (request 0, position 1), all heads; worst ..."
+                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong, the first is row 1 (request 0, position 1), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.GathersOnceAStep,
             "mirror",
             snapshot(
-                "right in a first step, wrong in a step with a second layer of the same kind: a second layer of the same kind: 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+                "right in a first step, wrong in a step with a second layer of the same kind: a second layer of the same kind: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.WritesForSharingLayers,
             "sharing",
             snapshot(
-                "right in a first step, wrong in a step with a layer that shares its cache: a layer that shares its cache: 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+                "right in a first step, wrong in a step with a layer that shares its cache: a layer that shares its cache: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.ScaleOfTheLatestLayer,
             "other",
             snapshot(
-                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows, first: row 1 (request 0, position 1), all heads; worst ..."
+                "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong, the first is row 1 (request 0, position 1), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.TableOfTheLatestGroup,
             "group",
             snapshot(
-                "right in a first step, wrong in a step with a layer with head_size 32 in another group: 41 of 41 rows, first: row 0 (request 0, position 0), all heads; worst ..."
+                "right in a first step, wrong in a step with a layer with head_size 32 in another group: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.OnePlanForAllBuilders,
             "equal",
             snapshot(
-                "right in a first step, wrong in a step with a batch of the same shape (q33_q7s60_q1s129) in flight as a micro-batch: 8 of 41 rows, first: row 33 (request 1, position 54), all heads; worst ..."
+                "right in a first step, wrong in a step with a batch of the same shape (q33_q7s60_q1s129) in flight as a micro-batch: 8 of 41 rows are wrong, the first is row 33 (request 1, position 54), in all heads; the largest error is ..."
             ),
         ),
         (
             mutants.BoundOfTheLatestBuild,
             "unequal",
             snapshot(
-                "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows, first: row 40 (request 2, position 129), all heads; worst ..."
+                "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows are wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
             ),
         ),
     ],
@@ -177,7 +177,7 @@ def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(plain: Callabl
     found = check_step(rows, session, everything(rows, session)["a batch of prompts"])
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
-        "right in a first step, wrong after a batch of prompts (q37_q64): 2 of 2 rows, first: row 0 (request 0, position 36), all heads; worst ..."
+        "right in a first step, wrong after a batch of prompts (q37_q64): 2 of 2 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
     )
     assert "q37_q64" in found.summary
 

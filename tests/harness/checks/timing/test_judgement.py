@@ -67,7 +67,7 @@ def test_the_answer_of_an_earlier_call_is_known_again(plain, bench):
         "it is the right answer to the contents of 2 calls before: results are kept, and found again by address or by a fingerprint of the inputs"
     )
     assert plain(found.summary) == snapshot(
-        "forward: call 4 was answered wrong: 5 of 5 rows, first: row 0 (request 0, position 20), all heads; worst ..."
+        "forward: the output of call 4 is wrong: 5 of 5 rows are wrong, the first is row 0 (request 0, position 20), in all heads; the largest error is ..."
     )
     found = bench.refusal(bench.source.next(), bench.right(earlier[2]))
 
@@ -152,7 +152,7 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
     with pytest.raises(UntrustworthyTimeError) as refused:
         bench.judge.finish()
     assert plain(str(refused.value)) == snapshot(
-        "forward: call 2 was answered wrong: 1 of 5 rows, first: row 4 (request 1, position 18), all heads; worst ..."
+        "forward: the output of call 2 is wrong: 1 of 5 rows are wrong, the first is row 4 (request 1, position 18), in all heads; the largest error is ..."
     )
     assert "1 of 5" in str(refused.value)
     first = AnswerJudge("forward", bench.source, Conventions())

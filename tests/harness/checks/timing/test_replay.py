@@ -136,7 +136,7 @@ def test_a_replay_is_judged_like_any_other_call(plain, make_case):
     with pytest.raises(UntrustworthyTimeError) as refused:
         step.take()  # of another problem, in other pages
     assert plain(str(refused.value)) == snapshot(
-        "forward: call 2 was answered wrong: 2 of 2 rows, first: row 0 (request 0, position 20), all heads; worst ..."
+        "forward: the output of call 2 is wrong: 2 of 2 rows are wrong, the first is row 0 (request 0, position 20), in all heads; the largest error is ..."
     )
 
 
