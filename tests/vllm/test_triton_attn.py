@@ -10,6 +10,7 @@ import pytest
 
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.interpreted import launches_triton
+from attncheck.harness.cli import app as cli
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -65,10 +66,11 @@ def test_a_graph_of_bare_launches_is_not_judged(examined):
     assert "cannot be examined here: forward does work that torch's dispatcher does not see" in record.reasons[0]
 
 
-def test_every_verdict_tells_that_it_is_the_interpreters(examined):
-    run, text = examined
+def test_every_verdict_tells_that_it_is_the_interpreters(examined, capsys):
+    run, _ = examined
     assert {record.backend_version for record in run.records} == {"0.32.0, interpreted"}
-    assert "vllm:TRITON_ATTN 0.32.0, interpreted" in text
+    assert cli.main(["report", run.path, "--section", "table"]) == 0
+    assert "vllm:TRITON_ATTN 0.32.0, interpreted" in capsys.readouterr().out
 
 
 def test_a_process_is_started_as_triton_needs_it(tmp_path):

@@ -73,18 +73,20 @@ class LatentCache(AttentionBackend):
         reasons += _padding_reasons(batch, is_decode, has_graphs=has_graphs)
         if not (layer.is_causal or _is_uniform(batch)):
             reasons.append("causal false with rows of several lengths: vLLM's blocks without a causal mask have one")
-        has_codes, is_extended = cache.kv_cache_dtype.startswith("fp8"), any(r.context_len > 0 for r in batch)
-        if on_cpu and has_codes and is_extended and not is_decode:
-            dtype = cache.kv_cache_dtype
-            reasons.append(f"kv_cache_dtype {dtype}: a CPU build of vLLM gathers no context of codes for prompts")
         return reasons
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract. If no interpreted kernel writes the cache, its FP8 dtype is no reason."""
-        if cls.get_impl_cls().brings_writer or not cache.kv_cache_dtype.startswith("fp8"):
+        dtype = cache.kv_cache_dtype
+        if not dtype.startswith("fp8") or dtype not in cls.supported_kv_cache_dtypes:
             return super().unavailable_case_reasons(device, layer, cache, batch)
-        return super().unavailable_case_reasons(device, layer, replace(cache, kv_cache_dtype="auto"), batch)
+        known = cache if cls.get_impl_cls().brings_writer else replace(cache, kv_cache_dtype="auto")
+        reasons = super().unavailable_case_reasons(device, layer, known, batch)
+        is_decode = _is_decode(batch, cls.their_backend.get_builder_cls())
+        if package.platform().is_cpu() and not is_decode and any(request.context_len > 0 for request in batch):
+            reasons = [*reasons, f"kv_cache_dtype {dtype}: a CPU build of vLLM gathers no context of codes for prompts"]
+        return reasons
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:

@@ -54,6 +54,7 @@ class Candidate(LatentCache):
     supported_kv_cache_dtypes = ("auto", "fp8")
     supported_layouts = ("NHD", "HND")
     get_name = staticmethod(lambda: "CANDIDATE")
+    get_impl_cls = staticmethod(lambda: SimpleNamespace(brings_writer=True))
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +109,21 @@ def test_rows_that_see_later_ones_come_in_blocks_of_one_length():
     assert "one" in reason
 
 
-def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu():
-    assert reasons(batch((1, 9), (1, 5)), dtype="fp8") == []
-    assert reasons(batch((5, 5), (1, 1)), dtype="fp8") == []
-    (reason,) = reasons(batch((5, 9)), dtype="fp8")
+def unavailable(asked, dtype="fp8"):
+    return Candidate.unavailable_case_reasons("cpu", LAYER, CacheSpec(kv_cache_dtype=dtype), asked)
+
+
+def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu(monkeypatch):
+    assert unavailable(batch((1, 9), (1, 5))) == []
+    assert unavailable(batch((5, 5), (1, 1))) == []
+    assert unavailable(batch((5, 9)), dtype="auto") == []
+    (reason,) = unavailable(batch((5, 9)))
     assert reason.startswith("kv_cache_dtype fp8: ")
+    # An undeclared FP8 cache stays a case that the backend has to refuse itself.
+    assert unavailable(batch((5, 9)), dtype="fp8_e4m3") == []
+    assert reasons(batch((5, 9)), dtype="fp8") == []
+    monkeypatch.setattr(latent_bridge.package, "platform", lambda: SimpleNamespace(is_cpu=lambda: False))
+    assert unavailable(batch((5, 9))) == []
 
 
 def test_a_layer_without_a_latent_cache_is_refused_for_that_alone():
