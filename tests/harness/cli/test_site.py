@@ -54,7 +54,9 @@ def test_what_cannot_be_a_site_is_refused(
     assert not Path("site").exists()
 
 
-def test_the_server_shows_a_run_as_it_grows_and_ends_with_ctrl_c(run: Path, make_record: Callable[..., Record]) -> None:
+def test_the_server_shows_a_run_as_it_grows_and_ends_with_a_signal(
+    run: Path, make_record: Callable[..., Record]
+) -> None:
     lines = run.read_text(encoding="utf-8").splitlines(keepends=True)
     run.write_text("".join(lines[:2]), encoding="utf-8")  # no footer yet
     command = [sys.executable, "-m", "attncheck", "site", "--runs", "runs", "--serve", "--port", "0"]
@@ -77,6 +79,7 @@ def test_the_server_shows_a_run_as_it_grows_and_ends_with_ctrl_c(run: Path, make
             while page("data/written.txt") == written and time.monotonic() < limit:
                 time.sleep(0.2)
             assert "unfinished" not in page("runs.html")
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
         finally:
-            process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+            process.kill()
