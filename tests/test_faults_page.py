@@ -131,8 +131,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def on_ray(words: list[str]) -> int:
-    """Execute the command on a Ray cluster of its own, which ends with it."""
+    """Execute the command on a Ray cluster of its own, which ends with it.
+
+    The limit of a case is longer, since the actors of a cluster start beside the cases on a busy machine.
+    """
     command = [sys.executable, "-m", "attncheck", *words, "--executor", "ray", "--ray-address", "local"]
+    command += ["--case-timeout", "30"]
     done = subprocess.run([*command, "--jobs", "2"], stdout=subprocess.DEVNULL, timeout=300, check=False)
     return done.returncode
 
