@@ -1,14 +1,14 @@
 """Reads one run file and returns what the site keeps of it. Runs in worker processes."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.graph_levels import LevelRow
-from attncheck.reports.analysis.recommendation import NeedAnswer, known_needs, need_answers, needed_cases
+from attncheck.reports.analysis.recommendation import NeedAnswer, NeededCase, known_needs, need_answers, needed_cases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.document.circumstances import facts
@@ -36,8 +36,8 @@ def digest_of(path: Path, name: str) -> SiteRun:
     run = read_run(path)
     values = RunValues.of(run)
     header, environment = run.header, run.header.environment
-    cases = _cases(values)
     needed = needed_cases(run.records, values.found)
+    cases = _cases(values, needed)
     needs = known_needs(run.records, header)
     answers: dict[str, dict[str, NeedAnswer]] = defaultdict(dict)
     for (backend, need), answer in need_answers(needs, values.found, needed, header).items():
@@ -47,14 +47,12 @@ def digest_of(path: Path, name: str) -> SiteRun:
     return SiteRun(
         key=f"{slug(Path(name).name.partition('.')[0])}-{sha256(name.encode()).hexdigest()[:8]}",
         name=name,
-        path=str(path),
         started=header.started,
         device=environment.device_name or environment.device,
         capability=environment.capability or "",
         digest=environment.digest,
         facts=facts(values),
         warning=values.warning,
-        command=" ".join(header.command),
         backends=tuple(
             _backend(each, infos[each.backend], values, cases[each.backend], answers[each.backend]) for each in examined
         ),
@@ -62,7 +60,7 @@ def digest_of(path: Path, name: str) -> SiteRun:
     )
 
 
-def _cases(values: RunValues) -> dict[str, dict[str, SiteCase]]:
+def _cases(values: RunValues, needed: Sequence[NeededCase]) -> dict[str, dict[str, SiteCase]]:
     """Return the cases of each backend, by ``suite/id``."""
     kinds = {f"{case.suite}/{case.id}": _kind(case) for case in values.header.cases}
     outcomes: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
@@ -78,7 +76,7 @@ def _cases(values: RunValues) -> dict[str, dict[str, SiteCase]]:
         if speed.part == "forward"
     }
     found: dict[str, dict[str, SiteCase]] = defaultdict(dict)
-    for case in needed_cases(values.records, values.found):
+    for case in needed:
         key = (case.backend, case.case)
         found[case.backend][case.case] = SiteCase(
             needs=tuple(sorted(case.needs)) + kinds.get(case.case, ()),
@@ -111,7 +109,6 @@ def _backend(
     marks = (("interpreted",) if is_interpreted else ()) + (("emulated",) if is_emulated else ())
     return SiteBackend(
         name=info.name,
-        ref=info.ref,
         version=info.version,
         verdict=verdict.verdict,
         marks=marks,

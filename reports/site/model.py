@@ -100,7 +100,6 @@ class SiteBackend:
     """
 
     name: str
-    ref: str
     version: str
     verdict: str
     marks: tuple[str, ...]
@@ -127,14 +126,12 @@ class SiteRun:
 
     key: str
     name: str
-    path: str
     started: str
     device: str
     capability: str
     digest: str
     facts: Mapping[str, str]
     warning: str
-    command: str
     backends: tuple[SiteBackend, ...] = ()
     descriptions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -149,7 +146,3 @@ class SiteRun:
     def device_slug(self) -> str:
         """The file name of the device's page."""
         return slug(self.device)
-
-    def backend(self, name: str) -> SiteBackend | None:
-        """Return the backend called ``name``, or None if the run has none."""
-        return next((each for each in self.backends if each.name == name), None)

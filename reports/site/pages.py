@@ -7,7 +7,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from attncheck.reports.analysis import phrases
 from attncheck.reports.html.environment import template_environment
 from attncheck.reports.html.support_view import SIGNS
 from attncheck.reports.site.badge import badge, badge_text
@@ -113,7 +112,7 @@ def site_files(site: Site) -> Iterable[SiteFile]:
         MissingExtraError: jinja2 is not installed.
     """
     environment = template_environment(__package__)
-    environment.filters |= {"slug": slug, "day": lambda started: started[:10], "cut": phrases.cut}
+    environment.filters |= {"slug": slug, "day": lambda started: started[:10]}
     environment.globals |= {
         "site": site,
         "policy": _policy(site),
