@@ -77,7 +77,7 @@ class StatisticalPower:
         beside = "" if self.noise.in_turns is None else f", {self.noise.in_turns:.1%} between neighbours"
         return (
             f"noise between processes: {self.noise.spread:.1%}{beside} (median of {plural(self.pairs, 'pair')}); "
-            f"with {self.rounds} rounds a side, 80 % of slowdowns of {self.slowdown:.1%} are found"
+            f"with {self.rounds} rounds a side, a slowdown of {self.slowdown:.1%} is found in 80 % of tries"
         )
 
 

@@ -71,7 +71,7 @@ def write_site(runs: Iterable[SiteRun], unread: dict[str, str], output: Path, *,
     """
     newest_first = sorted(runs, key=lambda run: (run.started, run.key), reverse=True)
     site = Site(tuple(newest_first), unread, reloads)
-    written = {output / f"data/run-{run.key}.js" for run in site.runs}
+    written = {output / MARK, *(output / f"data/run-{run.key}.js" for run in site.runs)}
     for file in site_files(site):
         write_file(file, output)
         written.add(output / file.path)

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from attncheck.reports.analysis import phrases
 from attncheck.reports.html.environment import template_environment
 from attncheck.reports.html.support_view import SIGNS
-from attncheck.reports.site.badge import badge, badge_text
 from attncheck.reports.site.chunks import device_chunk, index_chunk, script
 from attncheck.reports.site.current import CurrentCase, Subject, history, subjects
 from attncheck.reports.site.model import SiteRun, slug
@@ -24,6 +25,14 @@ FOLDERS = ("backends", "devices", "cases", "badges", "data")
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'"
 """The content security policy: nothing from elsewhere, nothing inline."""
+
+
+_PER_CHARACTER, _MARGIN, _HEIGHT = 6.6, 14, 20
+_LONGEST = 40
+"""Measures of a badge in pixels, and the maximum characters of its label."""
+
+_RIGHT, _KNOWN, _WRONG = "#1b6b35", "#7a5600", "#a3231a"
+"""Colours of a badge without findings, with expected ones only, and with others."""
 
 
 class SiteFile(NamedTuple):
@@ -170,3 +179,36 @@ def write_file(file: SiteFile, folder: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != file.text:
         path.write_text(file.text, encoding="utf-8")
+
+
+def badge_text(subject: Subject) -> str:
+    """Return what the badge says of the current results, such as ``412 cases, ALWAYS measured``."""
+    cases = phrases.plural(
+        len([each for each in subject.cases.values() if each.case.count in ("right", "short")]), "case"
+    )
+    if subject.findings:
+        kind = "finding" if subject.failing else "known finding"
+        return f"{cases}, {phrases.plural(len(subject.failing or subject.findings), kind)}"
+    level = f", {subject.level} measured" if subject.level else ""
+    return f"{cases}{level}" + (f" ({', '.join(subject.marks)})" if subject.marks else "")
+
+
+def badge(subject: Subject) -> str:
+    """Return the badge: ``attncheck``, the device, and :func:`badge_text`."""
+    label = phrases.cut(f"attncheck on {phrases.one_line(subject.device)}", _LONGEST)
+    text = badge_text(subject)
+    left, right = (round(_PER_CHARACTER * len(part) + _MARGIN) for part in (label, text))
+    ground = _WRONG if subject.failing else _KNOWN if subject.findings else _RIGHT
+    label_and_text = escape(f"{label}: {text}")
+    width, text_width = left + right, right - _MARGIN
+    size = f'width="{width}" height="{_HEIGHT}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label_and_text}">
+<title>{label_and_text}</title>
+<rect {size} rx="3" fill="{ground}"/>
+<rect width="{left}" height="{_HEIGHT}" rx="3" fill="#444"/>
+<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">
+<text x="{_MARGIN // 2}" y="14" textLength="{left - _MARGIN}">{escape(label)}</text>
+<text x="{left + _MARGIN // 2}" y="14" textLength="{text_width}">{escape(text)}</text>
+</g>
+</svg>
+"""

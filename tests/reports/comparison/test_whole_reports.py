@@ -64,8 +64,8 @@ Times
 part     slower  faster  same  cannot tell
 forward  1       1       1     1
 
-Noise between processes: 1.0% (median of 4 pairs); with 10 rounds a side, 80 % of slowdowns of 3.1%
-  are found. Intervals hold for all pairs at once.
+Noise between processes: 1.0% (median of 4 pairs); with 10 rounds a side, a slowdown of 3.1% is
+  found in 80 % of tries. Intervals hold for all pairs at once.
 
 Slower
 
@@ -121,7 +121,7 @@ def test_markdown(found: RunComparison) -> None:
 | --- | --- | --- | --- | --- |
 | forward | 1 | 1 | 1 | 1 |
 
-Noise between processes: 1.0% (median of 4 pairs); with 10 rounds a side, 80 % of slowdowns of 3.1% are found. Intervals hold for all pairs at once.
+Noise between processes: 1.0% (median of 4 pairs); with 10 rounds a side, a slowdown of 3.1% is found in 80 % of tries. Intervals hold for all pairs at once.
 
 ### Slower
 

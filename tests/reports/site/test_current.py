@@ -1,11 +1,12 @@
 """The current results of a backend on a device, and what changed from run to run."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from attncheck.reports.site.badge import badge, badge_text
 from attncheck.reports.site.current import history, subjects
 from attncheck.reports.site.model import SiteRun, slug
+from attncheck.reports.site.pages import badge, badge_text
 
 
 def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_of: Callable[..., SiteRun]) -> None:
@@ -25,8 +26,8 @@ def test_a_finding_counts_while_a_case_of_it_is_current(run_of: Callable[..., Si
     runs = [run_of(1, {"a": "failed", "b": "failed"}), run_of(2, {"a": "passed"})]
     (subject,) = subjects(runs)
     assert [(finding.cases, run.key) for finding, run in subject.findings] == [(("smoke/a", "smoke/b"), runs[0].key)]
-    (mended,) = subjects([*runs, run_of(3, {"b": "passed"})])
-    assert mended.findings == ()
+    (repaired,) = subjects([*runs, run_of(3, {"b": "passed"})])
+    assert repaired.findings == ()
 
 
 def test_a_backend_on_two_devices_is_two_subjects(run_of: Callable[..., SiteRun]) -> None:
@@ -61,6 +62,9 @@ def test_a_badge_counts_cases_and_findings(run_of: Callable[..., SiteRun]) -> No
     assert "&lt;script&gt;&amp;" in badge(right)
     (wrong,) = subjects([run_of(1, {"a": "failed", "b": "passed"})])
     assert badge_text(wrong) == "2 cases, 1 finding"
+    (known,) = subjects([run_of(1, {"a": "xfailed", "b": "passed"})])
+    assert badge_text(known) == "2 cases, 1 known finding"
+    assert len({re.findall('fill="(#[0-9a-f]{6})"', badge(each))[0] for each in (right, wrong, known)}) == 3
 
 
 def test_file_names_of_different_names_differ() -> None:
