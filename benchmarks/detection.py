@@ -34,11 +34,11 @@ from attncheck.reports.run_file.records import FALLEN_SHORT
 
 T = TypeVar("T")
 
-_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
+_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 """Settings of glibc for the processes: memory is kept for the next tensor, which halves the time of large batches."""
 
 OTHERS = ("vLLM", "FlashInfer-Bench", "FlashAttention")
-_AT_ONCE = 16
+_AT_ONCE = 32
 """Maximum mutants per process. They share the start of the process, and the problems and truths of the cases."""
 
 

@@ -15,6 +15,7 @@ from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 
 NOWHERE = -1
 """Position of a row that belongs to no request; it sees no key."""
+_ROWS_AT_ONCE = 16
 
 
 def locate(starts, seq_lens, num_rows):
@@ -57,15 +58,14 @@ def locate_on_host(metadata, num_rows, first=0):
 def gather(caches, table, request, position):
     """Return each row's keys and values at positions 0, 1, ... (float32 ``[rows, keys, heads, size]``), and a mask.
 
-    Pages beyond the row's position are not looked up, and slots beyond it are read as zeros.
+    Pages beyond the row's position are not looked up. Values beyond it are 0; keys are left for the mask.
     """
     block_size, position = caches[0].shape[1], position[:, None]
     pages = torch.arange(table.shape[1], device=table.device) * block_size
     blocks = table[request].masked_fill(pages > position, 0)
     seen = torch.arange(table.shape[1] * block_size, device=table.device) <= position
-    hidden = ~seen[..., None, None]
-    key, value = (cache[blocks].flatten(1, 2).float().masked_fill_(hidden, 0) for cache in caches)
-    return key, value, seen
+    key, value = (cache[blocks].flatten(1, 2) for cache in caches)
+    return key.float(), value.masked_fill_(~seen[..., None, None], 0).float(), seen
 
 
 def attention(query, key, value, seen, scale):
@@ -105,7 +105,10 @@ class RowsImpl(PagedImpl):
         return locate_by(metadata.common, num_rows)
 
     def attend_rows(self, query, caches, table, request, position, metadata):
-        return attention(query, *gather(caches, table, request, position), self.scale)
+        # Few rows at once: keys are gathered for each row.
+        parts = zip(*(rows.split(_ROWS_AT_ONCE) for rows in (query, request, position)), strict=True)
+        pairs = (attention(part, *gather(caches, table, *where), self.scale) for part, *where in parts)
+        return tuple(torch.cat(each) for each in zip(*pairs, strict=True))
 
     def finish(self, out, lse, output, output_lse, metadata, position):
         output[: len(out)] = out.to(output.dtype)

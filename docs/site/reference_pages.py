@@ -1,10 +1,12 @@
-"""Pages of the reference that the code writes: a hook of mkdocs, which adds them to the site and to no folder.
+"""Pages that the code writes: a hook of mkdocs, which adds them to the site and to no folder.
 
-Importing this module and making every page loads neither torch nor mkdocs.
+They are the pages of the reference, and the site of the kept runs in ``measured``. Importing this module and writing
+every page loads neither torch nor mkdocs.
 """
 
 import inspect
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -23,6 +25,7 @@ from attncheck.cases.schema import json_schema
 from attncheck.harness.cli.app import app
 from attncheck.reference import spec
 from attncheck.reference.lazy_exports import homes
+from attncheck.reports.site.build import names_of, read_runs, run_files, write_site
 
 MADE = "Generated from the code of this version.\n"
 SHOWN_OF_CONTRACT = (
@@ -261,7 +264,19 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, page in PAGES.items():
         files.append(File.generated(config, f"generated/{name}.md", content=page()))
+    for path, content in kept_runs():
+        files.append(File.generated(config, f"measured/{path}", content=content))
     return files
+
+
+def kept_runs() -> Iterable[tuple[str, str]]:
+    """Yield path and text of each file of the site of the kept runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "site"
+        names = names_of(run_files(Path(__file__).parents[1] / "evidence"))
+        write_site(*read_runs(names, output, 2), output)
+        for path in sorted(output.rglob("*.*")):
+            yield path.relative_to(output).as_posix(), path.read_text(encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

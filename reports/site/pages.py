@@ -153,7 +153,8 @@ def site_files(site: Site) -> Iterable[SiteFile]:
     shared = [_text("attncheck.reports.html", name) for name in SCRIPTS]
     for name in ("choose.js", "changes.js"):
         yield SiteFile(name, "\n".join(['"use strict";', *shared, *(_text(__package__, n) for n in ("site.js", name))]))
-    yield SiteFile("theme.js", _text(__package__, "theme.js"))
+    for name in ("theme.js", "icon.svg"):
+        yield SiteFile(name, _text(__package__, name))
     if site.reloads:
         yield SiteFile("data/reload.js", _text(__package__, "reload.js"))
 

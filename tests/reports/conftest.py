@@ -1,6 +1,8 @@
 """Hand-made records: reports know nothing else."""
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,22 @@ from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import read_run
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium. A selected test fails without it, and names what is missing."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        pytest.fail("playwright is not installed: pip install 'attncheck[browser]', or `tox run -e browser`")
+    program = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    if program is None:
+        pytest.fail("no chromium on PATH: install it (apt-get install chromium), or name one: CHROMIUM=/path/to/it")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield launched
+        launched.close()
 
 
 @pytest.fixture

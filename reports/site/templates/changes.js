@@ -65,11 +65,11 @@ async function show() {
     ...list("Findings that appeared", titled(now, old)),
     ...list("Findings that are gone", titled(old, now)),
     element("h2", {}, "Outcomes that changed"),
-    rows.length ? table("Outcomes that changed", ["case and check", "base", "new", ""], rows.slice(0, MOST).map(([name, before, after, kind]) =>
+    rows.length ? table("Outcomes that changed", ["case and check", "base", "new", "change"], rows.slice(0, MOST).map(([name, before, after, kind]) =>
       [name, before, after, chip(kind, TONES[kind])])) : element("p", {}, "none"),
     rows.length > MOST ? element("p", {}, `The first ${MOST} of ${rows.length} are shown.`) : "",
     element("h2", {}, "Versions and machine"),
-    facts.length ? table("Versions and machine", ["", "base", "new"], facts.map((name) =>
+    facts.length ? table("Versions and machine", ["fact", "base", "new"], facts.map((name) =>
       [name, base.facts[name] || "", next.facts[name] || ""])) : element("p", {}, "equal"),
     element("h2", {}, "Times"),
     element("p", {}, "Times need a test of significance. This command compares them:"),

@@ -1,7 +1,5 @@
 """The page in a real browser: with mouse and keyboard, on the screen and on paper, and never with a network."""
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,22 +16,6 @@ from attncheck.reports.terminal.recommendation import recommendation
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 LENGTHS = (512, 1024, 2048, 4096)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """Chromium; a test that is asked for and cannot be made fails, with what is missing."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        pytest.fail("playwright is not installed: pip install 'attncheck[browser]', or `tox run -e browser`")
-    program = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    if program is None:
-        pytest.fail("no chromium on PATH: install it (apt-get install chromium), or name one: CHROMIUM=/path/to/it")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield launched
-        launched.close()
 
 
 @pytest.fixture
