@@ -40,7 +40,7 @@ class Reader:
 
     def tick(self, feature: str) -> None:
         self.actions += 1
-        self.page.check(f"[value={feature}]")
+        self.page.check(f"[name=feature][value={feature}]")
 
     def click(self, name: str, **options: Any) -> None:
         self.actions += 1
