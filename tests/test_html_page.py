@@ -1,4 +1,4 @@
-"""docs/html-page.md is true: its commands print what is shown, and its tables have every sign and answer."""
+"""docs/html-page.md and docs/many-runs.md are true: commands print what is shown, and every sign is explained."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,8 @@ from attncheck.reports.html.support_view import SIGNS
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "html-page.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^```console\n\$ attncheck (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+PAGES = TEXT + (ROOT / "docs" / "many-runs.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^```console\n\$ attncheck (.*?)\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(("command", "output"), COMMANDS, ids=["recommend", "site"])

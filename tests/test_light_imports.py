@@ -23,6 +23,7 @@ LIGHT = {
     "import attncheck.reports.terminal.run, attncheck.reports.markdown.run": ARRAYS,
     "import attncheck.reports.terminal.recommendation": ARRAYS,
     "import attncheck.reports.html": {*ARRAYS, "jinja2", "matplotlib"},
+    "import attncheck.reports.site.build": {*ARRAYS, "jinja2", "matplotlib"},
     # Candidates: what they declare is known where their library is missing.
     "from attncheck.backends.registry import load; load('flashinfer')": OPTIONAL,
     "from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend as B; B.version()": OPTIONAL,

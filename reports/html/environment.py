@@ -11,21 +11,20 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EXTRA = "report"
-NEEDED = ("jinja2", "matplotlib")
 
 LONGEST, LONGEST_NAME = 600, 160
 """Maximum characters of a sentence in a table, and of a name; records show all of them."""
 
 
-def template_environment(package: str) -> "Environment":
+def template_environment(package: str, what: str, *libraries: str) -> "Environment":
     """Return the environment for the templates in the folder ``templates`` of ``package``.
 
     Raises:
-        MissingExtraError: jinja2 or matplotlib is not installed.
+        MissingExtraError: jinja2 or one of ``libraries``, which ``what`` needs, is not installed.
     """
-    for needed in NEEDED:
+    for needed in ("jinja2", *libraries):
         if find_spec(needed) is None:
-            raise MissingExtraError("a report as HTML", needed, EXTRA)
+            raise MissingExtraError(what, needed, EXTRA)
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -69,7 +69,7 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 def _environment() -> "Environment":
     """Return the template environment of the report."""
-    environment = template_environment(__package__)
+    environment = template_environment(__package__, "a report as HTML", "matplotlib")
     environment.filters |= {
         "budgets": phrases.budgets,
         "chosen_kernels": phrases.chosen_kernels,

@@ -120,7 +120,7 @@ def site_files(site: Site) -> Iterable[SiteFile]:
     Raises:
         MissingExtraError: jinja2 is not installed.
     """
-    environment = template_environment(__package__)
+    environment = template_environment(__package__, "attncheck site")
     environment.filters |= {"slug": slug, "day": lambda started: started[:10]}
     environment.globals |= {
         "site": site,
