@@ -1,5 +1,6 @@
 """The common fields of records of every outcome: their identity, and the measurements they may have."""
 
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
@@ -26,6 +27,9 @@ class RecordKey(NamedTuple):
     def __str__(self) -> str:
         which = f", round {self.round}" if self.round else ""
         return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}{which}"
+
+
+_KEY_OF = attrgetter(*RecordKey._fields)
 
 
 class RecordBase(RunFileValue):
@@ -57,7 +61,7 @@ class RecordBase(RunFileValue):
     @property
     def key(self) -> RecordKey:
         """The identity of this record within a run."""
-        return RecordKey(**{name: getattr(self, name) for name in RecordKey._fields})
+        return RecordKey._make(_KEY_OF(self))
 
     @property
     def case(self) -> str:

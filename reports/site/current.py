@@ -1,7 +1,7 @@
 """The current results of each backend on each device, and their history. Pure functions of the site's runs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attncheck.reports.analysis.support import by_size
@@ -116,12 +116,21 @@ class Subject:
 
 @dataclass(frozen=True)
 class Change:
-    """What changed from the run before, on the same device. ``appeared``, ``gone``: titles of findings."""
+    """A run whose result differs from the run before, on the same device. ``before``: that run; None for the first.
+
+    ``appeared``, ``gone``: titles of findings. ``alike``: the later runs with the same result, newest last.
+    """
 
     measured: Measured
+    before: Measured | None
     appeared: tuple[str, ...]
     gone: tuple[str, ...]
-    is_first: bool
+    alike: tuple[Measured, ...] = ()
+
+    @property
+    def newest(self) -> Measured:
+        """The newest run with this result."""
+        return (self.measured, *self.alike)[-1]
 
 
 def subjects(runs: Iterable[SiteRun]) -> tuple[Subject, ...]:
@@ -134,7 +143,7 @@ def subjects(runs: Iterable[SiteRun]) -> tuple[Subject, ...]:
 
 
 def history(measured: Sequence[Measured]) -> tuple[Change, ...]:
-    """Return the changes of findings from run to run, newest first, for the runs of a :class:`Subject`.
+    """Return the changes from run to run, newest first, for the runs of a :class:`Subject`.
 
     A finding is gone only if the newer run examined one of its cases.
     """
@@ -144,7 +153,17 @@ def history(measured: Sequence[Measured]) -> tuple[Change, ...]:
         now = {finding.words: finding for finding in each.backend.findings}
         examined = {name for name, case in each.backend.cases.items() if case.count in ("right", "short")}
         gone = {words for words, old in known.items() if words not in now and examined.intersection(old.cases)}
-        appeared = [finding.title for words, finding in now.items() if words not in known]
-        changes.append(Change(each, tuple(appeared), tuple(known[words].title for words in gone), not changes))
-        known = {words: old for words, old in known.items() if words not in gone} | now
+        appeared = tuple(finding.title for words, finding in now.items() if words not in known)
+        known_now = {words: old for words, old in known.items() if words not in gone} | now
+        before = changes[-1].newest if changes else None
+        if before and not appeared and not gone and _result(before) == _result(each):
+            changes[-1] = replace(changes[-1], alike=(*changes[-1].alike, each))
+        else:
+            changes.append(Change(each, before, appeared, tuple(known[words].title for words in gone)))
+        known = known_now
     return tuple(reversed(changes))
+
+
+def _result(each: Measured) -> tuple[object, ...]:
+    backend = each.backend
+    return backend.version, backend.verdict, backend.examined, backend.failing, each.run.warning

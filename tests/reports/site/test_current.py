@@ -52,7 +52,27 @@ def test_history_names_what_appeared_and_what_is_gone(run_of: Callable[..., Site
         [0, 0],  # the case of the finding was not examined
         [1, 0],
     ]
-    assert [each.is_first for each in changes] == [False, False, True]
+    assert [each.before and each.before.run.started[:10] for each in changes] == ["2026-01-02", "2026-01-01", None]
+
+
+def test_runs_with_equal_results_are_one_change(run_of: Callable[..., SiteRun]) -> None:
+    days = [
+        {"a": "failed"},
+        {"a": "failed"},
+        {"a": "passed"},
+        {"a": "passed"},
+        {"a": "passed"},
+        {"a": "passed", "b": "passed"},
+    ]
+    runs = [run_of(day, outcomes) for day, outcomes in enumerate(days, 1)]
+    (subject,) = subjects(runs)
+    changes = history(subject.runs)
+    assert [(each.measured.run, each.newest.run) for each in changes] == [
+        (runs[5], runs[5]),
+        (runs[2], runs[4]),
+        (runs[0], runs[1]),
+    ]
+    assert [each.before and each.before.run for each in changes] == [runs[4], runs[1], None]
 
 
 def test_a_badge_counts_cases_and_findings(run_of: Callable[..., SiteRun]) -> None:
