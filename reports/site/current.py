@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple, Self
 
 from attncheck.reports.analysis.support import by_size
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
@@ -23,6 +24,21 @@ class CurrentCase:
 
     case: SiteCase
     run: SiteRun
+
+
+class CaseCounts(NamedTuple):
+    """Numbers of current results. ``others``: of cases that are not declared, or not examined."""
+
+    right: int
+    wrong: int
+    others: int
+
+    @classmethod
+    def of(cls, results: Iterable[CurrentCase]) -> Self:
+        """Return the counts of ``results``."""
+        counts = [result.case.count for result in results]
+        right, wrong = counts.count("right"), sum(count in ("short", "wrong", "died") for count in counts)
+        return cls(right, wrong, len(counts) - right - wrong)
 
 
 @dataclass(frozen=True)
@@ -98,9 +114,9 @@ class Subject:
         return tuple(finding for finding, _ in self.findings if not finding.is_expected)
 
     @property
-    def right(self) -> int:
-        """The number of cases that are currently right."""
-        return sum(current.case.count == "right" for current in self.cases.values())
+    def counts(self) -> CaseCounts:
+        """The numbers of its current results."""
+        return CaseCounts.of(self.cases.values())
 
     @property
     def level(self) -> str:

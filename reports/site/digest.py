@@ -134,7 +134,8 @@ def _finding(finding: Finding, header: RunHeader) -> SiteFinding:
     return SiteFinding(
         words=finding.words,
         title=finding.title,
-        example=f"{finding.example.case}: {phrases.what_happened(finding.example)}",
+        case=finding.example.case,
+        example=phrases.what_happened(finding.example),
         repeat=repro_command(finding.example, header),
         checks=finding.checks,
         cases=finding.cases,

@@ -12,7 +12,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.html.environment import template_environment
 from attncheck.reports.html.support_view import SIGNS
 from attncheck.reports.site.chunks import device_chunk, index_chunk, script
-from attncheck.reports.site.current import CurrentCase, Subject, history, subjects
+from attncheck.reports.site.current import CaseCounts, CurrentCase, Subject, history, subjects
 from attncheck.reports.site.model import SiteRun, slug
 
 T = TypeVar("T")
@@ -47,14 +47,6 @@ class CaseAnswer(NamedTuple):
 
     subject: Subject
     current: CurrentCase
-
-
-class CaseCounts(NamedTuple):
-    """The numbers of backends on devices by their result of a case."""
-
-    right: int
-    wrong: int
-    others: int
 
 
 @dataclass(frozen=True)
@@ -97,9 +89,7 @@ class Site:
 
     def counts(self, case: str) -> CaseCounts:
         """Return how many backends on devices are right, wrong, or neither in a case."""
-        counts = [answer.current.case.count for answer in self.by_case[case]]
-        right, wrong = counts.count("right"), sum(count in ("short", "wrong", "died") for count in counts)
-        return CaseCounts(right, wrong, len(counts) - right - wrong)
+        return CaseCounts.of(answer.current for answer in self.by_case[case])
 
     @cached_property
     def descriptions(self) -> dict[str, tuple[str, str]]:

@@ -18,7 +18,7 @@ def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_of: Cal
         "smoke/a": ("right", part.key),
         "smoke/b": ("right", whole.key),
     }
-    assert (subject.version, subject.right, subject.failing) == ("2", 2, ())
+    assert (subject.version, subject.counts, subject.failing) == ("2", (2, 0, 0), ())
     assert [each.run.key for each in subject.current] == [part.key, whole.key]
 
 
