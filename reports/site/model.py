@@ -38,8 +38,8 @@ def slug(name: str) -> str:
 class SiteFinding:
     """A finding of one backend in one run.
 
-    ``words``: equal for the same cause in other runs. ``title``: the cause with figures. ``case``, ``example``, ``repeat``:
-    one of its cases, what happened there, and the command that repeats it. ``cases``: ``suite/id`` of all.
+    ``words``: equal for the same cause in other runs. ``title``: the cause with figures. ``case``, ``example``,
+    ``repeat``: one of its cases, what happened there, and the command that repeats it. ``cases``: ``suite/id`` of all.
     """
 
     words: str

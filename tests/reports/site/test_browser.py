@@ -188,6 +188,7 @@ def test_the_site_works_below_a_path_of_a_server(visit: Any, site: Path) -> None
         page.goto(f"{base}backends.html")
         page.locator("tbody th a").first.click()
         assert page.locator("h1").inner_text() == "Mine"
+        page.wait_for_load_state("networkidle")
         server.shutdown()
 
 
