@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from attncheck.reports.analysis.support import by_size
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
-from attncheck.reports.site.model import SiteBackend, SiteCase, SiteFinding, SiteRun, SiteSupport, slug
+from attncheck.reports.site.model import SiteBackend, SiteCase, SiteFinding, SiteLevel, SiteRun, SiteSupport, slug
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,16 @@ class Subject:
     def failing(self) -> tuple[SiteFinding, ...]:
         """The findings that were not expected."""
         return tuple(finding for finding, _ in self.findings if not finding.is_expected)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[SiteLevel, ...], SiteRun] | None:
+        """The CUDA-graph levels of the newest run that has any, and that run."""
+        return next(((each.backend.levels, each.run) for each in self.current if each.backend.levels), None)
+
+    @property
+    def broadest(self) -> Measured:
+        """The current run with most cases, the newest of equal ones; what it claims is known best."""
+        return max(self.current or self.runs, key=lambda each: len(each.backend.cases))
 
     @property
     def counts(self) -> CaseCounts:

@@ -1,6 +1,6 @@
 /* Which backends are right for what a reader needs, on the selected device. */
 
-const LEVEL = "level", DEVICE = "device", ANY = "";
+const LEVEL = "level", DEVICE = "device", ANY = "", ALL = "*";
 const BELOW = "below", BELOW_TITLE = "right, but below the CUDA-graph level";
 const form = document.getElementById("needs");
 
@@ -23,7 +23,9 @@ const FIRST = ["dtype", "kv_cache_dtype", "head_size", "block_size", "attn_type"
 function drawForm(index) {
   const at = addressed(), [features, forms] = valuesByKey(index.needs);
   const keys = [...new Set([...FIRST.filter((key) => forms.has(key)), ...forms.keys()])];
-  const devices = [...index.devices.map(([name, generation]) => [name, `${name} (${generation})`]), ["*", "all devices"]];
+  const generations = [...new Set(index.devices.map(([, generation]) => generation))];
+  const devices = [...index.devices.map(([name, generation]) => [name, `${name} (${generation})`]),
+    ...generations.map((generation) => [ALL + generation, `all of ${generation}`]), [ALL, "all devices"]];
   form.replaceChildren(
     labelled("device", selection(DEVICE, devices, at.get(DEVICE))),
     labelled("CUDA-graph level, at least", selection(LEVEL, [[ANY, "any"], ...index.levels.slice(1).map((l) => [l, l])],
@@ -149,7 +151,7 @@ async function show() {
   const index = chunks.get("index"), state = new FormData(form), level = state.get(LEVEL), needs = needsOf(state);
   const kept = new URLSearchParams([...state].filter(([, value]) => value));
   address(kept);
-  const wanted = state.get(DEVICE) === "*" ? index.devices : index.devices.filter(([name]) => name === state.get(DEVICE));
+  const wanted = index.devices.filter(([name, generation]) => [name, ALL, ALL + generation].includes(state.get(DEVICE)));
   const loaded = await Promise.all(wanted.map(([, , page]) => load(`device-${page}`)));
   if (state.get(DEVICE) !== new FormData(form).get(DEVICE)) return;
   const parts = loaded.flatMap((data, at) => {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from attncheck.reports.site.current import history, subjects
-from attncheck.reports.site.model import SiteRun, slug
+from attncheck.reports.site.model import SiteLevel, SiteRun, slug
 from attncheck.reports.site.pages import badge, badge_text
 
 
@@ -115,3 +115,15 @@ def test_the_level_is_the_lowest_of_the_current_cases(run_of: Callable[..., Site
     assert level() == ""
     assert level(a="ALWAYS", b="UNIFORM_BATCH") == "UNIFORM_BATCH"
     assert level(a="ALWAYS", b="") == ""
+
+
+def test_levels_come_from_the_newest_run_that_has_some(run_of: Callable[..., SiteRun]) -> None:
+    level = SiteLevel("ALWAYS", "ALWAYS", "", "", cases=1, is_emulated=False, falls_short=False)
+    old, new = run_of(1, {"a": "passed", "b": "passed"}), run_of(2, {"a": "passed"})
+    (backend,) = old.backends
+    old = replace(old, backends=(replace(backend, levels=(level,)),))
+    (subject,) = subjects([old, new])
+    assert subject.levels == ((level,), old)
+    assert subject.broadest.run is old
+    (subject,) = subjects([new])
+    assert subject.levels is None
