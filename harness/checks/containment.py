@@ -247,8 +247,7 @@ def _meaning_of(leaks: Iterable[str]) -> str:
         parts.append("memory that no request owns is read")
     if _LEFT_BEHIND in regions:
         parts.append(
-            "keys that every row's window has left behind are read: "
-            "the request's own pages, which a cache manager may have given to others"
+            "keys before the windows of all rows are read: a cache manager may have given their pages to other requests"
         )
     return "; ".join(parts)
 

@@ -18,8 +18,8 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 
 _MEANING = (
-    "sums are taken in another order each time, memory is read that was not written, or something is kept from an "
-    "earlier call; a backend may declare deterministic=False"
+    "equal inputs give different bits: the order of sums varies, memory is read before it is written, or a call leaves "
+    "state behind; a backend may declare deterministic=False"
 )
 
 

@@ -39,8 +39,7 @@ from attncheck.reference.spec import FastPrefillOptions
 
 Build = Callable[[CommonAttentionMetadata], object]
 
-_SHARED = "shared metadata are changed: all builders and layers of a step have one CommonAttentionMetadata, "
-"none of them may write to it"
+_SHARED = "shared metadata are changed: all builders and layers of a step read one CommonAttentionMetadata"
 
 _PLAIN = ("paged", "mla")
 """Paths whose steps are captured in graphs and used for drafts."""

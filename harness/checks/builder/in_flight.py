@@ -107,7 +107,10 @@ def _told(session: Session, truth: Truth, play: _Play, index: int, step: Step, w
     if session.threshold is None or step.order == tuple(session.order):
         return None
     summary = f"wrong with the requests in the order {list(step.order)}: {wrong.summary}"
-    meaning = f"a runner sorts by the smallest threshold of all builders, which may be below {session.threshold}"
+    meaning = (
+        "the builder needs another order of the requests: a runner sorts by the smallest reorder_batch_threshold of all "
+        f"builders, which may be below {session.threshold}"
+    )
     return Broken(summary, wrong.figures, meaning, wrong.details)
 
 

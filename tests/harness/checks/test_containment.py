@@ -203,8 +203,7 @@ def test_what_a_window_left_behind_is_the_requests_own(make_case: Any) -> None:
     assert "6 of 6" in finding.summary
     assert finding.meaning == (
         snapshot(
-            "keys that every row's window has left behind are read: the request's own pages, which a cache manager may "
-            "have given to others"
+            "keys before the windows of all rows are read: a cache manager may have given their pages to other requests"
         )
     )
 
