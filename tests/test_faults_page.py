@@ -111,7 +111,8 @@ def rows() -> list[Row]:
 ROWS = rows()
 QUICK = ("abort", "exit_at_once", "stack_overflow", "closed_descriptors", "hang_in_c_with_gil", "heap_corruption")
 QUICK += ("system_exit", "unprintable_exception", "default_dtype", "signal_handlers", "twenty_forks", "import_error")
-WORST = ("segfault", "hang_in_c_with_gil", "memory_leak", "closed_descriptors", "heap_corruption", "exit_at_once")
+# The first five show in the case that has the fault: workers of pytest-xdist share the cases of a backend.
+WORST = ("segfault", "hang_in_c_with_gil", "memory_leak", "closed_descriptors", "exit_at_once", "heap_corruption")
 WORST += ("stack_overflow", "written_pipes", "twenty_forks", "unprintable_exception")
 
 Execute = Callable[[list[str]], int]
