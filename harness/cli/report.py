@@ -29,7 +29,11 @@ def report(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
     section: Annotated[
         list[SectionChoice] | None,
-        typer.Option(help="Print only this section, in full, as terminal, markdown or github. May be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="Print only this section, in full, as terminal, markdown or github. May be repeated. "
+            f"Sections: {', '.join(get_args(SectionName))}.",
+        ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the report for a terminal in full.")] = False,
     color: Color = ColorChoice.AUTO,

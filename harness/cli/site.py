@@ -39,7 +39,7 @@ def site(
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --serve; 0: any that is free.")] = _PORT,
 ) -> int:
-    """Write a static site that compares the backends of any number of runs.
+    """Write a static site of the results of many runs.
 
     The site opens from its folder or from any web server, and loads nothing from elsewhere. Files that cannot be read
     are listed on its page of runs. Exit code 0: the site is written; 2: no run file can be read.

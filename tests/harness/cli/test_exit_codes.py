@@ -290,7 +290,13 @@ def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(fold
     assert run.header.suites[0].ref == "f??lle.yaml"
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["report"], ["compare"], ["new", "backend"]])
-def test_every_command_has_a_short_help_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [[], *([each.name] for each in cli.app.registered_commands), ["new", "backend"]])
+def test_every_command_has_a_short_help_option_that_fits_80_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([*command, "-h"]) == 0
-    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")
+    assert max(map(len, out.splitlines())) <= 80
+    assert command or "..." not in out.partition("Commands:")[2]  # no summary is cut off
