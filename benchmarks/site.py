@@ -1,6 +1,6 @@
 """Measure how long `attncheck site` takes for many runs, its memory, and the weight of its pages.
 
-    python benchmarks/site.py FOLDER [--runs 200] [--of RUN]
+    python benchmarks/site.py FOLDER [--runs 200] [--records 5000] [--of RUN]
 
 ``FOLDER`` gets made-up run files in ``runs`` and the site in ``site``. They derive from the kept run of the candidates:
 five GPUs, four versions of each backend. Some backends get a wrong output on one GPU. The third version repairs it.
@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
@@ -21,7 +22,7 @@ from typing import Any
 
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Failed, Passed, Record, RunFooter, format_line
-from attncheck.reports.run_file.store import count_outcomes, read_run
+from attncheck.reports.run_file.store import Run, count_outcomes, read_run
 from attncheck.reports.run_file.timings import Latency, Timing
 
 KEPT = Path(__file__).parent.parent / "docs/evidence/cpu-2026-11-23/candidates.jsonl.xz"
@@ -45,9 +46,8 @@ class MadeUp:
     lines: str
 
 
-def made_up(kept: Path, gpu: str, version: str) -> MadeUp:
+def made_up(run: Run, gpu: str, version: str) -> MadeUp:
     """Return the kept run as if it were of another device and version."""
-    run = read_run(kept)
     random = Random(f"{gpu}{version}")  # noqa: S311
     torch = {"0.1": "2.11.0", "0.2": "2.12.0"}.get(version, "2.13.0")
     environment = run.header.environment.model_copy(
@@ -107,7 +107,18 @@ def _records(
                 yield Passed(**kept)
 
 
-def write_runs(folder: Path, kept: Path, count: int) -> None:
+def first_cases(run: Run, limit: int) -> Run:
+    """Return the run with its first cases only, which have ``limit`` records or fewer; all cases for 0."""
+    left, kept = limit, set()
+    for case, count in Counter(record.case for record in run.records).items():
+        left -= count
+        if limit and left < 0:
+            break
+        kept.add(case)
+    return replace(run, records=tuple(record for record in run.records if record.case in kept))
+
+
+def write_runs(folder: Path, kept: Run, count: int) -> None:
     """Write ``count`` run files into ``folder``, days apart."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [(gpu, version) for version in VERSIONS for gpu in GPUS]
@@ -147,9 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--records", type=int, default=0, help="records of a run, without its times; 0: all")
     parser.add_argument("--of", type=Path, default=KEPT, metavar="RUN", help="the run file to derive them from")
     options = parser.parse_args()
-    write_runs(options.folder / "runs", options.of, options.runs)
+    write_runs(options.folder / "runs", first_cases(read_run(options.of), options.records), options.runs)
     measure(options.folder)
 
 

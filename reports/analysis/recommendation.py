@@ -12,7 +12,7 @@ from typing import Literal
 
 from attncheck.errors import UnknownNameError
 from attncheck.reports.analysis.findings import Finding
-from attncheck.reports.analysis.support import SupportRow, by_size, case_counts
+from attncheck.reports.analysis.support import SupportRow, by_size
 from attncheck.reports.analysis.verdicts import RunFindings
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Record
@@ -98,13 +98,12 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
     return needs
 
 
-def needed_cases(records: Sequence[Record], found: RunFindings) -> tuple[NeededCase, ...]:
+def needed_cases(found: RunFindings) -> tuple[NeededCase, ...]:
     """Return every case of every backend, in the order of the records."""
     false = {each.backend: {claim.capability for claim in each.false_claims} for each in found.verdicts}
-    needs = {(record.backend, record.case): frozenset(record.needs) for record in records}
     return tuple(
-        NeededCase(backend, case, needs[backend, case], count, needs[backend, case] & false.get(backend, set()))
-        for (backend, case), count in case_counts(records).items()
+        NeededCase(backend, name, needs := frozenset(case.needs), case.count, needs & false.get(backend, set()))
+        for (backend, name), case in found.cases.items()
     )
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import FALLEN_SHORT, Outcome, Record, budget_share
@@ -17,6 +19,7 @@ _WORST_FIRST: tuple[Outcome, ...] = (
     "unsupported",
     "passed",
 )
+_CHECK_OF = attrgetter(*(name for name in RecordKey._fields if name != "round"))
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,16 @@ def worst_rounds(records: Sequence[Record]) -> tuple[WorstRound, ...]:
     If no record has a round above 0, every record is returned, even one with an equal key.
     """
     if not any(record.round for record in records):
-        return tuple(WorstRound(record, 1, int(record.outcome in FALLEN_SHORT)) for record in records)
-    asked: dict[RecordKey, list[Record]] = {}
+        return tuple(_worst([record]) for record in records)
+    checks: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        asked.setdefault(record.key._replace(round=0), []).append(record)
-    return tuple(
-        WorstRound(min(members, key=_badness), len(members), sum(each.outcome in FALLEN_SHORT for each in members))
-        for members in asked.values()
-    )
+        checks.setdefault(_CHECK_OF(record), []).append(record)
+    return tuple(map(_worst, checks.values()))
+
+
+def _worst(members: Sequence[Record]) -> WorstRound:
+    record = min(members, key=_badness) if len(members) > 1 else members[0]
+    return WorstRound(record, len(members), sum(each.outcome in FALLEN_SHORT for each in members))
 
 
 def _badness(record: Record) -> tuple[int, float]:

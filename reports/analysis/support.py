@@ -7,9 +7,9 @@ and does not pass counts in the row of each. This module computes rows; ``docume
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
@@ -124,8 +124,36 @@ class SupportRow:
         return told if asked else f"{'declared' if self.is_declared else 'not declared'}: {told}"
 
 
+class CountedCase(NamedTuple):
+    """A case of one backend. ``count``: that of a :class:`SupportRow`. ``reasons``: why it is not declared."""
+
+    count: str
+    needs: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+CountedCases = Mapping[tuple[str, str], CountedCase]
+"""Cases by backend and ``suite/id``."""
+
+
+def counted_cases(records: Iterable[Record]) -> CountedCases:
+    """Return the cases of ``records``, in their order."""
+    cases: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.check != UTILITIES:
+            cases.setdefault((record.backend, record.case), []).append(record)
+    return {
+        key: CountedCase(
+            _became(members),
+            members[0].needs,
+            tuple(reason for record in members if isinstance(record, Unsupported) for reason in record.reasons),
+        )
+        for key, members in cases.items()
+    }
+
+
 def support_rows(
-    records: Sequence[Record], header: RunHeader, false: Mapping[str, Collection[str]] | None = None
+    cases: CountedCases, header: RunHeader, false: Mapping[str, Collection[str]] | None = None
 ) -> tuple[SupportRow, ...]:
     """Return a row for each backend and feature or form that a case needs; backends in the header's order.
 
@@ -135,24 +163,20 @@ def support_rows(
     An undeclared case counts only for the needs that its reasons name: a case refused for its layout proves nothing
     about its head size. A case without a latent cache does not count for a backend that serves only latent layers.
     """
-    cases = _by_case(records)
-    became = {key: _became(members) for key, members in cases.items()}
     declared = {backend.name: set(backend.features) for backend in header.backends}
-    for (backend, case), what in became.items():
-        if what in _AS_DECLARED:
-            declared[backend].update(cases[backend, case][0].needs)
+    for (backend, _), case in cases.items():
+        if case.count in _AS_DECLARED:
+            declared[backend].update(case.needs)
     counts: dict[tuple[str, str], Counter[str]] = {}
-    for (backend, case), what in became.items():
-        needs = cases[backend, case][0].needs
-        if LATENT in declared[backend] and LATENT not in needs:
+    for (backend, _), case in cases.items():
+        if LATENT in declared[backend] and LATENT not in case.needs:
             continue
-        reasons = [reason for r in cases[backend, case] if isinstance(r, Unsupported) for reason in r.reasons]
-        named = [feature for feature in needs if any(_is_named(feature, reason) for reason in reasons)]
-        outside = named or [feature for feature in needs if feature not in declared[backend]]
-        told = needs if what in _AS_DECLARED else outside
-        for feature in needs:
+        named = [feature for feature in case.needs if any(_is_named(feature, reason) for reason in case.reasons)]
+        outside = named or [feature for feature in case.needs if feature not in declared[backend]]
+        concerned = case.needs if case.count in _AS_DECLARED else outside
+        for feature in case.needs:
             counted = counts.setdefault((backend, feature), Counter())
-            counted[what] += feature in told
+            counted[case.count] += feature in concerned
     order = list(declared)
     return tuple(
         SupportRow(
@@ -176,19 +200,6 @@ def by_size(value: str) -> tuple[bool, int, str]:
     """Return a sort key for values of forms: numbers by size, then texts."""
     is_size = value.isdecimal() and len(value) < 20
     return not is_size, int(value) if is_size else 0, value
-
-
-def case_counts(records: Iterable[Record]) -> dict[tuple[str, str], str]:
-    """Return, by (backend, ``suite/id``), the count of a :class:`SupportRow` that a case belongs to."""
-    return {key: _became(members) for key, members in _by_case(records).items()}
-
-
-def _by_case(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    cases: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.check != UTILITIES:
-            cases.setdefault((record.backend, record.case), []).append(record)
-    return cases
 
 
 def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:

@@ -7,7 +7,7 @@ from attncheck.reports.analysis.claims import FalseClaim, false_claims
 from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.analysis.summary import OutcomeCounts, RunVerdict, verdict
-from attncheck.reports.analysis.support import SupportRow, support_rows
+from attncheck.reports.analysis.support import CountedCases, SupportRow, counted_cases, support_rows
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
@@ -41,10 +41,11 @@ class BackendVerdict:
 
 @dataclass(frozen=True)
 class RunFindings:
-    """The findings of a run, the verdicts on its backends, and the measured support and levels of each."""
+    """The findings of a run, the verdicts on its backends, and the cases, measured support and levels of each."""
 
     findings: tuple[Finding, ...]
     verdicts: tuple[BackendVerdict, ...]
+    cases: CountedCases
     support: tuple[SupportRow, ...]
     levels: tuple[LevelRow, ...]
 
@@ -53,15 +54,16 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
     """Return findings, verdicts and support of every backend that has a record, in the header's order."""
     found = findings(records, header)
     claims = false_claims(found, records)
-    names = dict.fromkeys(
-        [info.name for info in header.backends] + [r.backend for r in records if r.check != UTILITIES]
-    )
-    false = {name: {claim.capability for claim in claims if claim.backend == name} for name in names}
-    support = support_rows(records, header, false)
+    by_backend: dict[str, list[Record]] = {info.name: [] for info in header.backends}
+    for record in records:
+        if record.check != UTILITIES:
+            by_backend.setdefault(record.backend, []).append(record)
+    false = {name: {claim.capability for claim in claims if claim.backend == name} for name in by_backend}
+    cases = counted_cases(records)
+    support = support_rows(cases, header, false)
     rows = level_rows(records)
     verdicts = []
-    for name in names:
-        own = [record for record in records if record.backend == name and record.check != UTILITIES]
+    for name, own in by_backend.items():
         if not own:
             continue
         verdicts.append(
@@ -74,7 +76,7 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
                 (*_undeclared_and_right(support, name), *_higher_level(rows, name)),
             )
         )
-    return RunFindings(found, tuple(verdicts), support, rows)
+    return RunFindings(found, tuple(verdicts), cases, support, rows)
 
 
 def _undeclared_and_right(support: Sequence[SupportRow], backend: str) -> list[str]:

@@ -66,7 +66,7 @@ def _run(run: Run) -> _Json:
             for (backend, check), counts in values.summary.by_check.items()
         ],
         "not_examined": [asdict(gap) for gap in values.summary.gaps],
-        "support": [_support(row) for row in support_rows(run.records, run.header)],
+        "support": [_support(row) for row in support_rows(values.found.cases, run.header)],
         "graph_levels": [_level(row) for row in values.found.levels],
         "speeds": [_speed(speed) for speed in values.speeds],
         "records": [asdict(row) for row in record_rows(run)],

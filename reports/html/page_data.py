@@ -92,7 +92,7 @@ def page_data(runs: Sequence[RunValues], names: Sequence[str]) -> str:
             )
     answers: list[list[Any]] = []
     for index, run in enumerate(runs):
-        cases = needed_cases(run.records, run.found)
+        cases = needed_cases(run.found)
         for case in cases:
             claims = pools["needs"].number(", ".join(sorted(case.false)))
             groups[index, case.backend, case.case][5:7] = [pools["texts"].number(case.count), claims]

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import TextIOWrapper
+from operator import attrgetter
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -179,6 +180,7 @@ def read_run(path: Path | str) -> Run:
         raise RunFileError(path, "is empty; a run begins with its header")
     header = _read_header(path, first)
     announced = _announced(header)
+    announced_by, known = attrgetter(*announced, "round"), set[tuple[object, ...]]()
     records: dict[RecordKey, Record] = {}
     footer: RunFooter | None = None
     number = 1
@@ -193,11 +195,12 @@ def read_run(path: Path | str) -> Run:
         if isinstance(line, RunFooter):
             footer = line
             continue
-        if line.key in records:
+        if records.setdefault(line.key, line) is not line:
             raise RunFileError(path, f"this record is there twice: {line.key}", line=number)
-        if reason := _stranger(announced, header.rounds, line):
-            raise RunFileError(path, reason, line=number)
-        records[line.key] = line
+        if (values := announced_by(line)) not in known:
+            if reason := _stranger(announced, header.rounds, line):
+                raise RunFileError(path, reason, line=number)
+            known.add(values)
     if footer is not None:
         _compare_counts(path, number, footer.counts, count_outcomes(records.values()))
     return Run(path, header, tuple(records.values()), footer)

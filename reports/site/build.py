@@ -1,5 +1,6 @@
 """Build the site from run files, in several processes."""
 
+import gc
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,8 @@ def read_runs(names: dict[Path, str], output: Path, processes: int) -> tuple[lis
     if len(names) <= _FEW:
         found = [work(item) for item in names.items()]
     else:
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        # Records have no cycles: without the garbage collector, reading takes a fifth less time.
+        with ProcessPoolExecutor(processes, get_context("spawn"), initializer=gc.disable) as pool:
             found = list(pool.map(work, names.items(), chunksize=4))
     runs = [each for each in found if isinstance(each, SiteRun)]
     unread = {name: each for name, each in zip(names.values(), found, strict=True) if isinstance(each, str)}

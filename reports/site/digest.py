@@ -36,7 +36,7 @@ def digest_of(path: Path, name: str) -> SiteRun:
     run = read_run(path)
     values = RunValues.of(run)
     header, environment = run.header, run.header.environment
-    needed = needed_cases(run.records, values.found)
+    needed = needed_cases(values.found)
     cases = _cases(values, needed)
     needs = known_needs(run.records, header)
     answers: dict[str, dict[str, NeedAnswer]] = defaultdict(dict)

@@ -31,7 +31,7 @@ def needs_of(runs: Sequence[Run]) -> tuple[str, ...]:
 def recommendation(run: Run, needs: Sequence[str]) -> tuple[Suitability, ...]:
     """Return the backends of a run, the most suitable first."""
     found = run_findings(run.records, run.header)
-    cases = needed_cases(run.records, found)
+    cases = needed_cases(found)
     times = {(each.backend, each.case): each.median_ns for each in speeds(run.records) if each.part == "forward"}
     return recommend(needs, found, cases, need_answers(needs, found, cases, run.header), times)
 

@@ -31,7 +31,7 @@ def ask(header: Any) -> Ask:
         backends = tuple(BackendInfo(name=name, ref=name, features=features.get(name, ())) for name in names)
         stated = header.model_copy(update={"backends": backends})
         found = run_findings(records, stated)
-        cases = needed_cases(records, found)
+        cases = needed_cases(found)
         wanted = checked_needs(needs, known_needs(records, stated))
         answers = need_answers(wanted, found, cases, stated)
         return {each.backend: each for each in recommend(wanted, found, cases, answers, times or {})}
