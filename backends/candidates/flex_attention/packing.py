@@ -63,13 +63,15 @@ def pack_requests(params: AttentionParams, requests: list[UnpagedRequest]) -> Ca
         index = piece.query_positions() - piece.first_key + packed
         left, right = params.window
         end = packed + len(piece.key)
+        reach = 0 if params.causal else right
         least = index - left if left >= 0 else torch.zeros_like(index)
+        most = index + reach if reach >= 0 else torch.full_like(index, end - 1)
         if params.attn_chunk_size is not None:
             position, chunk = piece.query_positions(), params.attn_chunk_size
-            least = torch.maximum(least, index - (position - position // chunk * chunk))
+            first = index - position % chunk
+            least, most = torch.maximum(least, first), torch.minimum(most, first + chunk - 1)
         low.append(least.clamp(packed, end))
-        reach = 0 if params.causal else right
-        high.append((index + reach + 1 if reach >= 0 else torch.full_like(index, end)).clamp(packed, end))
+        high.append((most + 1).clamp(packed, end))
         own.append(index)
         packed = end
     return Call(

@@ -40,6 +40,7 @@ LAYERS = {
     "not causal, window": {"causal": False, "sliding_window": 4},
     "not causal, alibi": {"causal": False, "alibi": True},
     "chunks": {"attn_chunk_size": 16},
+    "not causal, chunks": {"causal": False, "attn_chunk_size": 16},
     "narrow values": {"head_size_v": 16},
     "wide values": {"head_size_v": 40, "sliding_window": 9},
     "head size 80": {"head_size": 80},
