@@ -15,6 +15,7 @@ from attncheck.reports.data.rows import record_rows
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.traffic import Traffic, traffic
 
 FORMAT = 1
 """Version of these documents. Raise it when a field is removed or changes its meaning, not for new fields."""
@@ -69,6 +70,7 @@ def _run(run: Run) -> _Json:
         "support": [_support(row) for row in support_rows(values.found.cases, run.header)],
         "graph_levels": [_level(row) for row in values.found.levels],
         "speeds": [_speed(speed) for speed in values.speeds],
+        "traffic": [_traffic(each) for each in traffic(run.header, values.speeds)],
         "records": [asdict(row) for row in record_rows(run)],
     }
 
@@ -102,6 +104,10 @@ def _level(row: LevelRow) -> _Json:
         "broke_at": None if broken is None else broken.model_dump(mode="json"),
         "notes": row.notes,
     }
+
+
+def _traffic(calls: Traffic) -> _Json:
+    return {**asdict(calls), "times": [each._asdict() for each in calls.times]}
 
 
 def _speed(speed: Speed) -> _Json:

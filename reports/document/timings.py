@@ -17,7 +17,7 @@ from attncheck.reports.run_file.timings import Kernel
 from attncheck.reports.speeds.notes import doubts, fastest_note, legend, rounds_note, speed_notes
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable, speed_tables, time_unit
-from attncheck.reports.speeds.traffic import traffic_tables, traffic_title
+from attncheck.reports.speeds.traffic import traffic
 
 ABOUT = "About these figures"
 
@@ -27,15 +27,14 @@ def timings(run: RunValues, *, whole: bool) -> list[Block]:
     if not run.speeds:
         return []
     short = summary_tables(run.speeds)
-    traffic = {each.suite: each for each in traffic_tables(run.header, run.speeds)}
+    weighted = {each.suite: each for each in traffic(run.header, run.speeds)}
     blocks: list[Block] = [Heading(2, "Speeds")] if whole else []
     tables = speed_tables(run.speeds)
     for means, cases in zip(short, tables, strict=True):
         blocks.append(Heading(3, means.suite if whole else f"Speeds in {means.suite}"))
         blocks += [Paragraph(f"{sentence(averaged(means))}:"), _table(means)]
-        if means.suite in traffic:
-            title = traffic_title(traffic[means.suite]).capitalize()
-            blocks += [Paragraph(f"{title}:"), _table(traffic[means.suite])]
+        if (calls := weighted.get(means.suite)) is not None:
+            blocks += [Paragraph(f"{calls.title}:"), _table(calls.table)]
         blocks += [Paragraph("Each case:"), _table(cases, is_cut=False)] if whole else []
     notes = speed_notes(run.speeds)
     if whole:

@@ -17,6 +17,7 @@ from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable, fastest_of_cases, speed_tables, suites_of
+from attncheck.reports.speeds.traffic import Traffic, traffic
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -67,6 +68,7 @@ class SpeedView:
     """The times of one run as shown on the page."""
 
     summaries: tuple[SpeedTable, ...]
+    traffic: tuple[Traffic, ...]
     drawings: tuple[TitledChart, ...]
     looks: Mapping[str, SeriesStyle]
     bars: tuple[SuiteBars, ...]
@@ -82,6 +84,7 @@ def speed_view(run: RunValues, name: str) -> SpeedView | None:
     looks = series_styles(dict.fromkeys(speed.backend for speed in found))
     return SpeedView(
         summaries=summary_tables(found),
+        traffic=traffic(run.header, found),
         drawings=tuple(_drawings(run, looks, name)),
         looks=looks,
         bars=_bars(found, list(looks)),

@@ -6,6 +6,8 @@ that were timed is shown for each backend.
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
@@ -13,49 +15,84 @@ from attncheck.reports.speeds.speed import Speed, by_backend, by_round
 from attncheck.reports.speeds.tables import FASTEST, SpeedTable, fastest, suites_of, time_unit
 
 
-def traffic_tables(header: RunHeader, speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
-    """Return a table for each suite whose cases have weights, with a row for each backend that was timed in it."""
+class TrafficTime(NamedTuple):
+    """The time of one backend. ``calls_timed``: the share of all calls that are of its timed cases.
+
+    ``forward_ns``: the sum over all calls of the compared cases, a mean of the rounds; None without such cases.
+    """
+
+    backend: str
+    calls_timed: float
+    forward_ns: float | None
+    is_fastest: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The times for the traffic of one suite.
+
+    ``cases``: the number of cases that every backend timed. ``calls_compared``: the share of all calls that are theirs.
+    """
+
+    suite: str
+    cases: int
+    calls_compared: float
+    times: tuple[TrafficTime, ...]
+
+    @property
+    def title(self) -> str:
+        """A sentence on what the sums of the table contain."""
+        if not self.cases:
+            return "On this traffic: no case was timed for every backend, so none is compared"
+        return (
+            f"On this traffic: forward of {plural(self.cases, 'case')} timed for every backend, each weighted by how "
+            "often it came, without builds"
+        )
+
+    @property
+    def table(self) -> SpeedTable:
+        """The table, with a row for each backend."""
+        sums = [each.forward_ns for each in self.times if each.forward_ns is not None]
+        unit, least = time_unit(sums), min(sums, default=1.0)
+        rows = tuple(
+            (
+                each.backend,
+                f"{each.calls_timed:.1%}",
+                f"{unit.text(each.forward_ns)}{f' {FASTEST}' * each.is_fastest}",
+                "-" if each.forward_ns is None else f"{each.forward_ns / least:.3g}",
+            )
+            for each in self.times
+        )
+        headings = ("backend", "calls timed", f"{self.calls_compared:.1%} of calls ({unit.name})", "times the least")
+        return SpeedTable(self.suite, headings, rows, any(each.is_fastest for each in self.times), self.cases)
+
+
+def traffic(header: RunHeader, speeds: Sequence[Speed]) -> tuple[Traffic, ...]:
+    """Return the times for each suite whose cases have weights, with those of each backend that was timed in it."""
     weights: dict[str, dict[str, float]] = {}
     for case in header.cases:
         if case.weight is not None:
             weights.setdefault(case.suite, {})[f"{case.suite}/{case.id}"] = case.weight
     forward = suites_of([speed for speed in speeds if speed.part == "forward"])
-    return tuple(_table(suite, forward[suite], own) for suite, own in weights.items() if suite in forward)
+    return tuple(_traffic(suite, forward[suite], own) for suite, own in weights.items() if suite in forward)
 
 
-def _table(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) -> SpeedTable:
+def _traffic(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) -> Traffic:
     timed = by_backend((speed for speed in speeds if speed.case in weights), "forward")
-    shared = set.intersection(*map(set, timed.values())) if timed else set()
-    all_calls = sum(weights.values())
-    calls = sum(weights[case] for case in shared)
-    own = [weights[case] for case in sorted(shared)]
+    shared = sorted(set.intersection(*map(set, timed.values()))) if timed else []
+    calls, own = sum(weights.values()), [weights[case] for case in shared]
     sums = {
-        name: by_round([cases[case] for case in sorted(shared)], lambda times: sum(map(operator.mul, own, times)))
+        name: by_round([cases[case] for case in shared], lambda times: sum(map(operator.mul, own, times)))
         for name, cases in timed.items()
     }
-    means = {name: sum(rounds) / len(rounds) for name, rounds in sums.items() if rounds}
-    unit = time_unit(means.values())
-    least = min(means.values(), default=1.0)
-    first = fastest({name: sums[name] for name in means})
-    rows = tuple(
-        (
+    first = fastest({name: rounds for name, rounds in sums.items() if rounds})
+    times = tuple(
+        TrafficTime(
             name,
-            f"{sum(weights[case] for case in cases) / all_calls:.1%}",
-            f"{unit.text(means[name])}{f' {FASTEST}' if name == first else ''}" if name in means else "-",
-            f"{means[name] / least:.3g}" if name in means else "-",
+            sum(weights[case] for case in cases) / calls,
+            sum(sums[name]) / len(sums[name]) if sums[name] else None,
+            name == first,
         )
         for name, cases in timed.items()
     )
-    headings = ("backend", "calls timed", f"{calls / all_calls:.1%} of calls ({unit.name})", "times the least")
-    return SpeedTable(suite, headings, rows, first is not None, len(shared))
-
-
-def traffic_title(table: SpeedTable) -> str:
-    """Return a sentence on what the sums of a table contain."""
-    if not table.averaged:
-        return "on this traffic: no case was timed for every backend, so none is compared"
-    cases = plural(table.averaged, "case")
-    return (
-        f"on this traffic: forward of {cases} timed for every backend, each weighted by how often it came, "
-        "without builds"
-    )
+    return Traffic(suite, len(shared), sum(own) / calls, times)
