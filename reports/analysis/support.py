@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
@@ -124,7 +124,8 @@ class SupportRow:
         return told if asked else f"{'declared' if self.is_declared else 'not declared'}: {told}"
 
 
-class CountedCase(NamedTuple):
+@dataclass(frozen=True)
+class CountedCase:
     """A case of one backend. ``count``: that of a :class:`SupportRow`. ``reasons``: why it is not declared."""
 
     count: str
