@@ -291,10 +291,10 @@ def _place(module: ModuleType) -> str:
 
 def import_failure(error: BaseException) -> str:
     """Return what an import raised, and where: the innermost line outside of the import system and attncheck."""
-    told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_MESSAGE]}"
+    message = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_MESSAGE]}"
     if isinstance(error, SyntaxError):
-        return f"{told} ({error.filename}:{error.lineno})"
+        return f"{message} ({error.filename}:{error.lineno})"
     frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
     frames = [frame for frame in frames if frame.filename != __file__]
     frames = [frame for frame in frames if not frame.filename.startswith(f"{Path(__file__).parents[1]}/")] or frames
-    return f"{told} ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else told
+    return f"{message} ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else message

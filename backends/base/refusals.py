@@ -58,7 +58,7 @@ def refuse_layer(
         f"attn_type {attn_type}": str(attn_type) in [str(kind) for kind in backend.supported_attn_types],
         f"kv_cache_dtype {kv_cache_dtype}": _takes_cache_dtype(backend, kv_cache_dtype),
     }
-    asked = {
+    needed = {
         "alibi": alibi_slopes is not None,
         "sliding_window": sliding_window is not None,
         "logits_soft_cap": bool(logits_soft_cap),
@@ -66,7 +66,7 @@ def refuse_layer(
         "head_size_v": head_size_v != head_size,
         "kv_sharing": kv_sharing_target_layer_name is not None,
     }
-    needs |= {name: name in backend.features for name, is_asked in asked.items() if is_asked}
+    needs |= {name: name in backend.features for name, is_needed in needed.items() if is_needed}
     _raise(backend, NotImplementedError, [f"{name} is not supported" for name, is_met in needs.items() if not is_met])
 
 
@@ -91,7 +91,7 @@ def refuse_undeclared_call(
     is_decoder = attn_type == AttentionType.DECODER
     # Rows are aligned to the end of the keys. Without a causal mask, rows before the first key need no position.
     short = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q > s] if is_decoder and causal else []
-    asked = {
+    needed = {
         "non_causal": (is_decoder and not causal, "a decoder layer that is not causal"),
         "alibi_non_causal": (has_alibi and not causal, "ALiBi without a causal mask"),
         "short_keys": (bool(short), f"(query_len, seq_len) {short[:1]}: more rows than keys"),
@@ -99,7 +99,7 @@ def refuse_undeclared_call(
         "output_quant": (has_output_scale, "output_scale"),
         "lse": (has_output_lse, "output_lse"),
     }
-    missing = [text for name, (is_asked, text) in asked.items() if is_asked and name not in backend.features]
+    missing = [text for name, (is_needed, text) in needed.items() if is_needed and name not in backend.features]
     missing += ["output_block_scale"] if has_output_block_scale else []
     _raise(backend, NotImplementedError, [f"{text} is not supported" for text in missing])
 

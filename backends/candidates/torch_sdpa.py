@@ -224,16 +224,16 @@ class SDPAImpl(PagedImpl):
             # The bias is a float mask. In half precision, slope * distance loses the distance, so use float32.
             tensors = [tensor.float() for tensor in tensors]
         query_nHqD, key_nHkD, value_nHkD = (tensor.transpose(1, 2) for tensor in tensors)
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": is_causal,
             "scale": abs(self.scale) or 1.0,
             "enable_gqa": self.num_heads != self.num_kv_heads,
         }
         # SDPA itself chooses with this function.
-        choice = SDPBackend(torch._fused_sdp_choice(query_nHqD, key_nHkD, value_nHkD, **asked))
+        choice = SDPBackend(torch._fused_sdp_choice(query_nHqD, key_nHkD, value_nHkD, **arguments))
         self.chosen_kernels.add(_NAMES[choice])
-        return scaled_dot_product_attention(query_nHqD, key_nHkD, value_nHkD, **asked).transpose(1, 2)
+        return scaled_dot_product_attention(query_nHqD, key_nHkD, value_nHkD, **arguments).transpose(1, 2)
 
 
 def _alibi_mask(slopes: Tensor, seen: Tensor, ahead: Tensor) -> Tensor:

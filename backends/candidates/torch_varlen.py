@@ -105,9 +105,9 @@ class TorchVarlenImpl(FlashImpl):
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor]:
         """Call ``varlen_attn``; its log-sum-exp is ``[heads, rows]``, although its documentation states the reverse."""
-        params, asked = self.params(metadata), dict(options)
+        params, arguments = self.params(metadata), dict(options)
         if "enable_gqa" in self._known:
-            asked["enable_gqa"] = True
+            arguments["enable_gqa"] = True
         elif key is not None and value is not None and self.num_heads != self.num_kv_heads:
             # The older function is documented for equal numbers of heads only.
             key, value = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for rows in (key, value))
@@ -124,7 +124,7 @@ class TorchVarlenImpl(FlashImpl):
             return_aux=varlen.AuxRequest(lse=True),
             scale=self.scale,
             window_size=(left, 0 if params.causal else right),  # must be a tuple: (-1, 0) is recognised by comparison
-            **asked,
+            **arguments,
         )
         self.chosen_kernels.add(flash_implementation())
         return out, lse.t()

@@ -47,9 +47,9 @@ class RaisesWithoutWords(Base):
             return super().params(metadata)
 
         def __init__(self, *arguments, **more):
-            asked = list(arguments)
-            asked[7] = None
-            super().__init__(*asked, **more)
+            without_cap = list(arguments)
+            without_cap[7] = None
+            super().__init__(*without_cap, **more)
             self.logits_soft_cap = arguments[7]
 
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
@@ -121,11 +121,11 @@ class OneFormatOfCodes(Base):
 
     class Impl(ReferenceImpl):
         def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi, window, kv_cache_dtype, *rest, **more):
-            self.asked = kv_cache_dtype
+            self.layer_cache_dtype = kv_cache_dtype
             name = "fp8_e4m3" if kv_cache_dtype == "fp8_e5m2" else kv_cache_dtype
             super().__init__(num_heads, head_size, scale, num_kv_heads, alibi, window, name, *rest, **more)
 
         def forward(self, layer, query, *rest, **more):
-            if self.asked.startswith("fp8") and layer._k_scale.numel() > 1:
+            if self.layer_cache_dtype.startswith("fp8") and layer._k_scale.numel() > 1:
                 raise NotImplementedError("scales per head")
             return super().forward(layer, query, *rest, **more)

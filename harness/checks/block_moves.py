@@ -40,7 +40,7 @@ class _Question:
     name: str
     arguments: Mapping[str, Tensor]
     written: tuple[str, ...]
-    ask: Function
+    function: Function
     right: Function
 
 
@@ -118,7 +118,7 @@ def _swapping(
 def _judge(question: _Question) -> Broken | None:
     expected = {name: _twin(tensor) for name, tensor in question.arguments.items()}
     question.right(*expected.values())
-    _, changed = call(question.name, question.ask, question.arguments, {}, *question.written)
+    _, changed = call(question.name, question.function, question.arguments, {}, *question.written)
     if changed:
         return Broken(f"{question.name} changed its argument {' and '.join(changed)}")
     for name in question.written:

@@ -88,8 +88,8 @@ def _with(layer: LayerSpec, name: str, value: object) -> LayerSpec:
 
 def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
     def moved(value: object, words: str = "") -> ChangedLayer:
-        told = words or f"{name} {value} instead of {getattr(layer, name)}"
-        return ChangedLayer(f"with {told}", _with(layer, name, value))
+        description = words or f"{name} {value} instead of {getattr(layer, name)}"
+        return ChangedLayer(f"with {description}", _with(layer, name, value))
 
     size = getattr(layer, name)
     if name in ("sliding_window", "attn_chunk_size"):
@@ -114,11 +114,11 @@ def check_features(case: CheckedCase) -> Finding:
     right = (output_shares(case.truth, first) <= 1).all(dim=1)
     done: list[str] = []
     for others in other_layers(problem.layer, int(problem.case.hash, 16)):
-        possible = ((other, asked) for other in others if (asked := _asked(case, other)) is not None)
-        other, asked = next(possible, (None, None))
-        if other is None or asked is None:
+        possible = ((other, changed) for other in others if (changed := _changed_problem(case, other)) is not None)
+        other, changed = next(possible, (None, None))
+        if other is None or changed is None:
             continue
-        wrong = _judge(case, other, *asked, first if bool(right.all()) else None)
+        wrong = _judge(case, other, *changed, first if bool(right.all()) else None)
         if wrong is not None:
             return wrong
         done.append(other.what)
@@ -140,7 +140,7 @@ def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
     return is_wider or layer.attn_chunk_size != own.attn_chunk_size
 
 
-def _asked(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
+def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
     """Return the problem of another layer and its truth, or None if it is invalid, undeclared or cannot be judged."""
     problem = case.problem
     given = other.layer, problem.cache, problem.case.batch
@@ -153,8 +153,8 @@ def _asked(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | No
     if declared_reasons(partial(case.backend.unsupported_reasons, *given)):
         return None
     query = problem.query[:, list(other.heads)] if other.heads else problem.query
-    asked = replace(problem.case, layer=other.layer)
-    changed = replace(problem, case=asked, query=query, layout=layout_of_layer(problem.layout, asked))
+    changed_case = replace(problem.case, layer=other.layer)
+    changed = replace(problem, case=changed_case, query=query, layout=layout_of_layer(problem.layout, changed_case))
     try:
         return changed, truth_of(changed, case.device, refuse_blindness=False)
     except BlindCaseError:

@@ -31,10 +31,10 @@ def extreme_rows(rows: Tensor, storage: Storage) -> Tensor:
     quotients = torch.tensor(list(_quotients(storage.held)), dtype=torch.float64)
     chosen = quotients.repeat(-(-rows.numel() // len(quotients)))[: rows.numel()].reshape(rows.shape)
     made = (chosen * storage.scale.double()).to(storage.dtype)
-    told = torch.stack([storage.holds(codes) for codes in honest_codes(made, storage)]).all(0)
+    is_held = torch.stack([storage.holds(codes) for codes in honest_codes(made, storage)]).all(0)
     if storage.held != torch.float8_e4m3fn:
-        told &= ~torch.isinf(made)  # a number beyond the activation dtype's range became infinite
-    return made.masked_fill(~told, 0.0)
+        is_held &= ~torch.isinf(made)  # a number beyond the activation dtype's range became infinite
+    return made.masked_fill(~is_held, 0.0)
 
 
 def _quotients(held: torch.dtype) -> Iterator[float]:

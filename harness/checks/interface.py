@@ -39,9 +39,9 @@ class SharedByChecks:
 
 @dataclass(frozen=True)
 class SelectedCases:
-    """The cases of a run. ``asking(ref, check)`` returns those that run ``check`` on backend ``ref``, in order."""
+    """The cases of a run. ``with_check(ref, check)`` returns those that run ``check`` on backend ``ref``, in order."""
 
-    asking: Callable[[str, str], tuple[Case, ...]] = lambda _ref, _check: ()
+    with_check: Callable[[str, str], tuple[Case, ...]] = lambda _ref, _check: ()
 
 
 class CheckedCase:

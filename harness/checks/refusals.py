@@ -123,7 +123,7 @@ def check_undeclared_forms(case: CheckedCase) -> Finding:
     answered, wrong = [], []
     forms = tuple(undeclared_forms(case.backend, case.problem.case, str(case.device)))
     for form in forms:
-        finding = _ask(case, form)
+        finding = _judge_form(case, form)
         if isinstance(finding, Broken):
             summary = f"tried undeclared with {form.changes}: {finding.summary}"
             details = (shape_of(form.case), *finding.details)
@@ -137,7 +137,7 @@ def check_undeclared_forms(case: CheckedCase) -> Finding:
     return Holds({"undeclared_asked": len(forms)}, notes)
 
 
-def _ask(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | None:
+def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | None:
     """Judge the step of one undeclared form. Return None if attncheck cannot build or judge it."""
     try:
         problem = build_problem(form.case, case.problem.seed)
@@ -158,13 +158,13 @@ def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
 
 def _is_first_plain(case: CheckedCase) -> bool:
     """Return whether the case is the first plain, declared one of the run, so that forms run once per backend."""
-    asked, backend = case.problem.case, case.backend
-    selected = case.shared.get(SelectedCases, SelectedCases).asking(case.loaded.ref, "refusals") or (asked,)
+    own, backend = case.problem.case, case.backend
+    selected = case.shared.get(SelectedCases, SelectedCases).with_check(case.loaded.ref, "refusals") or (own,)
 
     def is_declared(each: Case) -> bool:
         return not declared_reasons(partial(backend.unsupported_reasons, each.layer, each.cache, each.batch))
 
-    return is_plain(asked) and next((each for each in selected if is_plain(each) and is_declared(each)), None) == asked
+    return is_plain(own) and next((each for each in selected if is_plain(each) and is_declared(each)), None) == own
 
 
 def _check_undeclared_case(case: CheckedCase) -> Finding:

@@ -62,9 +62,9 @@ def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -
             check_meaning(changed.layer, changed.cache, changed.batch)
         except SpecError:  # the layer cannot have this form
             continue
-        asked = changed.layer, changed.cache, changed.batch
+        specs = changed.layer, changed.cache, changed.batch
         reasons = _reasons(backend, changed)
-        if reasons and not declared_reasons(partial(backend.unavailable_case_reasons, device, *asked)):
+        if reasons and not declared_reasons(partial(backend.unavailable_case_reasons, device, *specs)):
             words = ", ".join(f"{name} {value}" for name, value in {**layer, **cache}.items() if value is not None)
             yield UndeclaredForm(words, changed, reasons)
 

@@ -45,13 +45,13 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
     Raises StageError if the declaration raises, or returns anything but a list or tuple of non-empty strings.
     """
 
-    def ask() -> tuple[str, ...]:
+    def read_reasons() -> tuple[str, ...]:
         reasons: object = call()
         if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) and reason for reason in reasons):
             raise TypeError(f"the declaration returned {reasons!r}, which is no list of reasons in words")
         return tuple(map(printable, reasons))
 
-    return call_backend("declaration", ask)
+    return call_backend("declaration", read_reasons)
 
 
 @contextmanager

@@ -111,15 +111,15 @@ class Raised:
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
     """Return what ``stage`` raised, with its traceback as text."""
-    lines, said = _formatted(error), _said(error)
+    lines, raw_message = _formatted(error), _message_of(error)
     fault = kernel_fault(error)
     if fault is not None:
-        said = f"{fault.message} (launched by {raised_at(''.join(lines))})"
+        raw_message = f"{fault.message} (launched by {raised_at(''.join(lines))})"
         lines.insert(len(lines) - len(traceback.format_exception_only(error)), f"  {fault.place}\n")
     text = "".join(map(printable, lines))
-    by_signature = isinstance(error, TypeError) and _SIGNATURE.search(said) is not None
-    is_deliberate = by_signature or (any(map(str.isalpha, said)) and _is_raised_on_purpose(error))
-    message = " ".join(printable(said).split()) or "(no message)"
+    by_signature = isinstance(error, TypeError) and _SIGNATURE.search(raw_message) is not None
+    is_deliberate = by_signature or (any(map(str.isalpha, raw_message)) and _is_raised_on_purpose(error))
+    message = " ".join(printable(raw_message).split()) or "(no message)"
     # Frames of the traceback would keep a whole cache alive.
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
@@ -157,7 +157,7 @@ def _frames(entry: TracebackType | None) -> Iterator[TracebackType]:
         entry = entry.tb_next
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:  # noqa: BLE001 (foreign code, too)

@@ -54,7 +54,7 @@ class Session:
         name in messages.
         """
         self.backend, self.problem, self.device = backend, problem, device
-        self._asked, self._capture_sizes = (problem, *later), capture_sizes
+        self._problems, self._capture_sizes = (problem, *later), capture_sizes
         self._builders: list[Any] = []
         self.pool = self._known_pool = pool
         self._latest: PreparedStep | None = None
@@ -221,7 +221,7 @@ class Session:
             call_backend(
                 "builder",
                 lambda: construct_builder(
-                    self.backend, self._asked, self.device, self.attn_layer, beside=beside, capture_sizes=sizes
+                    self.backend, self._problems, self.device, self.attn_layer, beside=beside, capture_sizes=sizes
                 ),
             )
         )

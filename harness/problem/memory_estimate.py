@@ -50,8 +50,8 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
     cross = layer.attn_type == AttentionType.ENCODER_DECODER
     keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
     itemsize = 4 if layer.dtype == "float32" else 2
-    stored, asked = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
-    exact = asked.num_kv_heads * (asked.head_size + asked.value_head_size)
+    stored, naive = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
+    exact = naive.num_kv_heads * (naive.head_size + naive.value_head_size)
     # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
     if cache.kv_cache_dtype.startswith("fp8"):
@@ -64,7 +64,7 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
     held = _POOL_COPIES * pool
     if blocks * cache.block_size > SMALL_POOL:
         held = _POOL_COPIES * _NEAR * pages * page + (0 if reserves and pool <= _MOST_RESERVED else pool)
-    rows = batch.num_tokens * layer.num_heads * max(width, asked.head_size + asked.value_head_size) * 8
+    rows = batch.num_tokens * layer.num_heads * max(width, naive.head_size + naive.value_head_size) * 8
     held += keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
     return held + _WEIGHT_COPIES * _num_weights(layer) * 8
 

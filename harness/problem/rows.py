@@ -45,13 +45,13 @@ def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, st
         for kind, size, storage in zip(("key", "value"), stored_sizes(layer), (key_storage, value_storage), strict=True)
     )
     _share_prefixes(case, geometry, keys, values)
-    up_projections, asked = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
+    up_projections, naive = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
     needles = keys if up_projections is None else up_projections.keys(keys, values)
     if not len(keys):  # queries need a key even if no row sees one
-        needles = needles.new_ones(1, asked.num_kv_heads, asked.head_size)
+        needles = needles.new_ones(1, naive.num_kv_heads, naive.head_size)
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
-    query = needle_queries(asked, needles, geometry, case.cache.block_size, inputs, tree)
+    query = needle_queries(naive, needles, geometry, case.cache.block_size, inputs, tree)
     return Rows(query.to(DTYPES[layer.dtype]), keys, values, up_projections)
 
 

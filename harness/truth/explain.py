@@ -91,7 +91,7 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
         best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)
         or best_fit(problem, misfits(lost_keys(problem, truth, values, shares)), shares)
         or best_fit(problem, misfits(merged_wrongly(problem, truth, values, shares)), shares)
-        or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
+        or _imprecision(truth, problem.dtype, shares, lambda answer: loss(answer[0].double()))
         or _described(problem, truth, values, shares)
     )
 
@@ -122,7 +122,7 @@ def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tu
     if (meaning := best(others)) or _too_much_work(truth):
         return meaning
     return best((h.meaning, h.compute()[1]) for h in _explanations(problem, truth)) or _imprecision(
-        truth, problem.dtype, shares, lambda asked: _lse_error(asked[1].double(), truth.lse, truth)
+        truth, problem.dtype, shares, lambda answer: _lse_error(answer[1].double(), truth.lse, truth)
     )
 
 

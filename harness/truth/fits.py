@@ -80,11 +80,11 @@ def best_fit(problem: Problem, misfits: Iterable[Misfit], shares: Tensor) -> str
     tried = list(misfits)
     for misfit in tried:
         if misfit.explains(shares, wrong):
-            where, is_told = _where(problem, misfit, shares)
+            where, is_separated = _where(problem, misfit, shares)
             if where == _EVERYWHERE:
                 rank = {"": 0, "number": 1, "rows": 3}[misfit.fitted]
             else:
-                rank = 5 if misfit.fitted else 4 - 2 * is_told
+                rank = 5 if misfit.fitted else 4 - 2 * is_separated
             ranked.setdefault(rank, []).append(_Fit(misfit.meaning, where, _size(misfit.against[wrong])))
     if not ranked:
         return _by_kind(problem, tried, shares)
@@ -104,16 +104,16 @@ def _where(problem: Problem, misfit: Misfit, shares: Tensor) -> tuple[str, bool]
     """
     if bool(misfit.fits(shares).all()):
         return _EVERYWHERE, True
-    wrong, telling = (shares > 1).cpu(), (misfit.apart >= _APART).cpu()
+    wrong, would_show = (shares > 1).cpu(), (misfit.apart >= _APART).cpu()
     rows, heads = wrong.any(dim=1), wrong.any(dim=0)
     count = int(rows.sum())
     text = "the one wrong row" if count == 1 else f"the {count} wrong rows"
-    spared_rows, spared_heads = telling.any(dim=1) & ~rows, telling[rows].any(dim=0) & ~heads
-    is_told = not bool(spared_rows.any())
-    phrase = None if is_told else shared_by(problem, rows, spared_rows)
+    spared_rows, spared_heads = would_show.any(dim=1) & ~rows, would_show[rows].any(dim=0) & ~heads
+    is_separated = not bool(spared_rows.any())
+    phrase = None if is_separated else shared_by(problem, rows, spared_rows)
     if phrase is not None:
-        text, is_told = f"{text}, {phrase}" if count == 1 else f"{text}, all {phrase}", True
-    return (f"{text}, {which_heads(problem, heads)}", False) if bool(spared_heads.any()) else (text, is_told)
+        text, is_separated = f"{text}, {phrase}" if count == 1 else f"{text}, all {phrase}", True
+    return (f"{text}, {which_heads(problem, heads)}", False) if bool(spared_heads.any()) else (text, is_separated)
 
 
 def _by_kind(problem: Problem, misfits: list[Misfit], shares: Tensor) -> str | None:

@@ -55,9 +55,9 @@ def other_factors(problem: Problem, truth: Truth, values: Tensor, shares: Tensor
 
         def off(parts: list[tuple[Truth, slice]], log: float, altered: Altered = altered) -> float:
             total = 0.0
-            for asked, rows in parts:
-                out, _ = asked.rows.attend(altered(math.exp(log)))
-                error = share_of_budget(values[rows] - out, asked.budget)
+            for part, rows in parts:
+                out, _ = part.rows.attend(altered(math.exp(log)))
+                error = share_of_budget(values[rows] - out, part.budget)
                 total += float(torch.log1p(error)[shares[rows] > 1].sum())
             return total
 

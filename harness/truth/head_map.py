@@ -43,12 +43,13 @@ def _request_of(problem: Problem, row: int) -> int:
     return next(i for i, r in enumerate(problem.requests) if r.first_row <= row < r.first_row + r.rows)
 
 
-def _nearest(problem: Problem, truth: Truth, values: Tensor, own: Tensor, request: int) -> Tensor:
-    """Return int64 ``[H]``: for each query head, the other KV head whose output in ``request`` is nearest."""
-    asked, params = problem.requests[request], truth.params
-    taken, keys = slice(asked.first_row, asked.first_row + asked.rows), slice(asked.base, asked.base + asked.num_keys)
+def _nearest(problem: Problem, truth: Truth, values: Tensor, own: Tensor, index: int) -> Tensor:
+    """Return int64 ``[H]``: for each query head, the other KV head whose output in request ``index`` is nearest."""
+    request, params = problem.requests[index], truth.params
+    taken = slice(request.first_row, request.first_row + request.rows)
+    keys = slice(request.base, request.base + request.num_keys)
     rows = truth.rows
-    starts = torch.tensor([[0, asked.rows], [0, asked.num_keys]], device=rows.keys.device)
+    starts = torch.tensor([[0, request.rows], [0, request.num_keys]], device=rows.keys.device)
     errors = []
     others = [(own + shift) % params.num_kv_heads for shift in range(1, params.num_kv_heads)]
     for reads in others:

@@ -37,37 +37,37 @@ _PARTS = (16, 32, 64, 128, 256, 512)
 _LIKE = 0.02
 """Difference of two sinks below which they count as equal."""
 
-_TELLING = 0.05
+_LEAST_SHARE = 0.05
 """Share of the weights that the keys and the sink each need before their ratio determines the sink."""
 
 
 def modifier_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """Yield the faults that these parameters allow, except those of sinks, which :func:`other_sinks` yields."""
 
-    def asked(meaning: str, *features: str, **changes: object) -> Hypothesis:
+    def with_changes(meaning: str, *features: str, **changes: object) -> Hypothesis:
         return Hypothesis(meaning, lambda: rows.attend(replace(params, **changes)), features)  # type: ignore[arg-type]
 
     scale, size = params.softmax_scale, params.value_head_size
     if size != params.head_size:
-        yield asked(f"the scale is that of the value's head size, {size}", scale=size**-0.5)
+        yield with_changes(f"the scale is that of the value's head size, {size}", scale=size**-0.5)
     for factor, name in _FACTORS:
-        yield asked(f"the scores are multiplied by {name}", scale=scale * factor)
+        yield with_changes(f"the scores are multiplied by {name}", scale=scale * factor)
     cap = params.soft_cap
     if cap is not None:
         feature = "logits_soft_cap"
-        yield asked("the soft cap is applied before the scale", feature, logits_soft_cap=cap * scale)
-        yield asked("the soft cap is multiplied by log2(e)", feature, logits_soft_cap=cap * _LOG2E)
-        yield asked("the soft cap is multiplied by ln(2)", feature, logits_soft_cap=cap / _LOG2E)
+        yield with_changes("the soft cap is applied before the scale", feature, logits_soft_cap=cap * scale)
+        yield with_changes("the soft cap is multiplied by log2(e)", feature, logits_soft_cap=cap * _LOG2E)
+        yield with_changes("the soft cap is multiplied by ln(2)", feature, logits_soft_cap=cap / _LOG2E)
         meaning = "the soft cap divides the scores, and does not multiply their tanh"
-        yield asked(meaning, feature, logits_soft_cap=1.0, scale=scale / cap)
+        yield with_changes(meaning, feature, logits_soft_cap=1.0, scale=scale / cap)
         meaning = "the soft cap multiplies the tanh of scores that it does not divide"
-        yield asked(meaning, feature, logits_soft_cap=cap, scale=scale * cap)
+        yield with_changes(meaning, feature, logits_soft_cap=cap, scale=scale * cap)
         for other in _CAPS:
             if other != cap:
-                yield asked(f"the soft cap is {other:g}, not {cap:g}", feature, logits_soft_cap=other)
+                yield with_changes(f"the soft cap is {other:g}, not {cap:g}", feature, logits_soft_cap=other)
     if params.alibi_slopes is not None:
         for meaning, slopes in _slopes(params, params.alibi_slopes):
-            yield asked(meaning, "alibi", alibi_slopes=slopes)
+            yield with_changes(meaning, "alibi", alibi_slopes=slopes)
 
 
 def _slopes(params: AttentionParams, slopes: tuple[float, ...]) -> Iterator[tuple[str, tuple[float, ...]]]:
@@ -135,9 +135,9 @@ def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, _shares: Tenso
         return
     bare, lse = truth.rows.attend(replace(params, sinks=None))
     share = (values * bare).sum(-1) / (bare * bare).sum(-1).clamp(min=1e-300)
-    told = (share > _TELLING) & (share < 1 - _TELLING) & torch.isfinite(lse)
+    is_determined = (share > _LEAST_SHARE) & (share < 1 - _LEAST_SHARE) & torch.isfinite(lse)
     found = lse + torch.log(1 / share.clamp(1e-9, 1 - 1e-9) - 1)
-    fitted = torch.where(told, found, torch.nan).nanmedian(dim=0).values
+    fitted = torch.where(is_determined, found, torch.nan).nanmedian(dim=0).values
     if bool(torch.isfinite(fitted).all()):
         yield _sinks_in_words(fitted.tolist(), params.sinks), bare * torch.sigmoid(lse - fitted)[..., None]
 

@@ -187,11 +187,11 @@ def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
     for bits in (15, 16):
         short = position % 2**bits
         yield f"key positions are kept in {bits} bits", slots(request, short // size, short % size)
-    asked = problem.case.batch.block_table
-    if asked.row_gap:
-        packed = torch.nn.functional.pad(table, (0, asked.row_gap)).flatten()[: table.numel()].view_as(table)
+    spec = problem.case.batch.block_table
+    if spec.row_gap:
+        packed = torch.nn.functional.pad(table, (0, spec.row_gap)).flatten()[: table.numel()].view_as(table)
         yield "the width of the block table is taken for the distance of its rows", slots_of(packed)
-    if asked.null_pages:
+    if spec.null_pages:
         packed = table.gather(1, (table == 0).sort(dim=1, stable=True).indices)
         yield "null pages of the block table are left out", slots_of(packed)
     for meaning, short in _short_numbers(problem, table[request, page]):

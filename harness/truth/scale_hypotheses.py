@@ -97,22 +97,22 @@ def _scaled(meaning: str, params: AttentionParams, rows: UnpagedAttention, name:
     part = {"k_scale": "keys", "v_scale": "values", "q_scale": "query"}[name]
     per_head = factor.repeat_interleave(params.group_size, 0) if name == "q_scale" and len(factor) > 1 else factor
 
-    def ask() -> tuple[Tensor, Tensor]:
+    def compute() -> tuple[Tensor, Tensor]:
         was: Tensor = getattr(rows, part)
         return replace(rows, **{part: was.double() * per_head.to(was.device)}).attend(params)
 
-    return Hypothesis(meaning, ask)
+    return Hypothesis(meaning, compute)
 
 
 def _both(meaning: str, params: AttentionParams, rows: UnpagedAttention, key: Tensor, value: Tensor) -> Hypothesis:
     """Return the fault of multiplying keys and values by one factor each."""
 
-    def ask() -> tuple[Tensor, Tensor]:
+    def compute() -> tuple[Tensor, Tensor]:
         device = rows.keys.device
         keys, values = rows.keys.double() * key.to(device), rows.values.double() * value.to(device)
         return replace(rows, keys=keys, values=values).attend(params)
 
-    return Hypothesis(meaning, ask)
+    return Hypothesis(meaning, compute)
 
 
 def _of_first_head(params: AttentionParams, rows: UnpagedAttention, name: str, scale: Tensor) -> Hypothesis:

@@ -32,7 +32,7 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
     plain = replace(params, logits_soft_cap=None, alibi_slopes=None, sinks=None)
     cap, slopes = params.soft_cap, params.alibi_slopes
 
-    def asked(meaning: str, scores: Scores, *features: str) -> Hypothesis:
+    def with_scores(meaning: str, scores: Scores, *features: str) -> Hypothesis:
         return Hypothesis(meaning, partial(attend_scores, params, rows, scores, longest), features)
 
     def hidden(request: int) -> Tensor:
@@ -46,14 +46,14 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
             return (product.clamp(-cap, cap) + bias).masked_fill(hidden(request), -torch.inf)
 
         capped = replace(params, alibi_slopes=None)
-        yield asked("the soft cap clips the scores, and is no tanh", clipped, "logits_soft_cap")
+        yield with_scores("the soft cap clips the scores, and is no tanh", clipped, "logits_soft_cap")
     if cap is not None and slopes is not None:
 
         def biased_first(request: int) -> Tensor:
             scores = unmasked_scores(replace(params, logits_soft_cap=None), rows, request)
             return (torch.tanh(scores / cap) * cap).masked_fill(hidden(request), -torch.inf)
 
-        yield asked("the soft cap is applied after the ALiBi bias", biased_first, "logits_soft_cap", "alibi")
+        yield with_scores("the soft cap is applied after the ALiBi bias", biased_first, "logits_soft_cap", "alibi")
     if slopes is not None:
 
         def scaled_bias(request: int) -> Tensor:
@@ -62,14 +62,14 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
             return (bare - bias.abs()).masked_fill(hidden(request), -torch.inf)
 
         if not params.causal:
-            yield asked("the ALiBi bias uses the distance without its sign", scaled_bias, "alibi")
+            yield with_scores("the ALiBi bias uses the distance without its sign", scaled_bias, "alibi")
         root = replace(params, alibi_sqrt=not params.alibi_sqrt)
         words = "the ALiBi bias is the square root of the distance" if root.alibi_sqrt else "no square root is taken"
         yield Hypothesis(words, partial(rows.attend, root), ("alibi",))
     if any(bool(hidden(request).any()) for request in range(len(rows.num_rows))):
         unhidden = partial(unmasked_scores, params, rows)
         zero = "hidden keys get a score of 0, not of -inf"
-        yield asked(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
+        yield with_scores(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
         words = "the mask is applied after the softmax: hidden keys count in its sum"
         yield Hypothesis(words, partial(_masked_late, params, rows, longest))
     yield Hypothesis(
@@ -107,7 +107,7 @@ def overflowing_caps(params: AttentionParams, rows: UnpagedAttention, wrong: Ten
     once.
     """
     bare = replace(params, logits_soft_cap=None, alibi_slopes=None, sinks=None)
-    tops = [largest_scores(asked, rows) for asked in (bare, replace(bare, scale=-bare.softmax_scale))]
+    tops = [largest_scores(each, rows) for each in (bare, replace(bare, scale=-bare.softmax_scale))]
     if params.soft_cap is None or tops[0] is None or tops[1] is None:
         return None
     size = torch.maximum(tops[0], tops[1]).nan_to_num(neginf=0.0) / params.soft_cap

@@ -38,8 +38,8 @@ def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, bloc
         if tile < longest:
             for what, spoils_acc, spoils_sum in _FAULTS:
                 meaning = f"{what} when a tile of {tile} keys raises the maximum"
-                ask = partial(attend_scores, params, rows, scores, tile, spoils_acc, spoils_sum)
-                yield Hypothesis(meaning, ask)
+                compute = partial(attend_scores, params, rows, scores, tile, spoils_acc, spoils_sum)
+                yield Hypothesis(meaning, compute)
 
 
 def masked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:

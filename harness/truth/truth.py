@@ -67,8 +67,8 @@ class Truth:
     def of_requests(self, first: int, end: int) -> "Truth":
         """Return the truth of requests ``first .. end - 1``; the tensors share memory."""
         rows = slice(int(self.rows.cu_seqlens_q[first]), int(self.rows.cu_seqlens_q[end]))
-        asked = self.rows.of_requests(first, end)
-        return replace(self, rows=asked, out=self.out[rows], lse=self.lse[rows], budget=self.budget.of_rows(rows))
+        part = self.rows.of_requests(first, end)
+        return replace(self, rows=part, out=self.out[rows], lse=self.lse[rows], budget=self.budget.of_rows(rows))
 
 
 def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool = True) -> Truth:
@@ -110,10 +110,10 @@ def _refuse_blindness(problem: Problem, truth: Truth) -> None:
         return  # the case chose plain inputs, which cannot show every fault
     _refuse_equal_codes(problem, truth)
     layer = problem.layer
-    asked = [toggles(truth.params, truth.rows), scale_toggles(problem, truth.params, truth.rows)]
+    all_toggles = [toggles(truth.params, truth.rows), scale_toggles(problem, truth.params, truth.rows)]
     if layer.attn_type == AttentionType.DECODER and not layer.is_causal:
-        asked.append(iter([causal_toggle(truth.params, truth.rows)]))
-    for toggle in chain.from_iterable(asked):
+        all_toggles.append(iter([causal_toggle(truth.params, truth.rows)]))
+    for toggle in chain.from_iterable(all_toggles):
         able = int(toggle.acts.sum())
         if not able:
             if toggle.mostly:
@@ -191,10 +191,10 @@ def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionPa
     """Yield outputs and LSEs of low-precision runs, one for each way in which a good kernel may compute the problem."""
     precision = Precision.kernel(problem.dtype)
 
-    def attend(asked: UnpagedAttention, how: AttentionParams) -> Answer:
+    def attend(reading: UnpagedAttention, how: AttentionParams) -> Answer:
         if problem.layout.part_of_key is None:
-            return asked.attend(how, precision)
-        return _merged(problem, asked, how, precision)
+            return reading.attend(how, precision)
+        return _merged(problem, reading, how, precision)
 
     if problem.up_projections is None:
         for read in _readings(problem, rows):

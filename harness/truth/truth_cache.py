@@ -77,7 +77,7 @@ class TruthCache:
 
     def _key(self, problem: Problem, *, refuse_blindness: bool) -> str:
         case = problem.case
-        asked = {
+        inputs = {
             "case": case.hash,
             "seed": problem.seed,
             "tolerance": None if case.tolerance is None else case.tolerance.factor,
@@ -87,7 +87,7 @@ class TruthCache:
             "device": self._device.type,
             "sources": self._sources,
         }
-        digest = sha256(json.dumps(asked, sort_keys=True).encode())
+        digest = sha256(json.dumps(inputs, sort_keys=True).encode())
         for rows in (problem.query, problem.keys, problem.values):
             digest.update(rows.flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()

@@ -130,7 +130,7 @@ class VLLMBackend(AttentionBackend):
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract; adds the reasons of vLLM's own check of a configuration to those of the declarations."""
         reasons = super().unsupported_reasons(layer, cache, batch)
-        return [*reasons, *configuration_problems(cls.their_backend, layer, cache, told=bool(reasons))]
+        return [*reasons, *configuration_problems(cls.their_backend, layer, cache, refused=bool(reasons))]
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:

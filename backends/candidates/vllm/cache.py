@@ -96,8 +96,8 @@ def layouts(their_backend: type[Any]) -> tuple[str, ...]:
     """Return the contract's layouts that the backend's kernels read, the preferred one first."""
     if hasattr(their_backend, "get_kv_cache_shape"):
         return ("NHD",)  # the older method's layout; another would have to be set for the whole process
-    ask = getattr(their_backend, "supported_kv_cache_layouts", None)
-    found = None if ask is None else ask()
+    declared = getattr(their_backend, "supported_kv_cache_layouts", None)
+    found = None if declared is None else declared()
     if found is None:
         return ("NHD", "HND")
     ours = {theirs: name for name, theirs in THEIR_LAYOUTS.items()}

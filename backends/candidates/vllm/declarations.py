@@ -71,7 +71,7 @@ class VLLMDeclarations:
 def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     """Return the declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
-    features = {name for name, predicate in _PREDICATES.items() if _says(their_backend, predicate)}
+    features = {name for name, predicate in _PREDICATES.items() if _declares(their_backend, predicate)}
     if any(name.startswith("fp8") for name in kv_cache_dtypes):
         features.add("fp8_kv")
     if is_mla(their_backend):
@@ -97,10 +97,10 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
 
 def is_mla(their_backend: type[Any]) -> bool:
     """Return whether vLLM's class serves only layers with a latent cache."""
-    return _says(their_backend, "is_mla")
+    return _declares(their_backend, "is_mla")
 
 
-def _says(their_backend: type[Any], predicate: str) -> bool:
+def _declares(their_backend: type[Any], predicate: str) -> bool:
     return hasattr(their_backend, predicate) and bool(getattr(their_backend, predicate)())
 
 

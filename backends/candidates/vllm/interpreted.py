@@ -72,16 +72,16 @@ def launches() -> AbstractContextManager[None]:
 @contextmanager
 def _capability_answered() -> Iterator[None]:
     """Make ``torch.cuda.get_device_capability`` return Hopper's for CPU devices; others are unchanged."""
-    asked = torch.cuda.get_device_capability
+    original = torch.cuda.get_device_capability
 
     def answer(device: Any = None) -> tuple[int, int]:
-        return _CAPABILITY if isinstance(device, torch.device) and device.type == "cpu" else asked(device)
+        return _CAPABILITY if isinstance(device, torch.device) and device.type == "cpu" else original(device)
 
     torch.cuda.get_device_capability = answer
     try:
         yield
     finally:
-        torch.cuda.get_device_capability = asked
+        torch.cuda.get_device_capability = original
 
 
 def gaps(layer: LayerSpec, cache: CacheSpec) -> list[str]:

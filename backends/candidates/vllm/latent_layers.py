@@ -89,13 +89,13 @@ def make_latent_layer(their_backend: type[Any], config: Any, given: LayerArgumen
 
 def _without_argument(given: LayerArguments) -> list[str]:
     """Return the values in ``given`` for which ``MLAAttention`` has no argument."""
-    said = {
+    values = {
         "alibi_slopes": given.alibi_slopes,
         "logits_soft_cap": given.logits_soft_cap or None,
         "attn_type": None if given.attn_type == AttentionType.DECODER.value else given.attn_type,
         "kv_sharing_target_layer_name": given.kv_sharing_target_layer_name,
     }
-    return [f"{name} {value}" for name, value in said.items() if value is not None]
+    return [f"{name} {value}" for name, value in values.items() if value is not None]
 
 
 def has_writer(layer: Any) -> bool:

@@ -61,10 +61,10 @@ def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
     }
     if is_state_space(theirs):  # has none of the other columns
         columns = {"layers": columns["layers"]}
-    return {name: tuple(_asked(values)) for name, values in columns.items()}, _level(theirs)
+    return {name: tuple(_declared_values(values)) for name, values in columns.items()}, _level(theirs)
 
 
-def _asked(values: Callable[[], Iterable[str]]) -> Iterable[str]:
+def _declared_values(values: Callable[[], Iterable[str]]) -> Iterable[str]:
     try:
         return values()
     except AttributeError:  # an older class without this predicate
@@ -152,8 +152,8 @@ def _chosen_by_platform() -> tuple[str, ...]:
     for use_mla in (False, True):
         try:
             selector = package.module("vllm.v1.attention.selector").AttentionSelectorConfig
-            asked = selector(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=use_mla)
-            path = str(platform.get_attn_backend_cls(None, asked, num_heads=2))
+            config = selector(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=use_mla)
+            path = str(platform.get_attn_backend_cls(None, config, num_heads=2))
         except Exception:  # noqa: BLE001, S112 (someone else's code: it has no such class, or says so in its own way)
             continue
         if path not in named:

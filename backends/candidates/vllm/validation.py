@@ -24,11 +24,11 @@ _PREDICATES = (
 """Beginnings of reasons from predicates that the declarations already use."""
 
 
-def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, told: bool) -> list[str]:
+def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, refused: bool) -> list[str]:
     """Return the reasons of the class's ``validate_configuration`` against a layer; an empty list if it has none.
 
-    told: whether the declarations already gave reasons, with values and limits. Reasons of predicates, which have no
-    values, are then left out.
+    refused: whether the declarations already refuse the layer, with values and limits. Reasons of predicates, which
+    have no values, are then left out.
     """
     reasons = _reasons(
         their_backend,
@@ -48,7 +48,7 @@ def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: Ca
     return [
         f"vLLM's validate_configuration: {reason} ({shown})"
         for reason in reasons
-        if not (told and reason.startswith(_PREDICATES))
+        if not (refused and reason.startswith(_PREDICATES))
     ]
 
 
@@ -77,12 +77,12 @@ def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArgum
         raise ValueError(f"{their_backend.get_name()} is not valid for this configuration: {'; '.join(reasons)}")
 
 
-def _reasons(their_backend: type[Any], **asked: Any) -> list[str]:
+def _reasons(their_backend: type[Any], **config: Any) -> list[str]:
     """Return the reasons of ``validate_configuration``, called with those parameters that this version has."""
     if not hasattr(their_backend, "validate_configuration"):
         return []
     known = inspect.signature(their_backend.validate_configuration).parameters
     # Without a GPU, query the lowest capability: a class that needs a GPU does not support it.
     capability = package.platform().get_device_capability() or package.lowest_capability()
-    asked |= {"device_capability": capability, "use_sparse": False, "use_mm_prefix": False}
-    return list(their_backend.validate_configuration(**{name: asked[name] for name in asked if name in known}))
+    config |= {"device_capability": capability, "use_sparse": False, "use_mm_prefix": False}
+    return list(their_backend.validate_configuration(**{name: config[name] for name in config if name in known}))

@@ -44,10 +44,10 @@ class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc] # the library is un
         return [reason for reason in super().not_supported_reasons(d) if reason != NO_EXTENSION]
 
     @classmethod
-    def get_extra_args(cls, **asked: Any) -> dict[str, Any]:
+    def get_extra_args(cls, **arguments: Any) -> dict[str, Any]:
         """Return tile, warps and stages; without a GPU the class's own, since the library would query the GPU model."""
         if torch.cuda.is_available():
-            launch: dict[str, Any] = super().get_extra_args(**asked)
+            launch: dict[str, Any] = super().get_extra_args(**arguments)
             return launch
         return {
             "BLOCK_M": cls.BLOCK_M,

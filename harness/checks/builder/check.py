@@ -163,12 +163,12 @@ def _cascade_fault(session: Session, builder: Any, call: ForwardCall) -> Broken 
     if path != "cascade" or not _overrides(builder, "use_cascade_attention"):
         return None
     query_lens = call.common.query_start_loc_cpu.diff().numpy().copy()
-    asked = query_lens.copy()
+    passed_lens = query_lens.copy()
     answer: object = call_backend(
         "use_cascade_attention",
         lambda: builder.use_cascade_attention(
             common_prefix_len=call.common_prefix_len,
-            query_lens=asked,
+            query_lens=passed_lens,
             num_query_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
             use_alibi=layer.alibi_slopes is not None,
@@ -177,8 +177,8 @@ def _cascade_fault(session: Session, builder: Any, call: ForwardCall) -> Broken 
             num_sms=_NUM_SMS,
         ),
     )
-    if not np.array_equal(asked, query_lens):
-        return Broken(f"use_cascade_attention changed query_lens from {query_lens} to {asked}")
+    if not np.array_equal(passed_lens, query_lens):
+        return Broken(f"use_cascade_attention changed query_lens from {query_lens} to {passed_lens}")
     return (
         None
         if isinstance(answer, bool | np.bool_)

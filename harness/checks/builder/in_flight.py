@@ -82,7 +82,7 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | Non
         for index in play.forwards:
             wrong = _fault(session, truth, built[index])
             if wrong is not None:
-                return _told(session, truth, play, index, built[index].step, wrong)
+                return _finding(session, truth, play, index, built[index].step, wrong)
     except StageError as failure:
         return replace(failure.raised, stage=f"{failure.raised.stage} beside another builder")
     return None
@@ -97,7 +97,7 @@ def wrong_draft(session: Session, truth: Truth) -> Broken | None:
     return wrong and replace(wrong, summary=f"with the metadata of build_for_drafting: {wrong.summary}")
 
 
-def _told(session: Session, truth: Truth, play: _Play, index: int, step: Step, wrong: Broken) -> Broken | None:
+def _finding(session: Session, truth: Truth, play: _Play, index: int, step: Step, wrong: Broken) -> Broken | None:
     """Return the finding for a wrong output, or None if the step is also wrong alone, which other checks report."""
     (call,) = copied_calls(forward_calls_of(step, session.backend.features, session.threshold))
     if _fault(session, truth, _built(session, step, call)) is None:
@@ -108,8 +108,8 @@ def _told(session: Session, truth: Truth, play: _Play, index: int, step: Step, w
         return None
     summary = f"wrong with the requests in the order {list(step.order)}: {wrong.summary}"
     meaning = (
-        "the builder needs another order of the requests: a runner sorts by the smallest reorder_batch_threshold of all "
-        f"builders, which may be below {session.threshold}"
+        "the builder needs another order of the requests: a runner sorts by the smallest reorder_batch_threshold of "
+        f"all builders, which may be below {session.threshold}"
     )
     return Broken(summary, wrong.figures, meaning, wrong.details)
 

@@ -73,26 +73,26 @@ class BackendLevels:
         self._full: dict[Case, LevelMeasurement] = {}
         self._shares: dict[Case, Mapping[Case, frozenset[str]]] = {}
 
-    def measure(self, asked: Case) -> LevelMeasurement:
+    def measure(self, layer_case: Case) -> LevelMeasurement:
         """Measure one layer and cache. Raise QuestionError, or StageError if the backend fails."""
-        group = self._groups.get(asked)
-        if group is None or asked == group.plain:
-            return self._measured_in_full(asked)
+        group = self._groups.get(layer_case)
+        if group is None or layer_case == group.plain:
+            return self._measured_in_full(layer_case)
         if group.plain not in self._shares:
             self._share_out(group)
         shares = self._shares[group.plain]
         if not shares:
-            return self._measured_in_full(asked)
+            return self._measured_in_full(layer_case)
         full = self._full[group.plain]
         return measure_by_share(
-            self._backend, self._questions(asked), self._device, shares[asked], full, group.first_case
+            self._backend, self._questions(layer_case), self._device, shares[layer_case], full, group.first_case
         )
 
-    def _measured_in_full(self, asked: Case) -> LevelMeasurement:
-        if asked not in self._full:
-            declared = self._groups[asked].declared if asked in self._groups else None
-            self._full[asked] = measure_level(self._backend, self._questions(asked), self._device, declared)
-        return self._full[asked]
+    def _measured_in_full(self, layer_case: Case) -> LevelMeasurement:
+        if layer_case not in self._full:
+            declared = self._groups[layer_case].declared if layer_case in self._groups else None
+            self._full[layer_case] = measure_level(self._backend, self._questions(layer_case), self._device, declared)
+        return self._full[layer_case]
 
     def _share_out(self, group: _Group) -> None:
         """Distribute the probes that pass on the plainest layer; distribute none if it has no level.
@@ -110,9 +110,9 @@ class BackendLevels:
             if self._is_served(case):
                 first_cases.setdefault(layer_and_cache(case), case.key)
         members: dict[AttentionCGSupport, list[Case]] = {}
-        for asked in first_cases:
+        for layer_case in first_cases:
             try:
-                members.setdefault(declared_level(self._backend, self._questions(asked)), []).append(asked)
+                members.setdefault(declared_level(self._backend, self._questions(layer_case)), []).append(layer_case)
             except (StageError, QuestionError):
                 continue
         groups: dict[Case, _Group] = {}
@@ -122,11 +122,11 @@ class BackendLevels:
         return groups
 
     def _is_served(self, case: Case) -> bool:
-        asked, on = (case.layer, case.cache, case.batch), str(self._device)
+        specs, on = (case.layer, case.cache, case.batch), str(self._device)
         try:
             return not (
-                declared_reasons(partial(self._backend.unsupported_reasons, *asked))
-                or declared_reasons(partial(self._backend.unavailable_case_reasons, on, *asked))
+                declared_reasons(partial(self._backend.unsupported_reasons, *specs))
+                or declared_reasons(partial(self._backend.unavailable_case_reasons, on, *specs))
             )
         except StageError:
             return False

@@ -50,23 +50,23 @@ class GraphLevelCheck:
         reasons = unexamined_reasons(case)
         if reasons:
             return NotExamined(reasons, "attncheck")
-        asked = layer_and_cache(case)
-        if (backend, asked) not in self._findings:
+        layer_case = layer_and_cache(case)
+        if (backend, layer_case) not in self._findings:
             if backend not in self._levels:
                 measured = (each for each in cases() if not unexamined_reasons(each))
                 self._levels[backend] = BackendLevels(backend, measured, self._device, self._questions_of)
             try:
-                self._findings[backend, asked] = judge_level(self._levels[backend].measure(asked))
+                self._findings[backend, layer_case] = judge_level(self._levels[backend].measure(layer_case))
             except QuestionError as error:
-                self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
+                self._findings[backend, layer_case] = NotExamined((str(error),), "attncheck")
             except StageError as failure:
-                self._findings[backend, asked] = failure.raised
-        return self._findings[backend, asked]
+                self._findings[backend, layer_case] = failure.raised
+        return self._findings[backend, layer_case]
 
-    def _questions_of(self, asked: Case) -> ProbeProblems:
+    def _questions_of(self, case: Case) -> ProbeProblems:
         """Return the probes of a layer and cache. Keep the latest two for the next backends."""
-        found = self._questions.pop(asked, None) or ProbeProblems(asked, self._seed, self._device, self._cache)
-        self._questions[asked] = found
+        found = self._questions.pop(case, None) or ProbeProblems(case, self._seed, self._device, self._cache)
+        self._questions[case] = found
         if len(self._questions) > _KEPT:
             del self._questions[next(iter(self._questions))]
         return found
@@ -113,7 +113,7 @@ def _check(case: CheckedCase) -> Finding:
     cache = case.shared.get(TruthCache, lambda: TruthCache(case.device))
     levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device, cache))
     selected = case.shared.get(SelectedCases, SelectedCases)
-    return levels.examine(case.backend, case.problem.case, lambda: selected.asking(case.loaded.ref, CUDAGRAPH))
+    return levels.examine(case.backend, case.problem.case, lambda: selected.with_check(case.loaded.ref, CUDAGRAPH))
 
 
 def _not_applicable(case: Case, _features: frozenset[str]) -> NotExamined | None:

@@ -197,7 +197,7 @@ def declared_level(backend: type[AttentionBackend], questions: ProbeProblems) ->
 def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGSupport:
     """Return the declared level for the layer and cache of ``problem``, as :func:`declared_level` does."""
 
-    def ask() -> AttentionCGSupport:
+    def read_level() -> AttentionCGSupport:
         builder: Any = backend.get_builder_cls()
         if hasattr(builder, "get_cudagraph_support"):
             spec, config = builder_arguments(backend, [problem])
@@ -209,7 +209,7 @@ def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGS
             raise TypeError(f"{source} is {level!r}: must be one of AttentionCGSupport's {allowed}")
         return AttentionCGSupport[level.name]
 
-    return call_backend("declaration", ask)
+    return call_backend("declaration", read_level)
 
 
 def _names(probes: Iterable[Probe]) -> list[str]:

@@ -49,7 +49,7 @@ class Variation(Generic[T]):
             return None
         unchanged = self._wrong_with(())
         if unchanged is not None:
-            return _told(unchanged, "when it is repeated unchanged", _STATE)
+            return _finding(unchanged, "when it is repeated unchanged", _STATE)
         needed = self.changes
         for change in self.changes:
             fewer = tuple(each for each in needed if each is not change)
@@ -58,7 +58,7 @@ class Variation(Generic[T]):
                 wrong, needed = still, fewer
         is_kept = self.afresh is not None and self.afresh(self._with(needed)) is None
         meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
-        return _told(wrong, f"with {_listed(needed)}", meaning)
+        return _finding(wrong, f"with {_listed(needed)}", meaning)
 
     def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | Raised | None:
         return self.judge(self._with(changes))
@@ -74,7 +74,7 @@ def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
 
-def _told(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
+def _finding(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
     if isinstance(wrong, Raised):
         return replace(wrong, stage=f"{wrong.stage} of the step {how}")
     return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)

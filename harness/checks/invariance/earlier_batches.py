@@ -114,7 +114,7 @@ def earlier_batches(case: Case) -> tuple[EarlierBatch, EarlierBatch]:
     return (first, second) if number // 256 % 2 else (second, first)
 
 
-def batches_asked(case: Case) -> tuple[EarlierBatch, ...]:
+def named_batches(case: Case) -> tuple[EarlierBatch, ...]:
     """Return the batches that the case itself names."""
     named = (f"after-{number}" for number in range(len(case.after)))
     return tuple(

@@ -16,16 +16,16 @@ from attncheck.harness.checks.invariance.decode_loop import check_decode_loop, l
 from attncheck.harness.checks.invariance.earlier_batches import (
     EarlierBatch,
     alike,
-    batches_asked,
     earlier_batches,
     half,
+    named_batches,
 )
 from attncheck.harness.checks.invariance.other_layers import (
     LayerBeside,
     layer_of_another_group,
-    layers_asked,
     mirror_layer,
     mirrored,
+    named_layers,
     other_kind_of_layer,
     sharing_layer,
 )
@@ -98,10 +98,10 @@ def history_of(rows: RightRows, session: Session) -> History:
     """
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     named = case.after or case.layers
-    batches = batches_asked(case) if named else earlier_batches(case)
+    batches = named_batches(case) if named else earlier_batches(case)
     before = tuple(batch for batch in batches if _is_declared(session, batch))
     if named:
-        return History(before, layers_asked(rows, session))
+        return History(before, named_layers(rows, session))
     kind = _chosen(case, among=6)
     if kind < 2 or (session.pool is not None and len(session.pool.bytes()) > _LARGE_POOL):
         return History(before)

@@ -60,8 +60,8 @@ def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBesi
         return None
     if case.layer.mla is not None or not _supports(backend, replace(case, layer=replace(case.layer, kv_sharing=True))):
         return None
-    asked = replace(problem, keys=-problem.keys, values=-problem.values)
-    return LayerBeside(OtherLayer(asked, "a layer that shares its cache", shares_cache=True), rows, comes_after=True)
+    negated = replace(problem, keys=-problem.keys, values=-problem.values)
+    return LayerBeside(OtherLayer(negated, "a layer that shares its cache", shares_cache=True), rows, comes_after=True)
 
 
 def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> LayerBeside | None:
@@ -97,7 +97,7 @@ def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) ->
     return None
 
 
-def layers_asked(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
+def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
     """Return the layers that the case names and the backend declares.
 
     Each is judged on the rows that it has right alone. Raise StageError if one raises alone.
@@ -116,8 +116,8 @@ def layers_asked(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
         shares = spec.kv_sharing and not problem.writes_nothing
         if shares:
             # It reads the keys of the case's layer, and is passed the negated ones.
-            asked, right = replace(beside.problem, query=-beside.problem.query), mirrored_rows(right)
-            beside = replace(beside, problem=asked, role=f"{beside.role} that shares its cache", shares_cache=True)
+            negated, right = replace(beside.problem, query=-beside.problem.query), mirrored_rows(right)
+            beside = replace(beside, problem=negated, role=f"{beside.role} that shares its cache", shares_cache=True)
         made.append(LayerBeside(beside, right, comes_after=shares))
     return tuple(made)
 

@@ -43,8 +43,8 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arran
 
 
 def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
-    asked = arranged(rows.problem, how)
-    return rows.wrong_in(session.beside(asked, is_judged=True).run(images=False), how)
+    problem = arranged(rows.problem, how)
+    return rows.wrong_in(session.beside(problem, is_judged=True).run(images=False), how)
 
 
 def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
@@ -89,8 +89,8 @@ def _padding_for(session: Session) -> PaddingSpec | None:
         return None
     uniform = PaddingSpec(requests=_PADDING.requests, tokens=_PADDING.requests * case.batch.max_query_len)
     for padding in (_PADDING, uniform):
-        asked = (case.layer, case.cache, replace(case.batch, padding=padding))
-        if not declared_reasons(partial(session.backend.unsupported_reasons, *asked)):
+        specs = (case.layer, case.cache, replace(case.batch, padding=padding))
+        if not declared_reasons(partial(session.backend.unsupported_reasons, *specs)):
             return padding
     return None
 

@@ -45,17 +45,17 @@ def run_command(command: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def device_state(device: torch.device | str, ask: CommandRunner = run_command) -> DeviceState | None:
+def device_state(device: torch.device | str, run: CommandRunner = run_command) -> DeviceState | None:
     """Return the present state of a CUDA device; None for others, or if nvidia-smi is missing or does not list the GPU.
 
     Figures that the driver does not report are None.
     """
     gpu = _identifier(device)
-    return None if gpu is None else state_of(gpu, ask)
+    return None if gpu is None else state_of(gpu, run)
 
 
 def state_under_load(
-    device: torch.device | str, work: Callable[[], object], ask: CommandRunner = run_command
+    device: torch.device | str, work: Callable[[], object], run: CommandRunner = run_command
 ) -> DeviceState | None:
     """Return the state while ``work`` runs repeatedly, because an idle device lowers its clock and is not throttled.
 
@@ -65,17 +65,17 @@ def state_under_load(
     if gpu is None:
         return None
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(state_of, gpu, ask)
-        while not asked.done():
+        future = pool.submit(state_of, gpu, run)
+        while not future.done():
             work()
-    return asked.result()
+    return future.result()
 
 
-def state_of(gpu: str, ask: CommandRunner) -> DeviceState | None:
+def state_of(gpu: str, run: CommandRunner) -> DeviceState | None:
     """Return the state of the GPU with this nvidia-smi identifier."""
     for mask in MASKS:
         fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", mask)
-        printed = ask(("nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"))
+        printed = run(("nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"))
         words = [word.strip() for word in (printed or "").strip().split(",")]
         if len(words) == len(fields):
             clock, max_clock, temperature, active = (_number(word) for word in words)

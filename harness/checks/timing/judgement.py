@@ -118,23 +118,23 @@ class AnswerJudge:
         self.worst = 0.0
         """The largest error so far, in budgets."""
 
-    def judge(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> None:
+    def judge(self, contents: Contents, rows: Tensor, answer: TimedAnswer) -> None:
         """Raise UntrustworthyTimeError if an output is wrong. ``rows``: int64, the problem's row of each output row."""
         self.num_judged += 1
         if answer.fault is not None:
             raise UntrustworthyTimeError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
-        layer = asked.base.problem.layer
+        layer = contents.base.problem.layer
         limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
         self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
         which = self._source.random_indices(len(rows), len(rows) if self._latest is None else limit)
-        self._latest = (asked, rows, answer)
-        share = float(_shares(asked, rows[which], answer.output[which]).max()) if len(which) else 0.0
+        self._latest = (contents, rows, answer)
+        share = float(_shares(contents, rows[which], answer.output[which]).max()) if len(which) else 0.0
         self.worst = max(self.worst, share)
         if share > 1:
-            raise UntrustworthyTimeError(self._wrong(asked, rows, answer))
+            raise UntrustworthyTimeError(self._wrong(contents, rows, answer))
         if answer.lse is not None and not _shifts_lse(layer.alibi_slopes is not None, self._conventions):
-            self._judge_lse(asked, rows[which], answer.lse[which])
-        self._earlier.append(asked)
+            self._judge_lse(contents, rows[which], answer.lse[which])
+        self._earlier.append(contents)
 
     def require_unchanged(self) -> None:
         """Raise UntrustworthyTimeError if the latest output has changed since its call."""
@@ -150,24 +150,24 @@ class AnswerJudge:
     def finish(self) -> None:
         """Judge the last output in full. Raise UntrustworthyTimeError if it is wrong."""
         if self._latest is not None:
-            asked, rows, answer = self._latest
-            if len(rows) and float(_shares(asked, rows, answer.output).max()) > 1:
-                raise UntrustworthyTimeError(self._wrong(asked, rows, answer))
+            contents, rows, answer = self._latest
+            if len(rows) and float(_shares(contents, rows, answer.output).max()) > 1:
+                raise UntrustworthyTimeError(self._wrong(contents, rows, answer))
 
-    def _wrong(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> Broken:
-        problem = asked.base.problem
-        shares = torch.zeros(len(asked.base.truth.out), answer.output.shape[1], dtype=torch.float64)
-        shares[rows.cpu()] = _shares(asked, rows, answer.output).cpu()
+    def _wrong(self, contents: Contents, rows: Tensor, answer: TimedAnswer) -> Broken:
+        problem = contents.base.problem
+        shares = torch.zeros(len(contents.base.truth.out), answer.output.shape[1], dtype=torch.float64)
+        shares[rows.cpu()] = _shares(contents, rows, answer.output).cpu()
         figures = {
             "calls": self.num_judged,
             "budget_share": float(shares.max()),
             "rows_wrong": int((shares > 1).any(dim=1).sum()),
         }
         what = f"{self.name}: the output of call {self.num_judged} is wrong: {summarize(problem, shares)}"
-        told = f"inputs of seed {problem.seed}, channels permuted and signs turned, as at every timed call"
-        return Broken(what, figures, self._meaning(asked, rows, answer), (told,))
+        inputs = f"inputs of seed {problem.seed}, channels permuted and signs turned, as at every timed call"
+        return Broken(what, figures, self._meaning(contents, rows, answer), (inputs,))
 
-    def _meaning(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> str | None:
+    def _meaning(self, contents: Contents, rows: Tensor, answer: TimedAnswer) -> str | None:
         for _ in range(20):
             if answer.has_changed():
                 return "the output was written after the clock had stopped: work is left to a thread, or another stream"
@@ -181,13 +181,13 @@ class AnswerJudge:
                     f"it is the right answer to the contents of {calls}: results are kept, and found again by address "
                     "or by a fingerprint of the inputs"
                 )
-        if _are_near(asked, rows, answer.output):
+        if _are_near(contents, rows, answer.output):
             return "it is near the right answer: under the clock a lower precision than the layer's, or a shortcut"
         return None
 
-    def _judge_lse(self, asked: Contents, rows: Tensor, lse: Tensor) -> None:
+    def _judge_lse(self, contents: Contents, rows: Tensor, lse: Tensor) -> None:
         unit = math.log(2) if self._conventions.lse_base == "2" else 1.0
-        shares = lse_shares(lse.double() * unit, asked.lse(rows), asked.right(rows)[1].lse)
+        shares = lse_shares(lse.double() * unit, contents.lse(rows), contents.right(rows)[1].lse)
         if bool((shares > 1).any()):
             summary = f"{self.name}: call {self.num_judged} left a wrong LSE: {int((shares > 1).any(dim=1).sum())} rows"
             raise UntrustworthyTimeError(
@@ -224,16 +224,16 @@ def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshCon
         )
 
 
-def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:
+def _shares(contents: Contents, rows: Tensor, output: Tensor) -> Tensor:
     """Return the error of each row and head in budgets, float64 ``[n, H]``."""
-    right, budget = asked.right(rows)
-    return share_of_budget(output_error(output, right, output_codes(asked.base.problem.layer)), budget)
+    right, budget = contents.right(rows)
+    return share_of_budget(output_error(output, right, output_codes(contents.base.problem.layer)), budget)
 
 
-def _are_near(asked: Contents, rows: Tensor, output: Tensor) -> bool:
+def _are_near(contents: Contents, rows: Tensor, output: Tensor) -> bool:
     """Return whether most wrong rows are merely inexact. An inexact score may make a row prefer another key."""
-    right, budget = asked.right(rows)
-    error = output_error(output, right, output_codes(asked.base.problem.layer))
+    right, budget = contents.right(rows)
+    error = output_error(output, right, output_codes(contents.base.problem.layer))
     relative = error.norm(dim=-1) / right.norm(dim=-1)
     return bool((relative[share_of_budget(error, budget) > 1] <= _NEAR).double().mean() > 0.5)
 

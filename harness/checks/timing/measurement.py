@@ -122,8 +122,8 @@ class TimingMeasurement:
         """Raise UntrustworthyTimeError if all batches of nearly the same shape take much longer."""
         seen: list[Neighbour] = []
         for distance in DISTANCES:
-            asked = neighbour_of(self._problem, distance)
-            contents = None if asked is None else self._contents(asked, at_least=1)
+            problem = neighbour_of(self._problem, distance)
+            contents = None if problem is None else self._contents(problem, at_least=1)
             if contents is None:
                 continue
             name = f"the same batch, {_tokens(distance)} shorter"
@@ -154,8 +154,8 @@ class TimingMeasurement:
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
-        asked = problem.case
-        if declared_reasons(lambda: self._backend.unsupported_reasons(asked.layer, asked.cache, asked.batch)):
+        case = problem.case
+        if declared_reasons(lambda: self._backend.unsupported_reasons(case.layer, case.cache, case.batch)):
             return None
         try:
             return FreshContents(problem, None, self._conditions.device, at_least=at_least)

@@ -41,7 +41,7 @@ def parts_of(problem: Problem) -> dict[StepPart, Problem]:
     found: dict[StepPart, Problem] = {}
     parts: tuple[tuple[StepPart, tuple[RequestSpec, ...]], ...] = (("decode", decodes), ("prefill", prefills))
     for name, own in parts:
-        part = _asked(problem, name, own, PaddingSpec())
+        part = _build(problem, name, own, PaddingSpec())
         if part is not None:
             found[name] = part
     return found
@@ -63,7 +63,7 @@ def neighbour_of(problem: Problem, distance: int) -> Problem | None:
         )
     if shorter == batch.requests:
         return None
-    return _asked(problem, f"{distance}-shorter", shorter, batch.padding)
+    return _build(problem, f"{distance}-shorter", shorter, batch.padding)
 
 
 def _shorter(request: RequestSpec, distance: int) -> RequestSpec:
@@ -76,14 +76,14 @@ def _shorter(request: RequestSpec, distance: int) -> RequestSpec:
     return replace(request, seq_len=request.total_len - distance, encoder_len=encoder_len)
 
 
-def _asked(problem: Problem, name: str, requests: tuple[RequestSpec, ...], padding: PaddingSpec) -> Problem | None:
+def _build(problem: Problem, name: str, requests: tuple[RequestSpec, ...], padding: PaddingSpec) -> Problem | None:
     """Return such a batch over the problem's cache, or None if no problem can be built from it."""
     case = problem.case
     try:
         batch = replace(case.batch, requests=requests, padding=padding)
         cache = replace(case.cache, num_blocks=problem.num_blocks) if problem.has_pool else case.cache
-        asked: Case = replace(case, id=f"{case.id}.{name}", batch=batch, cache=cache)
-        return build_problem(asked, problem.seed)
+        changed: Case = replace(case, id=f"{case.id}.{name}", batch=batch, cache=cache)
+        return build_problem(changed, problem.seed)
     except QuestionError:
         return None
 

@@ -109,8 +109,8 @@ class TimedStep:
         Raise StageError if the backend raised, and UntrustworthyTimeError if its output is not valid.
         """
         self._latest.start_next(self._judge)
-        asked = self._contents.next()
-        problem = asked.problem()
+        contents = self._contents.next()
+        problem = contents.problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
         call = self.memory.inputs.load_metadata(fresh)
@@ -120,7 +120,7 @@ class TimedStep:
             self._capture(self._recorder, call, fresh)
         metadata = self._build(lent)
         answer, forward_ns = self._forward(lent, fresh, metadata)
-        self._judge.judge(asked, step.row_order[fresh.rows].to(self._device), answer)
+        self._judge.judge(contents, step.row_order[fresh.rows].to(self._device), answer)
         changed = ", ".join(changed_inputs(pristine, lent))
         if changed:
             raise UntrustworthyTimeError(

@@ -172,10 +172,10 @@ class Tape:
 
     def released(self) -> Iterator[Released]:
         """Yield memory from before the recording that only tapes keep alive or that a resize has moved."""
-        nobody = count_uses(torch.empty(1)) - 1
+        extra = count_uses(torch.empty(1)) - 1
         for key, outside in self._outside.items():
             moved = _address(outside.alias) != self._addresses[key]
-            if moved or count_uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
+            if moved or count_uses(outside.alias) - extra <= sum(tape._references.get(key, 0) for tape in self._tapes):
                 yield outside.released()
 
 

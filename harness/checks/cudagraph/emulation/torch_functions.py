@@ -121,7 +121,7 @@ def stays_on_device(function: TorchFunction, args: tuple[object, ...], host: Hos
     return (key != 0 and not host.holds_key(key)) or is_view(function, args, {})
 
 
-def asks_device(function: TorchFunction) -> bool:
+def reads_device(function: TorchFunction) -> bool:
     """Return whether the function reads ``tensor.device``."""
     return function == _DEVICE_OF
 

@@ -46,11 +46,11 @@ from attncheck.harness.checks.cudagraph.emulation.torch_functions import (
     MAKERS,
     READERS,
     TorchFunction,
-    asks_device,
     destination,
     is_plain,
     is_view,
     place_of_new,
+    reads_device,
     stays_on_device,
     words,
 )
@@ -134,7 +134,7 @@ class Watch:
                 return self._read(func, args, kwargs)
             if func in COPIES and args and isinstance(args[0], Tensor):
                 return self._copy(func, args[0], args, kwargs)
-            if asks_device(func) and self.host.holds(cast(Tensor, args[0])):
+            if reads_device(func) and self.host.holds(cast(Tensor, args[0])):
                 return self._host_device
             if func in ADDRESSES:
                 self._is_opaque = True
