@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
@@ -22,7 +22,7 @@ from typing import Any
 
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Failed, Passed, Record, RunFooter, format_line
-from attncheck.reports.run_file.store import Run, count_outcomes, read_run
+from attncheck.reports.run_file.store import count_outcomes, read_run
 from attncheck.reports.run_file.timings import Latency, Timing
 
 KEPT = Path(__file__).parent.parent / "docs/evidence/cpu-2026-11-23/candidates.jsonl.xz"
@@ -46,8 +46,12 @@ class MadeUp:
     lines: str
 
 
-def made_up(run: Run, gpu: str, version: str) -> MadeUp:
-    """Return the kept run as if it were of another device and version."""
+def made_up(kept: Path, gpu: str, version: str, most: int) -> MadeUp:
+    """Return the kept run as if it were of another device and version, with at most ``most`` records.
+
+    All records of some cases are left out.
+    """
+    run = read_run(kept)
     random = Random(f"{gpu}{version}")  # noqa: S311
     torch = {"0.1": "2.11.0", "0.2": "2.12.0"}.get(version, "2.13.0")
     environment = run.header.environment.model_copy(
@@ -61,9 +65,20 @@ def made_up(run: Run, gpu: str, version: str) -> MadeUp:
         update={"environment": environment, "backends": backends, "device": "cuda", "rounds": ROUNDS}
         | {"checks": (*run.header.checks, "timing")}
     )
-    records = list(_records(run.records, header, gpu, version, random))
+    records = _cut(list(_records(run.records, header, gpu, version, random)), most)
     footer = RunFooter(finished=run.footer.finished if run.footer else "", counts=count_outcomes(records))
     return MadeUp(header, "".join(f"{format_line(each)}\n" for each in (*records, footer)))
+
+
+def _cut(records: list[Record], most: int) -> list[Record]:
+    sizes = Counter(record.case for record in records)
+    excess = len(records) - most
+    left_out = set()
+    for case in reversed(sizes):
+        if excess > 0:
+            left_out.add(case)
+            excess -= sizes[case]
+    return [record for record in records if record.case not in left_out]
 
 
 def _records(
@@ -107,25 +122,14 @@ def _records(
                 yield Passed(**kept)
 
 
-def first_cases(run: Run, limit: int) -> Run:
-    """Return the run with its first cases only, which have ``limit`` records or fewer; all cases for 0."""
-    left, kept = limit, set()
-    for case, count in Counter(record.case for record in run.records).items():
-        left -= count
-        if limit and left < 0:
-            break
-        kept.add(case)
-    return replace(run, records=tuple(record for record in run.records if record.case in kept))
-
-
-def write_runs(folder: Path, kept: Run, count: int) -> None:
-    """Write ``count`` run files into ``folder``, days apart."""
+def write_runs(folder: Path, kept: Path, count: int, most: int) -> None:
+    """Write ``count`` run files of at most ``most`` records into ``folder``, hours apart."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [(gpu, version) for version in VERSIONS for gpu in GPUS]
     share = -(-count // len(pairs))
     day = 0
     for gpu, version in pairs:
-        run = made_up(kept, gpu, version)
+        run = made_up(kept, gpu, version, most)
         for _ in range(min(share, count - day)):
             started = (FIRST_DAY + timedelta(hours=7 * day)).isoformat(timespec="seconds")
             header = run.header.model_copy(update={"started": started})
@@ -158,10 +162,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--records", type=int, default=0, help="records of a run, without its times; 0: all")
+    parser.add_argument("--records", type=int, default=5000, metavar="N", help="the maximum of each run")
     parser.add_argument("--of", type=Path, default=KEPT, metavar="RUN", help="the run file to derive them from")
     options = parser.parse_args()
-    write_runs(options.folder / "runs", first_cases(read_run(options.of), options.records), options.runs)
+    write_runs(options.folder / "runs", options.of, options.runs, options.records)
     measure(options.folder)
 
 

@@ -129,16 +129,16 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     for record in asked:
         own.setdefault(record.backend, []).append(record)
     groups: dict[tuple[str, str], list[Short]] = {}
-    votes = Counter((record.backend, cause) for record in asked for cause in _causes(record))
-    of_output = {_place(record): record for record in asked if record.check == "numerics" and _causes(record)}
-    for record in asked:
-        if isinstance(record, Failed | Errored | Ended | XFailed | XPassed):
-            # If the output of the same case is explained, an unexplained LSE, feature or step has the same cause.
-            blamed = of_output.get(_place(record), record) if _may_follow(record) else record
-            # Of several causes that fit, take the one that fits most records of the backend.
-            shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=record.finding)
-            words = record.reason if isinstance(record, XFailed) else shared
-            groups.setdefault((record.backend, words), []).append(record)
+    short = [record for record in asked if isinstance(record, Short)]
+    votes = Counter((record.backend, cause) for record in short for cause in _causes(record))
+    of_output = {_place(record): record for record in short if record.check == "numerics" and _causes(record)}
+    for record in short:
+        # If the output of the same case is explained, an unexplained LSE, feature or step has the same cause.
+        blamed = of_output.get(_place(record), record) if _may_follow(record) else record
+        # Of several causes that fit, take the one that fits most records of the backend.
+        shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=record.finding)
+        words = record.reason if isinstance(record, XFailed) else shared
+        groups.setdefault((record.backend, words), []).append(record)
     counts = Counter(backend for backend, _ in groups)
     found = []
     for (backend, words), members in groups.items():

@@ -1,9 +1,8 @@
 """The worst outcome of a check that was repeated in several rounds, each in its own process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import FALLEN_SHORT, Outcome, Record, budget_share
@@ -22,8 +21,7 @@ _WORST_FIRST: tuple[Outcome, ...] = (
 _CHECK_OF = attrgetter(*(name for name in RecordKey._fields if name != "round"))
 
 
-@dataclass(frozen=True)
-class WorstRound:
+class WorstRound(NamedTuple):
     """One check of one case of one backend. ``record``: its worst round, the first of equally bad ones.
 
     ``rounds``: the number of rounds. ``short``: in how many of them the check did not pass.

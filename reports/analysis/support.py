@@ -6,7 +6,7 @@ and does not pass counts in the row of each. This module computes rows; ``docume
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -130,7 +130,7 @@ class CountedCase:
 
     count: str
     needs: tuple[str, ...]
-    reasons: tuple[str, ...]
+    reasons: frozenset[str]
 
 
 CountedCases = Mapping[tuple[str, str], CountedCase]
@@ -147,7 +147,7 @@ def counted_cases(records: Iterable[Record]) -> CountedCases:
         key: CountedCase(
             _became(members),
             members[0].needs,
-            tuple(reason for record in members if isinstance(record, Unsupported) for reason in record.reasons),
+            frozenset(reason for record in members if isinstance(record, Unsupported) for reason in record.reasons),
         )
         for key, members in cases.items()
     }
@@ -168,7 +168,7 @@ def support_rows(
     for (backend, _), case in cases.items():
         if case.count in _AS_DECLARED:
             declared[backend].update(case.needs)
-    counts: dict[tuple[str, str], Counter[str]] = {}
+    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for (backend, _), case in cases.items():
         if LATENT in declared[backend] and LATENT not in case.needs:
             continue
@@ -176,8 +176,7 @@ def support_rows(
         outside = named or [feature for feature in case.needs if feature not in declared[backend]]
         concerned = case.needs if case.count in _AS_DECLARED else outside
         for feature in case.needs:
-            counted = counts.setdefault((backend, feature), Counter())
-            counted[case.count] += feature in concerned
+            counts[backend, feature][case.count] += feature in concerned
     order = list(declared)
     return tuple(
         SupportRow(
