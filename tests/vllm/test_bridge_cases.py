@@ -1,6 +1,7 @@
 """Whole examinations through the bridge: what vLLM's CPU backend gets right of each kind, and what is found in it."""
 
 import pytest
+import torch
 
 import attncheck
 
@@ -33,7 +34,10 @@ cases:
   - {id: tree, batch: 2q3s90, path: {tree: {parents: [-1, 0, 0]}}}
 """
 
-OVERFLOWS = {"soft-cap-far-exceeded"}
+# Faults of vLLM's kernels for AVX-512. Those for AVX2 have other arithmetic, and are right.
+HAS_AVX512 = torch.cpu._is_avx512_supported()
+OVERFLOWS = {"soft-cap-far-exceeded"} if HAS_AVX512 else set()
+TRUNCATES = {"fp8"} if HAS_AVX512 else set()
 UNDECLARED = {"sinks", "small-pages", "tokens-first", "narrow-values", "tree"}
 
 OFF_BY_ONE = """
@@ -79,9 +83,9 @@ def test_answers_are_right_but_where_its_soft_cap_overflows(records):
 
 def test_what_it_writes_is_judged_in_a_layout_that_was_learned(records):
     # The builder of encoder layers writes into the slot mapping: docs/upstream/cpu-attn-encoder-slot-mapping.
-    assert with_outcome(records, "cache_write", "failed") == {"fp8", "encoder"}
+    assert with_outcome(records, "cache_write", "failed") == {*TRUNCATES, "encoder"}
     assert records["encoder", "cache_write"].summary == "inputs were changed: metadata.slot_mapping"
-    assert "truncated" in records["fp8", "cache_write"].meaning
+    assert all("truncated" in records[case, "cache_write"].meaning for case in TRUNCATES)
     assert {"decode", "prefill", "mixed.float16", "window", "cross"} <= with_outcome(records, "cache_write", "passed")
 
 

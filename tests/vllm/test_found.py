@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -19,6 +20,8 @@ COMMAND = re.search(
 
 @pytest.mark.parametrize("more", [[], ["--suite", "fp8_kv", "--suite", "soft_cap"]], ids=["as told", "what is known"])
 def test_all_that_is_found_in_cpu_attn_is_known(tmp_path, more):
+    if more and not torch.cpu._is_avx512_supported():
+        pytest.skip("the expectations are for vLLM's kernels for AVX-512; those for AVX2 lack some of the faults")
     expected = ["--expect", str(DOCS / "expected" / "vllm-cpu-attn.yaml")]
     words = [*shlex.split(COMMAND[1]), *more, *expected, "--output", str(tmp_path / "run.jsonl")]
     done = subprocess.run(
