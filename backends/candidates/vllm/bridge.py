@@ -3,6 +3,7 @@
 Their declarations and availability come from vLLM's class.
 """
 
+import inspect
 import sys
 from typing import Any, ClassVar
 
@@ -113,8 +114,14 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; the reasons are known faults of Triton's interpreter."""
-        return interpreted.gaps(layer, cache) if _is_interpreted(cls.their_backend) else []
+        """See the contract; faults of Triton's interpreter, and caches for which vLLM has no kernel on this CPU."""
+        if _is_interpreted(cls.their_backend):
+            return interpreted.gaps(layer, cache)
+        try:
+            _instruction_set(cls.their_backend, cache.kv_cache_dtype)
+        except NotImplementedError as error:
+            return [f"kv_cache_dtype {cache.kv_cache_dtype}: {error}"]
+        return []
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
@@ -161,11 +168,18 @@ def _machine_reasons(their_backend: type[Any], device: str) -> list[str]:
     return reasons
 
 
-def _instruction_set(their_backend: type[Any]) -> tuple[str, ...]:
-    """Return the code path that vLLM's own function, if there is one, chooses for a bfloat16 layer on this CPU."""
+def _instruction_set(their_backend: type[Any], kv_cache_dtype: str = "auto") -> tuple[str, ...]:
+    """Return the code path that vLLM's own function, if there is one, chooses for a bfloat16 layer on this CPU.
+
+    Raises:
+        NotImplementedError: this CPU lacks the instructions for a cache of ``kv_cache_dtype``.
+    """
     modules = (vars(sys.modules[kind.__module__]) for kind in their_backend.get_builder_cls().__mro__)
     choose = next((names["_get_attn_isa"] for names in modules if "_get_attn_isa" in names), None)
-    return () if choose is None else (str(choose(torch.bfloat16, 32, 64)),)
+    if choose is None:
+        return ()
+    takes_dtype = "kv_cache_dtype" in inspect.signature(choose).parameters  # not in older versions
+    return (str(choose(torch.bfloat16, 32, 64, **({"kv_cache_dtype": kv_cache_dtype} if takes_dtype else {}))),)
 
 
 def _capability_reasons(their_backend: type[Any], found: Any) -> list[str]:

@@ -10,12 +10,13 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends import registry
-from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm import bridge, package
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.candidates.vllm.selection import registered, select
 from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendLoadError, BackendUnavailableError
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
 class Base:
@@ -316,3 +317,27 @@ def test_page_sizes_are_the_kernels_own():
     assert "32" in str(refused.value)
     assert "64" in str(refused.value)
     assert "48" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("takes_dtype", "dtype", "expected"),
+    [
+        (True, "fp8", snapshot(["kv_cache_dtype fp8: needs AVX-512"])),
+        (True, "auto", []),
+        (False, "fp8", []),
+    ],
+)
+def test_a_cache_without_a_kernel_for_this_cpu_is_unavailable(monkeypatch, takes_dtype, dtype, expected):
+    def choose(dtype, block_size, head_size, kv_cache_dtype="auto"):
+        if kv_cache_dtype != "auto":
+            raise NotImplementedError("needs AVX-512")
+        return "vec"
+
+    older = lambda dtype, block_size, head_size: "vec"  # noqa: E731 (its signature is the point)
+    monkeypatch.setattr(sys.modules[__name__], "_get_attn_isa", choose if takes_dtype else older, raising=False)
+    theirs = SimpleNamespace(get_builder_cls=lambda: type("Builder", (), {"__module__": __name__}))
+    monkeypatch.setattr(bridge, "_is_interpreted", lambda their_backend: False)
+    candidate = type("Candidate", (bridge.VLLMBackend,), {"their_backend": theirs})
+    batch = BatchSpec(requests=(RequestSpec(query_len=1),))
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64, dtype="bfloat16")
+    assert candidate.unavailable_case_reasons("cpu", layer, CacheSpec(kv_cache_dtype=dtype), batch) == expected
