@@ -74,7 +74,7 @@ def _cut(records: list[Record], most: int) -> list[Record]:
     sizes = Counter(record.case for record in records)
     excess = len(records) - most
     left_out = set()
-    for case in reversed(sizes):
+    for case in Random(0).sample(list(sizes), len(sizes)):  # noqa: S311
         if excess > 0:
             left_out.add(case)
             excess -= sizes[case]
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--records", type=int, default=5000, metavar="N", help="the maximum of each run")
+    parser.add_argument("--records", type=int, default=10**9, metavar="N", help="the maximum of each run")
     parser.add_argument("--of", type=Path, default=KEPT, metavar="RUN", help="the run file to derive them from")
     options = parser.parse_args()
     write_runs(options.folder / "runs", options.of, options.runs, options.records)

@@ -15,7 +15,7 @@ from attncheck.reports.document.circumstances import facts
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
-from attncheck.reports.run_file.records import UTILITIES, graph_of
+from attncheck.reports.run_file.records import UTILITIES, XFailed, graph_of
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.site.model import SiteBackend, SiteCase, SiteFinding, SiteLevel, SiteRun, SiteSupport, slug
 
@@ -131,12 +131,13 @@ def _backend(
 
 
 def _finding(finding: Finding, header: RunHeader) -> SiteFinding:
+    example = finding.example
     return SiteFinding(
         words=finding.words,
         title=finding.title,
-        case=finding.example.case,
-        example=phrases.what_happened(finding.example),
-        repeat=repro_command(finding.example, header),
+        case=example.case,
+        example=example.summary if isinstance(example, XFailed) else phrases.what_happened(example),
+        repeat=repro_command(example, header),
         checks=finding.checks,
         cases=finding.cases,
         is_expected=finding.is_expected,

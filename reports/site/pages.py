@@ -31,8 +31,8 @@ _PER_CHARACTER, _MARGIN, _HEIGHT = 6.6, 14, 20
 _LONGEST = 40
 """Measures of a badge in pixels, and the maximum characters of its label."""
 
-_RIGHT, _KNOWN, _WRONG = "#1b6b35", "#7a5600", "#a3231a"
-"""Colours of a badge without findings, with expected ones only, and with others."""
+_RIGHT, _KNOWN, _WRONG, _NONE = "#1b6b35", "#7a5600", "#a3231a", "#5b6270"
+"""Colours of a badge without findings, with expected ones only, with others, and without a right case."""
 
 
 class SiteFile(NamedTuple):
@@ -189,7 +189,7 @@ def badge(subject: Subject) -> str:
     label = phrases.cut(f"attncheck on {phrases.one_line(subject.device)}", _LONGEST)
     text = badge_text(subject)
     left, right = (round(_PER_CHARACTER * len(part) + _MARGIN) for part in (label, text))
-    ground = _WRONG if subject.failing else _KNOWN if subject.findings else _RIGHT
+    ground = _WRONG if subject.failing else _KNOWN if subject.findings else _RIGHT if subject.counts.right else _NONE
     label_and_text = escape(f"{label}: {text}")
     width, text_width = left + right, right - _MARGIN
     size = f'width="{width}" height="{_HEIGHT}"'

@@ -26,10 +26,11 @@ function drawForm(index) {
   const at = addressed(), names = [...new Set(index.runs.flatMap((run) => run[4]))].sort();
   const backend = names.includes(at.get("backend")) ? at.get("backend") : names[0];
   const own = index.runs.filter((run) => run[4].includes(backend))
-    .map(([key, name, started, device]) => [key, `${started.slice(0, 10)} ${device}: ${name}`]);
+    .map(([key, name, started, device]) => [key, `${started.slice(0, 10)} ${device}: ${name}`, device]);
+  const base = own.slice(1).find((run) => run[2] === own[0][2]) || own[1] || own[0];
   form.replaceChildren(
     labelled("backend", selection("backend", names.map((name) => [name, name]), backend)),
-    labelled("base", selection("base", own, at.get("base") || (own[1] || own[0])[0])),
+    labelled("base", selection("base", own, at.get("base") || base[0])),
     labelled("new", selection("new", own, at.get("new") || own[0][0])));
 }
 
@@ -70,7 +71,7 @@ async function show() {
     rows.length > MOST ? element("p", {}, `The first ${MOST} of ${rows.length} are shown.`) : "",
     element("h2", {}, "Versions and machine"),
     facts.length ? table("Versions and machine", ["fact", "base", "new"], facts.map((name) =>
-      [name, base.facts[name] || "", next.facts[name] || ""])) : element("p", {}, "equal"),
+      [name, base.facts[name] || "none", next.facts[name] || "none"])) : element("p", {}, "equal"),
     element("h2", {}, "Times"),
     element("p", {}, "Times need a test of significance. This command compares them:"),
     copyable(`attncheck compare ${base.name} ${next.name}`));

@@ -85,6 +85,7 @@ function judged(data, backend, needs, level, levels) {
       .map(([title]) => `; ${title}`).join("");
   };
   const found = suitability(backend, answers, own, needs, titles);
+  if (!needs.length && found.standing === "right in each") Object.assign(found, { standing: "not tried", words: "no declared case" });
   const short = level && found.standing.startsWith("right")
     && levelShort(own.filter((group) => needs.every((need) => group.needed.has(need))), level, levels);
   if (short) Object.assign(found, short, { words: `${short.words}; otherwise right: ${found.words}`, cases: [] });
@@ -159,7 +160,8 @@ async function show() {
     addTimes(found);
     found.sort((one, other) => (one.time ?? Infinity) - (other.time ?? Infinity) || (one.backend.name < other.backend.name ? -1 : 1));
     const [name, generation] = wanted[at];
-    const tables = [...Object.entries(index.standings), [BELOW, BELOW_TITLE]].flatMap(([standing, title]) => {
+    const [right, alone, ...others] = Object.entries(index.standings);
+    const tables = [right, [BELOW, BELOW_TITLE], alone, ...others].flatMap(([standing, title]) => {
       const members = found.filter((each) => each.standing === standing);
       return members.length ? [element("p", { class: "standing" }, chip(`${title} (${members.length})`, STANDING_TONES[standing] || "none")),
         table(`${title}, on ${name}`, ["backend", "what was measured", "forward", "version"], resultRows(members, level))] : [];

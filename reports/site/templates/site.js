@@ -39,10 +39,10 @@ function selection(name, options, chosen) {
 
 function table(label, headings, rows) {
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
-    element("table", {}, element("thead", {}, element("tr", {}, headings.map((text) =>
+    element("table", { class: "cards" }, element("thead", {}, element("tr", {}, headings.map((text) =>
       element("th", { scope: "col" }, text)))),
     element("tbody", {}, rows.map(([first, ...rest]) => element("tr", {}, element("th", { scope: "row" }, first),
-      rest.map((cell) => element("td", { class: "long" }, cell)))))));
+      rest.map((cell, at) => element("td", { class: "long", "data-label": headings[at + 1] }, cell)))))));
 }
 
 function failed(error) {
