@@ -2,7 +2,7 @@
 
     python show.py
 
-Exits 0 while the defect is there, and 1 when it is gone. Needs vLLM's CPU build.
+Exits 0 while the defect is there, 1 when it is gone, and 77 on a CPU without AVX-512. Needs vLLM's CPU build.
 """
 
 import sys
@@ -28,6 +28,9 @@ def stored(numbers: torch.Tensor, name: str) -> torch.Tensor:
 
 def main() -> int:
     """Compare what is stored with the nearest code, for every number of a grid and for NaN."""
+    if not torch.cpu._is_avx512_supported():
+        print("the kernels that vLLM loads on a CPU without AVX-512 lack this code")
+        return 77
     current_platform.import_kernels()
     shown = False
     for name, dtype in FORMATS.items():
