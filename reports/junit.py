@@ -97,9 +97,9 @@ def _suite(
         hostname="localhost",  # the value that the schema prescribes for an unknown host
     )
     if properties:
-        told = ET.SubElement(suite, "properties")
+        parent = ET.SubElement(suite, "properties")
         for key, value in properties:
-            ET.SubElement(told, "property", name=key, value=_text(value))
+            ET.SubElement(parent, "property", name=key, value=_text(value))
     suite.extend(cases)
     return suite
 

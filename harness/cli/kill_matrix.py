@@ -21,14 +21,14 @@ Diagnosis = Literal["right", "wrong", "absent", ""]
 class MutantResult:
     """The result for one mutant.
 
-    ``checks``: the checks that catch it. ``told``: the first likely causes in its records.
+    ``checks``: the checks that catch it. ``likely_cause``: the first likely causes in its records.
     ``missing``: why it was not examined; empty if it was.
     """
 
     mutant: Mutant
     checks: tuple[str, ...] = ()
     diagnosis: Diagnosis = ""
-    told: str = ""
+    likely_cause: str = ""
     missing: str = ""
 
 
@@ -101,11 +101,11 @@ def _short_checks(records: Iterable[Record], checks: Sequence[str]) -> tuple[str
 
 def _result(mutant: Mutant, records: Sequence[Record], checks: Sequence[str]) -> MutantResult:
     killing = [record for record in records if record.outcome in FALLEN_SHORT]
-    told = _first_words(killing) if killing else ""
+    cause = _first_words(killing) if killing else ""
     diagnosis: Diagnosis = ""
     if killing and mutant.cause is not None:
-        diagnosis = "absent" if not told else "right" if re.search(mutant.cause, told, re.IGNORECASE) else "wrong"
-    return MutantResult(mutant, _short_checks(killing, checks), diagnosis, told)
+        diagnosis = "absent" if not cause else "right" if re.search(mutant.cause, cause, re.IGNORECASE) else "wrong"
+    return MutantResult(mutant, _short_checks(killing, checks), diagnosis, cause)
 
 
 def _first_words(killing: Sequence[Record]) -> str:
@@ -157,7 +157,7 @@ def as_json(matrix: KillMatrix) -> dict[str, Any]:
                 "kind": each.mutant.kind,
                 "caught_by": list(each.checks),
                 "diagnosis": each.diagnosis or None,
-                "likely_cause": each.told or None,
+                "likely_cause": each.likely_cause or None,
                 "not_examined": each.missing or None,
             }
             for each in matrix.results
@@ -203,5 +203,5 @@ def _causes(matrix: KillMatrix) -> str:
         return ""
     counts = {how: len(matrix.diagnosed(how)) for how in ("right", "wrong", "absent")}
     lines = [f"likely cause, of {len(judged)} caught: {', '.join(f'{how} {count}' for how, count in counts.items())}"]
-    lines += [f"  {each.mutant.name} wrong: {each.told}" for each in matrix.diagnosed("wrong")]
+    lines += [f"  {each.mutant.name} wrong: {each.likely_cause}" for each in matrix.diagnosed("wrong")]
     return "\n".join(lines)

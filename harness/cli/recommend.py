@@ -41,8 +41,8 @@ def recommend(
         raise QuestionError("--needs names nothing; give features and forms, such as sinks,block_size=16")
     answers = [(run, terminal.recommendation(run, wanted)) for run in read]
     if form == AnswerFormat.json:
-        told = {"needs": wanted, "runs": [terminal.as_json(run, backends) for run, backends in answers]}
-        typer.echo(json.dumps(told, indent=2))
+        document = {"needs": wanted, "runs": [terminal.as_json(run, backends) for run, backends in answers]}
+        typer.echo(json.dumps(document, indent=2))
     else:
         style = Style(terminal_width(), use_color(color))
         typer.echo(

@@ -171,8 +171,8 @@ class Machine:
             raise pytest.UsageError(f"attncheck: --benchmark-compare: {refusal}")
         differing = [key for key in ours if ours[key] != theirs.get(key)]
         if differing:
-            told = ", ".join(f"{key} {theirs.get(key)} then, {ours[key]} now" for key in differing)
-            message = f"attncheck: compared with a run of other circumstances: {told}"
+            changes = ", ".join(f"{key} {theirs.get(key)} then, {ours[key]} now" for key in differing)
+            message = f"attncheck: compared with a run of other circumstances: {changes}"
             benchmarksession.logger.warning(message)
 
 

@@ -123,7 +123,7 @@ class Expectation:
         if record.outcome != self.outcome:
             return False
         meaning = (record.meaning or "") if isinstance(record, Failed) else ""
-        return self.says is None or any(fnmatchcase(told, self.says) for told in (what_happened(record), meaning))
+        return self.says is None or any(fnmatchcase(text, self.says) for text in (what_happened(record), meaning))
 
     def excess(self, record: Failed | Errored | Ended) -> str:
         """Return by what an expected failure exceeds the entry's bound; empty if it does not."""

@@ -133,12 +133,12 @@ class ExamineProviders(_Message):
 
 
 class SurveyFamily(_Message):
-    """Report all backends of a ``family`` that may run on ``device``, except the first ``told``."""
+    """Report all backends of a ``family`` that may run on ``device``, except the first ``skipped``."""
 
     kind: Literal["survey_family"] = "survey_family"
     family: str
     device: str
-    told: int
+    skipped: int
 
 
 class Surveyed(_Message):

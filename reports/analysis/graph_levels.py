@@ -90,12 +90,12 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
     notes: dict[tuple[str, GraphLevels], dict[str, None]] = {}
     for record in records:
-        if (told := graph_of(record)) is not None:
-            broken = broken_probe(told)
-            alike = told.model_copy(update={"probes": () if broken is None else (broken,)})
+        if (graph := graph_of(record)) is not None:
+            broken = broken_probe(graph)
+            alike = graph.model_copy(update={"probes": () if broken is None else (broken,)})
             group = (record.backend, without_reasons(_without_notes(alike)))
-            groups.setdefault(group, {}).setdefault(told.model_copy(update={"notes": ()}), {})[record.case] = None
-            notes.setdefault(group, {}).update(dict.fromkeys(notes_of(told)))
+            groups.setdefault(group, {}).setdefault(graph.model_copy(update={"notes": ()}), {})[record.case] = None
+            notes.setdefault(group, {}).update(dict.fromkeys(notes_of(graph)))
     rows = [_row(backend, members, tuple(notes[backend, key])) for (backend, key), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
     rows.sort(key=lambda row: (order.index(row.backend), -row.cases))

@@ -120,8 +120,8 @@ class SupportRow:
             )
             if count
         ]
-        told = "; ".join(words) or "not examined"
-        return told if asked else f"{'declared' if self.is_declared else 'not declared'}: {told}"
+        counts = "; ".join(words) or "not examined"
+        return counts if asked else f"{'declared' if self.is_declared else 'not declared'}: {counts}"
 
 
 @dataclass(frozen=True)

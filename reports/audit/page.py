@@ -137,8 +137,8 @@ def _cell(feature: AuditedFeature) -> str:
     if not (feature.declared or feature.measured):
         return "-"
     if feature.column in (*FEATURES, *UNASKED):
-        told = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_ASKED]
-        return f"{_declared(feature)}: {told[0]}" if feature.declared else "-"
+        shown = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_ASKED]
+        return f"{_declared(feature)}: {shown[0]}" if feature.declared else "-"
     exact = {value for value in feature.declared if re.fullmatch(r"\w+", value) and value != "any"}
     known = {each.value: each for each in feature.measured}
     groups: dict[str, list[str]] = {}

@@ -63,8 +63,8 @@ def another_device(base: Environment, new: Environment) -> str:
     if "cpu" in (base.device, new.device):
         names += ["cpu", "cores"]
     changed = [(getattr(base, name), getattr(new, name)) for name in names]
-    told = dict.fromkeys(f"{_words(was)} and {_words(now)}" for was, now in changed if was != now)
-    return f"another device: {', '.join(told)}" if told else ""
+    devices = dict.fromkeys(f"{_words(was)} and {_words(now)}" for was, now in changed if was != now)
+    return f"another device: {', '.join(devices)}" if devices else ""
 
 
 def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:
@@ -168,5 +168,5 @@ def _common_shift(changes: Sequence[SpeedChange]) -> list[str]:
     if abs(middle - 1) < COMMON_SHIFT or alike < MOST * len(ratios):
         return []
     way = "longer" if middle > 1 else "shorter"
-    told = f"{alike} of {len(ratios)} times are {way} in NEW, whatever the backend, by {abs(middle - 1):.1%}"
-    return [f"{told} in the middle: the machine may be the reason, not a kernel; time both in one run to find out"]
+    shift = f"{alike} of {len(ratios)} times are {way} in NEW, whatever the backend, by {abs(middle - 1):.1%}"
+    return [f"{shift} in the middle: the machine may be the reason, not a kernel; time both in one run to find out"]

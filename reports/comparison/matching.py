@@ -119,22 +119,22 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
     )
 
 
-def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, str]:
+def _match_backends(base: Run, new: Run, named: Mapping[str, str]) -> dict[str, str]:
     """Return names in BASE and NEW, in the order of BASE."""
     names = [info.name for info in base.header.backends]
     names_anew = [info.name for info in new.header.backends]
-    for one, other in told.items():
+    for one, other in named.items():
         if one not in names:
             raise UnknownNameError(f"backend of {base.path}", one, names)
         if other not in names_anew:
             raise UnknownNameError(f"backend of {new.path}", other, names_anew)
     if is_one_file(base, new):
-        if not told:
+        if not named:
             raise QuestionError(f"{base.path} is BASE and NEW; --match OLD=NEW names the backends to compare")
-        return dict(told)
-    taken = set(told.values())
+        return dict(named)
+    taken = set(named.values())
     by_name = {name: name for name in names if name in names_anew and name not in taken}
-    return {name: told.get(name, name) for name in names if name in told or name in by_name}
+    return {name: named.get(name, name) for name in names if name in named or name in by_name}
 
 
 def is_one_file(base: Run, new: Run) -> bool:

@@ -106,14 +106,14 @@ def _change_of_levels(before: Record, after: Record) -> tuple[OutcomeChangeKind,
     was, now = graph_of(before), graph_of(after)
     if was is None or now is None or (was.declared, was.measured) == (now.declared, now.measured):
         return None
-    told = [
+    changes = [
         f"{name} level {_level(one)} -> {_level(other)}"
         for name, one, other in (("measured", was.measured, now.measured), ("declared", was.declared, now.declared))
         if one != other
     ]
     if was.recorder != now.recorder:
-        return "other", f"{'; '.join(told)} (recorder {was.recorder} -> {now.recorder})"
-    return _kind_of_levels(was, now), "; ".join(told)
+        return "other", f"{'; '.join(changes)} (recorder {was.recorder} -> {now.recorder})"
+    return _kind_of_levels(was, now), "; ".join(changes)
 
 
 def _kind_of_levels(was: GraphLevels, now: GraphLevels) -> OutcomeChangeKind:

@@ -72,14 +72,14 @@ def failures(run: RunValues, *, whole: bool) -> list[Block]:
     """Return the findings that fail the run, and the failing functions of providers."""
     if not whole:
         return [*_few_findings(run), *_few_functions(run)]
-    told = failure_blocks(run)
-    return [Heading(2, "Findings"), *(block for blocks in told for block in blocks)] if told else []
+    found = failure_blocks(run)
+    return [Heading(2, "Findings"), *(block for blocks in found for block in blocks)] if found else []
 
 
 def failure_blocks(run: RunValues) -> list[list[Block]]:
     """Return the blocks of each finding that fails the run, and of each failing function, whole."""
-    told = [_whole_finding(finding, run) for finding in _failing(run)]
-    return told + [_whole_function(record, run.header) for record in _failing_functions(run)]
+    findings = [_whole_finding(finding, run) for finding in _failing(run)]
+    return findings + [_whole_function(record, run.header) for record in _failing_functions(run)]
 
 
 def _failing(run: RunValues) -> list[Finding]:
@@ -94,8 +94,8 @@ def expected(run: RunValues, *, whole: bool) -> list[Block]:
     """Return the expected findings: one record a check and the number of others, or in brief one line each."""
     found = [finding for finding in run.found.findings if finding.is_expected]
     if whole:
-        told = [block for finding in found for block in _whole_expected(finding)]
-        return [Heading(2, "Expected findings"), *told] if told else []
+        blocks = [block for finding in found for block in _whole_expected(finding)]
+        return [Heading(2, "Expected findings"), *blocks] if blocks else []
     lines = [
         Item(f"expected: {phrases.one_line(f'{each.backend}: {phrases.extent(each)}: {each.title}')}")
         for each in found[:SHOWN_EXPECTED]
@@ -114,32 +114,32 @@ def _few_findings(run: RunValues) -> list[Block]:
         place[finding.backend] += 1
         numbered.append((place[finding.backend], finding))
     numbered.sort(key=lambda each: each[0])
-    told: list[Block] = []
+    shown: list[Block] = []
     others = []
     for number, finding in numbered[: SHOWN_FINDINGS + LISTED_FINDINGS]:
         title = f"finding {number} of {total[finding.backend]}"
-        if len(told) < SHOWN_FINDINGS:
+        if len(shown) < SHOWN_FINDINGS:
             stated = (finding.title, f"likely cause: {finding.title}")
             story = story_items(finding.example, run.header, most_details=SHOWN_DETAILS)
             story = tuple(item for item in story if item.text not in stated)
-            told.append(
+            shown.append(
                 Items(tuple(_facts(finding, run, story)), (Span(title, colour="red"), f", {_heading(finding)}"))
             )
         else:
             text = (Span(title, colour="red"), f", {_heading(finding)}: {phrases.extent(finding)}")
             others.append(Item(text, (_repeat(finding.example, run.header),)))
-    others += _more(len(numbered) - len(told) - len(others), "more finding", run)
-    return [*told, Items(tuple(others))] if others else told
+    others += _more(len(numbered) - len(shown) - len(others), "more finding", run)
+    return [*shown, Items(tuple(others))] if others else shown
 
 
 def _few_functions(run: RunValues) -> list[Block]:
     found = _failing_functions(run)
-    told: list[Block] = []
+    shown: list[Block] = []
     for record in found[:SHOWN_FUNCTIONS]:
         who = f"  {phrases.one_line(record.backend)}  {phrases.one_line(record.case_id)}"
-        told.append(Items(story_items(record, run.header), (Span(record.outcome, colour="red"), who)))
-    more = _more(len(found) - len(told), "more function", run)
-    return [*told, Items(tuple(more))] if more else told
+        shown.append(Items(story_items(record, run.header), (Span(record.outcome, colour="red"), who)))
+    more = _more(len(found) - len(shown), "more function", run)
+    return [*shown, Items(tuple(more))] if more else shown
 
 
 def _more(count: int, noun: str, run: RunValues) -> list[Item]:
@@ -231,13 +231,13 @@ def story_items(
         lines += died_at(record.output)
         lines += [f"in {phrases.one_line(frame)}" for frame in native_frames(record.native_stack)]
     # Paths stay unbroken, so that they can be copied.
-    told = [Item(line, is_whole=line.startswith("File ")) for line in lines]
+    items = [Item(line, is_whole=line.startswith("File ")) for line in lines]
     words = last_words(record.output) if isinstance(record, Ended | Failed | Errored) else ()
     shown = tuple(Item(phrases.cut(phrases.one_line(word), PRINTED_WIDTH)) for word in words)
-    told += [Item("printed last:", shown)] if shown else []
-    told.append(_repeat(record, header))
+    items += [Item("printed last:", shown)] if shown else []
+    items.append(_repeat(record, header))
     sanitizer = sanitizer_command(record, header)
-    return (*told, *([Item(f"or: {sanitizer}", is_whole=True)] if sanitizer else []))
+    return (*items, *([Item(f"or: {sanitizer}", is_whole=True)] if sanitizer else []))
 
 
 def _repeat(record: Record, header: RunHeader | None) -> Item:

@@ -54,8 +54,8 @@ def support_blocks(header: RunHeader, backends: Sequence[str], rows: Sequence[Su
         about = "The values that the cases had, each with how many cases were right. A word precedes other values."
         values = _values(forms)
         keys = list(dict.fromkeys(key for key, _ in values))
-        told = {place: tuple(_cell(by_verdict)) for place, by_verdict in values.items()}
-        blocks += [Heading(2, "Sizes and forms"), Paragraph(about), _by_backend("", keys, told, backends)]
+        by_place = {place: tuple(_cell(by_verdict)) for place, by_verdict in values.items()}
+        blocks += [Heading(2, "Sizes and forms"), Paragraph(about), _by_backend("", keys, by_place, backends)]
     return blocks
 
 
@@ -77,9 +77,9 @@ def _values(rows: Sequence[SupportRow]) -> dict[tuple[str, str], dict[SupportVer
 
 def _cell(values: Mapping[SupportVerdict, Sequence[SupportRow]]) -> Iterator[Span | str]:
     """Yield the values of each verdict, with how many cases were right."""
-    told = [verdict for verdict in _VERDICTS if verdict in values]
-    for verdict in told:
-        yield "; " if verdict is not told[0] else ""
+    shown = [verdict for verdict in _VERDICTS if verdict in values]
+    for verdict in shown:
+        yield "; " if verdict is not shown[0] else ""
         word, rows = _VERDICTS[verdict], sorted(values[verdict], key=lambda row: by_size(row.value))
         text = ", ".join(map(_counted, rows))
         yield from (word, f": {text}") if word.text else (text,)

@@ -17,8 +17,8 @@ MAX_ANNOTATIONS = 10
 def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = "", line: int | None = None) -> str:
     """Return ``::kind file=...,line=...,title=...::message``, without its newline."""
     named = {"file": one_line(file), "line": str(line or ""), "title": one_line(title)}
-    told = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
-    return f"::{kind} {told}::{_data(printable(message))}"
+    properties = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
+    return f"::{kind} {properties}::{_data(printable(message))}"
 
 
 def as_shown(commands: Sequence[str], kind: AnnotationKind) -> Sequence[str]:

@@ -105,8 +105,8 @@ def budget_chart(name: str, uses: Sequence[BudgetUse]) -> "Markup":
                 color=BAD if use.worst > 1 else MUTED,
             )
 
-    told = "; ".join(f"{names[use.backend]}: worst {phrases.budgets(use.worst)}" for use in uses)
-    return chart(name, f"Error divided by the allowed error. {told}", WIDTH, 64 + ROW * len(uses), draw)
+    largest = "; ".join(f"{names[use.backend]}: worst {phrases.budgets(use.worst)}" for use in uses)
+    return chart(name, f"Error divided by the allowed error. {largest}", WIDTH, 64 + ROW * len(uses), draw)
 
 
 def _dots(shares: Sequence[float], low: float, high: float) -> Iterator[tuple[float, float]]:

@@ -115,7 +115,7 @@ def _change_chart(name: str, changes: Sequence[SpeedChange]) -> "Markup":
                 axes.hlines(row, change.low, change.high, color=color, linewidth=1.6, alpha=0.6)
             axes.scatter([change.ratio], [row], s=size, c=color, marker=marker, linewidths=1.4 if marker == "|" else 0)
 
-    told = "; ".join(
+    ratios = "; ".join(
         f"{name}: {change.ratio:.2f}, {change.verdict}" for name, change in zip(names, changes, strict=True)
     )
-    return chart(name, f"Ratios of times. {told}", WIDTH, 54 + ROW * len(changes), draw)
+    return chart(name, f"Ratios of times. {ratios}", WIDTH, 54 + ROW * len(changes), draw)

@@ -96,10 +96,10 @@ def page_data(runs: Sequence[RunValues], names: Sequence[str]) -> str:
         for case in cases:
             claims = pools["needs"].number(", ".join(sorted(case.false)))
             groups[index, case.backend, case.case][5:7] = [pools["texts"].number(case.count), claims]
-        told = need_answers(known_needs(run.records, run.header), run.found, cases, run.header)
+        results = need_answers(known_needs(run.records, run.header), run.found, cases, run.header)
         answers += [
             [index, pools["backends"].number(backend), need, *map(pools["texts"].number, (each.standing, each.words))]
-            for (backend, need), each in told.items()
+            for (backend, need), each in results.items()
         ]
     described = [
         [index, pools["suites"].number(case.suite), case.id, pools["texts"].number(case.shape), case.description]
@@ -153,30 +153,30 @@ def _speed_rows(index: int, found: Sequence[Speed], pools: Mapping[str, _Pool]) 
 
 def _body(record: Record) -> Json:
     """Return the fields that only this kind of record has, without empty ones."""
-    told: Json = {"graph": _graph(record), "timing": _timing(timing_of(record))}
-    told["share"] = _figure(budget_share(record))
+    body: Json = {"graph": _graph(record), "timing": _timing(timing_of(record))}
+    body["share"] = _figure(budget_share(record))
     match record:
         case Passed():
-            told |= {"notes": record.notes, "figures": _figures(record.figures)}
+            body |= {"notes": record.notes, "figures": _figures(record.figures)}
         case Failed():
-            told |= {
+            body |= {
                 "what": phrases.what_happened(record),
                 "meaning": record.meaning,
                 "details": record.details,
                 "figures": _figures(record.figures),
             }
         case Errored():
-            told |= {"what": phrases.what_happened(record), "trail": record.traceback}
-            told |= {} if record.message in record.traceback else {"message": record.message}
+            body |= {"what": phrases.what_happened(record), "trail": record.traceback}
+            body |= {} if record.message in record.traceback else {"message": record.message}
         case Crashed() | TimedOut():
-            told |= {"what": phrases.what_happened(record), "trail": record.output + record.native_stack}
+            body |= {"what": phrases.what_happened(record), "trail": record.output + record.native_stack}
         case Unsupported() | Unavailable():
-            told |= {"reasons": record.reasons, "by": record.by if isinstance(record, Unsupported) else ""}
+            body |= {"reasons": record.reasons, "by": record.by if isinstance(record, Unsupported) else ""}
         case XFailed():
-            told |= {"what": f"{record.underlying}: {record.summary}", "expected": record.reason}
+            body |= {"what": f"{record.underlying}: {record.summary}", "expected": record.reason}
         case XPassed():
-            told |= {"what": phrases.what_happened(record)}
-    return {name: value for name, value in told.items() if value not in (None, "", (), {})}
+            body |= {"what": phrases.what_happened(record)}
+    return {name: value for name, value in body.items() if value not in (None, "", (), {})}
 
 
 def _graph(record: Record) -> Json | None:

@@ -87,7 +87,7 @@ class RunView:
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
         """The sections with content: the name in links, and the heading."""
-        told = (
+        found = (
             ("answer", "Verdicts", self.answers or self.run.silent),
             ("findings", "Findings", self.findings or self.run.errors),
             ("checks", "Checks", self.answers),
@@ -100,7 +100,7 @@ class RunView:
             ("gaps", "Not examined", self.run.summary.gaps),
             ("circumstances", "Circumstances", True),
         )
-        return tuple((anchor, title) for anchor, title, is_told in told if is_told)
+        return tuple((anchor, title) for anchor, title, is_shown in found if is_shown)
 
 
 def run_view(run: RunValues, key: str, name: str) -> RunView:
@@ -109,7 +109,7 @@ def run_view(run: RunValues, key: str, name: str) -> RunView:
     verdict, _, counts = run.closing().partition(": ")
     levels, uses = found.levels, budget_uses(run.records)
     examined = [each for each in found.verdicts if each.verdict != "not examined"]
-    told = tuple(sorted(examined, key=lambda each: each.verdict == "failed"))
+    right_first = tuple(sorted(examined, key=lambda each: each.verdict == "failed"))
     features = {info.name: info.features for info in run.header.backends}
     declared = {each.backend: features.get(each.backend, ()) for each in examined}
     right = {each.backend for each in examined if each.verdict == "passed"}
@@ -121,9 +121,9 @@ def run_view(run: RunValues, key: str, name: str) -> RunView:
         name=name,
         verdict=verdict,
         counts=counts,
-        answers=told,
+        answers=right_first,
         fastest=tuple((each, min(each.means, key=each.means.__getitem__)) for each in tables if len(each.means) > 1),
-        coverages={each.backend: _coverage(run, each.backend) for each in told},
+        coverages={each.backend: _coverage(run, each.backend) for each in right_first},
         needs=needs,
         needed_forms=_values_by_key(needs),
         support=support_matrix(found.support, declared, levels),

@@ -53,8 +53,8 @@ def length_chart(name: str, panel: LengthPanel, looks: Mapping[str, SeriesStyle]
             axes.annotate("roofline", best[0], xytext=(6, -4), textcoords="offset points", va="top", color=INK)
         _say_units(axes, bytes_, time)
 
-    told = f"Latency over least bytes to move. {panel.title}, {panel.about}. " + _medians(by_backend)
-    return chart(name, told, WIDTH, HEIGHT, draw)
+    description = f"Latency over least bytes to move. {panel.title}, {panel.about}. " + _medians(by_backend)
+    return chart(name, description, WIDTH, HEIGHT, draw)
 
 
 def roofline_charts(name: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> dict[str, "Markup"]:
@@ -126,8 +126,8 @@ def _roofline(name: str, dtype: str, speeds: Sequence[Speed], looks: Mapping[str
         axes.set_ylim(min(y for _, y in reached) / 2, product * 2.5)
         _say_units(axes, digits, rate)
 
-    told = f"Roofline, {dtype}: copy {bytes_(copy)}/s, matmul {rate(product)}"
-    return chart(name, told, WIDTH, HEIGHT, draw)
+    description = f"Roofline, {dtype}: copy {bytes_(copy)}/s, matmul {rate(product)}"
+    return chart(name, description, WIDTH, HEIGHT, draw)
 
 
 def _log_axes(figure: "Figure", x: str, y: str) -> "Axes":

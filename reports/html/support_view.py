@@ -132,11 +132,11 @@ def _graph_cell(backend: str, levels: Sequence[LevelRow]) -> FeatureCell | None:
     if not own:
         return None
     short = [row for row in own if row.falls_short]
-    told = (short or own)[0]
+    shown = (short or own)[0]
     unknown = all(row.graph.measured is None for row in own)
     sign = SIGNS["short" if short else "unproven" if unknown else "right"]
-    words = f"declared {told.graph.declared}, measured {measured_level(told.graph.measured)}"
-    return FeatureCell(sign, _LEVELS[told.proven], words)
+    words = f"declared {shown.graph.declared}, measured {measured_level(shown.graph.measured)}"
+    return FeatureCell(sign, _LEVELS[shown.proven], words)
 
 
 def _values(rows: Sequence[SupportRow]) -> tuple[FormValues, ...]:

@@ -62,9 +62,9 @@ def _inline(text: Text, code: Callable[[str], str] = markup.code) -> str:
     """Return a line; bold spans that follow each other are one."""
     parts = []
     for is_bold, members in groupby(spans(text), lambda span: span.is_bold):
-        told = "".join(
+        part = "".join(
             "<br>" if span is BREAK else code(span.text) if span.is_code else markup.escaped_part(span.text)
             for span in members
         )
-        parts.append(f"**{told}**" if is_bold and told else told)
+        parts.append(f"**{part}**" if is_bold and part else part)
     return "".join(parts).strip()

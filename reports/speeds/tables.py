@@ -161,9 +161,9 @@ def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
 
 def without_empty_columns(table: SpeedTable) -> SpeedTable:
     """Return the table without the columns that are empty in every row."""
-    told = [index for index, _ in enumerate(table.headings) if any(row[index] != NOTHING for row in table.rows)]
-    headings = tuple(table.headings[index] for index in told)
-    return replace(table, headings=headings, rows=tuple(tuple(row[index] for index in told) for row in table.rows))
+    kept = [index for index, _ in enumerate(table.headings) if any(row[index] != NOTHING for row in table.rows)]
+    headings = tuple(table.headings[index] for index in kept)
+    return replace(table, headings=headings, rows=tuple(tuple(row[index] for index in kept) for row in table.rows))
 
 
 def spread_text(speed: Speed) -> str:

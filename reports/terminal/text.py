@@ -81,8 +81,8 @@ def _table(block: Table, style: Style) -> str:
     rows = _cut(rows, style.width) if block.is_cut else rows
     if block.is_turned:
         return style.turned_table(rows)
-    heading, told = style.table_rows(rows, is_named=block.is_named)
-    return "\n".join([heading, *told] if heading else told)
+    heading, lines = style.table_rows(rows, is_named=block.is_named)
+    return "\n".join([heading, *lines] if heading else lines)
 
 
 def _cut(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:

@@ -25,7 +25,7 @@ class Mine(AttentionBackend):
 
 @dataclass
 class Step:
-    """What ``forward`` is told about a step."""
+    """The values of a step that ``forward`` reads."""
 
     common: CommonAttentionMetadata
 
