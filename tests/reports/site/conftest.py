@@ -51,7 +51,7 @@ def run_file(
                 "started": f"2026-01-{day:02}T00:00:00+00:00",
                 "environment": environment,
                 "backends": (BackendInfo(name=backend, ref=backend, version=version, features=("sliding_window",)),),
-                "checks": ("numerics", "timing"),
+                "checks": ("numerics", "timing", "refusals"),
             }
         )
         path = tmp_path / folder / f"{len(list(tmp_path.rglob('*.jsonl'))):03}.jsonl"

@@ -162,6 +162,20 @@ def test_changes_of_two_runs(visit: Any, site: Path) -> None:
     assert f"base={after}" in page.url
 
 
+def test_the_first_comparison_is_of_one_device(visit: Any, run_file: Any, tmp_path: Path) -> None:
+    devices = ("a gpu", "b gpu", "a gpu")
+    files = [run_file(day, {"a": "passed"}, device=device) for day, device in enumerate(devices, start=1)]
+    page = visit((build(files, tmp_path / "site") / "changes.html").as_uri())
+    chosen = [page.locator(f"[name={name}] option:checked").inner_text() for name in ("base", "new")]
+    assert [text[:16] for text in chosen] == ["2026-01-01 a gpu", "2026-01-03 a gpu"]
+
+
+def test_without_a_need_a_backend_without_a_right_case_is_not_tried(visit: Any, run_file: Any, tmp_path: Path) -> None:
+    refusing = run_file(1, {"a": "passed"}, check="refusals", notes=("refused at forward: no",))
+    page = visit((build([refusing], tmp_path / "site") / "index.html").as_uri())
+    assert found(page) == {STANDINGS["not tried"]: ["Mine"]}
+
+
 def test_hostile_names_are_text(visit: Any, run_file: Any, tmp_path: Path) -> None:
     hostile = run_file(1, {"a": "failed"}, backend=HOSTILE, device=HOSTILE, version=HOSTILE, finding=HOSTILE)
     site = build([hostile, run_file(2, {"a": "passed"}, backend=HOSTILE, device=HOSTILE)], tmp_path / "site")

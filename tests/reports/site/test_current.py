@@ -84,7 +84,15 @@ def test_a_badge_counts_cases_and_findings(run_of: Callable[..., SiteRun]) -> No
     assert badge_text(wrong) == "2 cases, 1 finding"
     (known,) = subjects([run_of(1, {"a": "xfailed", "b": "passed"})])
     assert badge_text(known) == "2 cases, 1 known finding"
-    assert len({re.findall('fill="(#[0-9a-f]{6})"', badge(each))[0] for each in (right, wrong, known)}) == 3
+    (refusing,) = subjects([run_of(1, {"a": "passed"}, check="refusals", notes=("refused at forward: no",))])
+    assert badge_text(refusing) == "0 cases"
+    subjects_by_colour = (right, wrong, known, refusing)
+    assert len({re.findall('fill="(#[0-9a-f]{6})"', badge(each))[0] for each in subjects_by_colour}) == 4
+
+
+def test_an_expected_finding_has_an_example(run_of: Callable[..., SiteRun]) -> None:
+    (subject,) = subjects([run_of(1, {"a": "xfailed"}, summary="4 of 16 rows are wrong")])
+    assert [finding.example for finding, _ in subject.findings] == ["4 of 16 rows are wrong"]
 
 
 def test_file_names_of_different_names_differ() -> None:

@@ -138,6 +138,16 @@ def test_a_device_chunk_has_the_current_results(run_of: Callable[..., SiteRun]) 
     assert chunk["runs"] == [[run.key, run.started, run.digest]]
 
 
+def test_a_backend_without_a_right_case_is_not_called_right(
+    build: Callable[..., Path], run_file: Callable[..., Path]
+) -> None:
+    site = build(run_file(1, {"a": "passed"}, check="refusals", notes=("refused at forward: no",)))
+    for page in (site / "backends.html", *(site / "devices").iterdir()):
+        text = page.read_text(encoding="utf-8")
+        assert '<span class="chip t-none">no declared case</span>' in text
+        assert '<span class="chip t-good">' not in text
+
+
 def test_gpus_come_before_cpus(run_of: Callable[..., SiteRun]) -> None:
     gpu = run_of(1, {"a": "passed"}, device="z gpu")
     cpu = replace(gpu, device="a", capability="")
