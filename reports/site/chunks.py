@@ -34,9 +34,11 @@ def index_chunk(runs: Sequence[SiteRun], subjects: Iterable[Subject]) -> Json:
     """Return what every page with a script needs: the devices, the runs, and the needs that one may select.
 
     ``devices``: ``[name, generation, chunk]``, those with most backends first. ``runs``: ``[key, name, started, device,
-    backends]``, newest first. ``needs``: of every case. ``standings``: headings by standing, best first.
+    backends]``, newest first, with indices into ``backends``. ``needs``: of every case. ``standings``: headings by
+    standing, best first.
     """
     named: dict[str, set[str]] = {}
+    names = _Numbers()
     needs: set[str] = set()
     for subject in subjects:
         named.setdefault(subject.device, set()).add(subject.name)
@@ -48,7 +50,10 @@ def index_chunk(runs: Sequence[SiteRun], subjects: Iterable[Subject]) -> Json:
             [device, generations[device], slug(device)]
             for device in sorted(named, key=lambda device: (generations[device] == "CPU", -len(named[device]), device))
         ],
-        "runs": [[run.key, run.name, run.started, run.device, [each.name for each in run.backends]] for run in runs],
+        "runs": [
+            [run.key, run.name, run.started, run.device, [names[each.name] for each in run.backends]] for run in runs
+        ],
+        "backends": list(names),
         "needs": sorted(needs),
         "standings": dict(STANDINGS),
         "levels": GRAPH_LEVELS,

@@ -23,9 +23,9 @@ function outcomesOf(run, backend) {
 }
 
 function drawForm(index) {
-  const at = addressed(), names = [...new Set(index.runs.flatMap((run) => run[4]))].sort();
+  const at = addressed(), names = [...index.backends].sort();
   const backend = names.includes(at.get("backend")) ? at.get("backend") : names[0];
-  const own = index.runs.filter((run) => run[4].includes(backend))
+  const own = index.runs.filter((run) => run[4].includes(index.backends.indexOf(backend)))
     .map(([key, name, started, device]) => [key, `${started.slice(0, 10)} ${device}: ${name}`, device]);
   const base = own.slice(1).find((run) => run[2] === own[0][2]) || own[1] || own[0];
   form.replaceChildren(
