@@ -188,7 +188,7 @@ def print_simulations(comparisons: int, seed: int) -> None:
             assert tally.found >= 0.95, tally
             assert tally.named <= 0.01, tally
     print(f"{comparisons} comparisons of {CASES} cases, {SLOW} of them {SLOWDOWN:.0%} slower, {ROUNDS} rounds a side\n")
-    print(tabulate([["process medians", "slow ones found", "others named", "others not told"], *rows], "firstrow"))
+    print(tabulate([["process medians", "slow ones found", "others named", "others undecided"], *rows], "firstrow"))
     print(f"\nthe smallest slowdown found in 80 % of tries among {CASES} pairs, by rounds a side\n")
     spreads, rounds = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2), (5, 10, 20, 40, 80)
     level = FAMILY_LEVEL / CASES
@@ -243,7 +243,7 @@ def print_false_alarms(paths: Sequence[str], pairs: int, seed: int) -> None:
         rows.append(_row(f"{base.path} and {new.path}", [list(compare_runs(base, new).speeds)]))
     print(
         tabulate(
-            [["times that differ in nothing", "comparisons", "pairs", "named", "share", "not told"], *rows], "firstrow"
+            [["times that differ in nothing", "comparisons", "pairs", "named", "share", "undecided"], *rows], "firstrow"
         )
     )
 

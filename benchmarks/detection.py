@@ -3,7 +3,7 @@
     python benchmarks/detection.py [-j N] [--output docs/detection.json]
     python benchmarks/detection.py --show docs/detection.json
 
-The wrong backends are the mutants of attncheck's own catalogue, so the figure says what attncheck sees of the faults
+The wrong backends are the mutants of attncheck's own catalogue, so the figure shows what attncheck finds of the faults
 that its authors know. Mutants of metadata utilities are left out, since the other tests run backends alone, and so are
 those of Triton kernels, which a CPU interprets too slowly for batches of that size. The rules and batches of the others
 are those of :mod:`other_tests`. A mutant is examined until a check catches it: first with the check and the case that
@@ -42,14 +42,14 @@ _AT_ONCE = 32
 """Maximum mutants per process. They share the start of the process, and the problems and truths of the cases."""
 
 
-def asked_of_all() -> list[Mutant]:
+def comparable_mutants() -> list[Mutant]:
     """Return the mutants that every compared test can run on a CPU."""
     return [each for each in catalogue() if not each.is_provider and not each.base.startswith("triton")]
 
 
 def measure(jobs: int) -> dict[str, Any]:
     """Return the names of the mutants, those that each way of testing catches, and the seconds each way takes."""
-    mutants = asked_of_all()
+    mutants = comparable_mutants()
     names = [mutant.name for mutant in mutants]
     began = time.monotonic()
     smoke = _caught(mutants, [], jobs)
@@ -139,13 +139,13 @@ def _found_in(refs: Sequence[str]) -> dict[str, set[str]]:
     return {refs[0]: found}
 
 
-def _in_a_process(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[str]]:
+def _in_a_process(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str]]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_try_others, refs, asked).result()
+        return process.submit(_try_others, refs, wanted).result()
 
 
-def _try_others(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[str]]:
-    """Return, by mutant, the projects in ``asked`` whose tests find it; mutants that cannot be loaded are left out."""
+def _try_others(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str]]:
+    """Return, by mutant, the projects in ``wanted`` whose tests find it; mutants that cannot be loaded are left out."""
     import torch
     from other_tests import other_tests
 
@@ -165,7 +165,7 @@ def _try_others(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[str]
             continue
         projects: set[str] = set()
         for test in tests:
-            if test.project in asked and test.project not in projects and test.finds(backend.backend):
+            if test.project in wanted and test.project not in projects and test.finds(backend.backend):
                 projects.add(test.project)
         found[ref] = projects
     return found

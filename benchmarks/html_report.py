@@ -3,7 +3,7 @@
     python benchmarks/html_report.py RUN [--records 10000] [--samples 200] [--rounds 10]
 
 RUN is a run file without times, such as those under docs/evidence. Its records are repeated under other ids until there
-are as many as asked for, half of which are then times: of each case and backend in every round, with that many samples.
+are ``--records``. Half of them are times, of each case and backend in every round, with ``--samples`` samples.
 The file is written, and a fresh process reads and renders it as `attncheck report --format html` does. Prints the wall
 time and the size, and fails where it took five seconds or more.
 """
@@ -36,15 +36,15 @@ def repeated(run: Run, count: int) -> Iterator[Record]:
 def timed(run: Run, count: int, rounds: int, samples: int) -> Iterator[Record]:
     """Yield ``count`` records with timings, ``rounds`` for each pair of case and backend."""
     luck = random.Random(0)  # noqa: S311
-    asked = list({(r.backend, r.case): r for r in run.records if isinstance(r, Passed)}.values())
+    passed = list({(r.backend, r.case): r for r in run.records if isinstance(r, Passed)}.values())
     for index in range(count):
-        turn, place = divmod(index // rounds, len(asked))
-        record = asked[place]
+        turn, place = divmod(index // rounds, len(passed))
+        record = passed[place]
         case_id = f"{record.case_id}.{turn}" if turn else record.case_id
         size = 2 ** (10 + place % 12)
         parts = tuple(latency(luck, part, size, samples) for part in ("forward", "build"))
-        told = {"case_id": case_id, "check": TIMING, "round": index % rounds, "figures": {}, "notes": (), "graph": None}
-        yield record.model_copy(update={**told, "timing": Timing(latencies=parts, ceilings=CEILINGS)})
+        new = {"case_id": case_id, "check": TIMING, "round": index % rounds, "figures": {}, "notes": (), "graph": None}
+        yield record.model_copy(update={**new, "timing": Timing(latencies=parts, ceilings=CEILINGS)})
 
 
 def latency(luck: random.Random, part: StepPart, size: int, samples: int) -> Latency:
@@ -71,21 +71,21 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
-    asked = parser.parse_args()
-    run = read_run(asked.run)
-    header = run.header.model_copy(update={"checks": (*run.header.checks, TIMING), "rounds": asked.rounds})
-    half = asked.records // 2
+    options = parser.parse_args()
+    run = read_run(options.run)
+    header = run.header.model_copy(update={"checks": (*run.header.checks, TIMING), "rounds": options.rounds})
+    half = options.records // 2
     with tempfile.TemporaryDirectory() as folder:
         file, page = Path(folder) / "run.jsonl", Path(folder) / "report.html"
         with RunWriter(file, header) as writer:
-            for record in (*repeated(run, asked.records - half), *timed(run, half, asked.rounds, asked.samples)):
+            for record in (*repeated(run, options.records - half), *timed(run, half, options.rounds, options.samples)):
                 writer.add(record)
         words = [sys.executable, "-m", "attncheck", "report", str(file), "--format", "html", "--output", str(page)]
         start = time.perf_counter()
         subprocess.run(words, check=True)
         seconds = time.perf_counter() - start
         print(
-            f"{asked.records} records, {file.stat().st_size / 1e6:.1f} MB: {seconds:.2f} s, "
+            f"{options.records} records, {file.stat().st_size / 1e6:.1f} MB: {seconds:.2f} s, "
             f"page of {page.stat().st_size / 1e6:.1f} MB"
         )
     assert seconds < SECONDS, f"took {seconds:.2f} s, and is to take less than {SECONDS:g} s"

@@ -23,7 +23,7 @@ from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.ray_actor import Examined
 from attncheck.harness.workers.ray_cluster import Answer, Node
 from attncheck.harness.workers.ray_executor import RayExecutor
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Passed, Record, format_line
 from attncheck.reports.run_file.store import RunWriter
@@ -53,9 +53,9 @@ class MadeUpNodes:
         self._answers = [(node, None) for node in others]
         return first
 
-    def ask(self, node: Node, asked: Asked) -> None:
-        """Prepare the answer to ``asked``, which :meth:`wait` returns."""
-        lines = tuple(line.replace(b"ID", asked.case.id.encode()) for line in self._template)
+    def send(self, node: Node, question: BackendQuestion) -> None:
+        """Prepare the answer to ``question``, which :meth:`wait` returns."""
+        lines = tuple(line.replace(b"ID", question.case.id.encode()) for line in self._template)
         self._answers.append((node, Examined(lines)))
 
     def wait(self) -> list[tuple[Node, Answer]]:

@@ -210,7 +210,7 @@ def _lengths(definition: _Definition, workload: _Workload, root: Path, page: int
     kv = _indptr("kv_indptr", workload, root)
     if definition.op_type != "gqa_ragged" and page > 1:
         if "kv_last_page_len" not in workload.inputs:
-            raise _unread(f"without kv_last_page_len, pages of {page} tokens do not tell lengths")
+            raise _unread(f"without kv_last_page_len, pages of {page} tokens do not determine lengths")
         last = _integers("kv_last_page_len", workload, root)
         if len(last) < len(kv):
             raise _unread(f"kv_last_page_len has {len(last)} entries for {len(kv)} requests")

@@ -133,17 +133,17 @@ def _first_bad(segment: str) -> int:
 
 
 def _format_segment(request: RequestSpec) -> str:
-    for name, says in (("encoder_len", request.encoder_len is not None), ("shared_prefix", request.shared_prefix != 0)):
-        if says:
+    for name, used in (("encoder_len", request.encoder_len is not None), ("shared_prefix", request.shared_prefix != 0)):
+        if used:
             raise SpecError(
-                "a batch string cannot say this",
+                "a batch string cannot express this",
                 field=name,
                 value=getattr(request, name),
                 allowed="use the list form",
             )
     if request.context_len < 0:
         raise SpecError(
-            f"a batch string cannot say that {request.query_len} new tokens exceed the total",
+            f"a batch string cannot express {request.query_len} new tokens that exceed the total",
             field="seq_len",
             value=request.total_len,
             allowed="use the list form",

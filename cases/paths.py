@@ -124,7 +124,7 @@ def _check_tree(batch: BatchSpec, parents: tuple[int, ...]) -> None:
     depths = _depths(parents)
     if depths != sorted(depths):
         raise SpecError(
-            f"the rows stand at depths {depths}",
+            f"the rows have the depths {depths}",
             field="path.tree.parents",
             value=parents,
             allowed="list the rows by depth, as engines lay their trees out",

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from attncheck.cases.case_keys import INPUTS
 from attncheck.cases.company_keys import DIFFERENT_KEYS
 from attncheck.cases.model import Tolerance
-from attncheck.cases.suite_file import ASKED_KEYS
+from attncheck.cases.suite_file import SETTABLE_KEYS
 from attncheck.reference.spec import (
     BACKEND_CHECKS,
     PATH_OPTIONS,
@@ -52,7 +52,7 @@ def json_schema() -> _Schema:
     definitions: _Schema = _tidy(generated["$defs"])
     definitions["Batch"] = _batch()
     definitions["Path"] = _path()
-    asked: _Schema = {
+    settable: _Schema = {
         "layer": _ref("LayerSpec"),
         "cache": _ref("CacheSpec"),
         "batch": _ref("Batch"),
@@ -80,8 +80,8 @@ def json_schema() -> _Schema:
             "exclusiveMinimum": 0,
             "description": "how often the case occurred in recorded traffic; its times are weighted by it",
         },
-        **asked,
-        "matrix": _matrix(definitions, asked),
+        **settable,
+        "matrix": _matrix(definitions, settable),
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -91,7 +91,7 @@ def json_schema() -> _Schema:
         "properties": {
             "suite": _NAME | {"description": "name of the suite"},
             "description": {"type": "string"},
-            "defaults": _mapping(asked) | {"description": "values that every case starts from"},
+            "defaults": _mapping(settable) | {"description": "values that every case starts from"},
             "cases": {"type": "array", "minItems": 1, "items": _mapping(case)},
         },
         "$defs": definitions,
@@ -130,13 +130,13 @@ def _path() -> _Schema:
     return {"anyOf": [named, _mapping(with_options) | {"maxProperties": 1}], "description": described}
 
 
-def _matrix(definitions: _Schema, asked: _Schema) -> _Schema:
+def _matrix(definitions: _Schema, settable: _Schema) -> _Schema:
     """Return the schema of a matrix: known axes with their values, for completion, and deeper ones by pattern."""
 
     def axis(schema: _Schema) -> _Schema:
         return {"type": "array", "minItems": 1, "items": schema}
 
-    axes = {key: axis(schema) for key, schema in asked.items()}
+    axes = {key: axis(schema) for key, schema in settable.items()}
     for key, kind in (("layer", "LayerSpec"), ("cache", "CacheSpec")):
         axes |= {f"{key}.{name}": axis(schema) for name, schema in definitions[kind]["properties"].items()}
     return {
@@ -144,7 +144,7 @@ def _matrix(definitions: _Schema, asked: _Schema) -> _Schema:
         "minProperties": 1,
         "additionalProperties": False,
         "properties": axes,
-        "patternProperties": {f"^({'|'.join(ASKED_KEYS)})\\.[^.]+\\.[^.]+": axis({}), "^batch\\.[^.]+$": axis({})},
+        "patternProperties": {f"^({'|'.join(SETTABLE_KEYS)})\\.[^.]+\\.[^.]+": axis({}), "^batch\\.[^.]+$": axis({})},
         "description": "axes by dotted key; the case runs once for every combination of their values",
     }
 

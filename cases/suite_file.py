@@ -25,9 +25,9 @@ MAX_CONTENT = 5_000_000
 """Most content of these cases: the number of values, plus half of the characters of strings."""
 
 FILE_KEYS = ("suite", "description", "defaults", "cases")
-ASKED_KEYS = ("layer", "cache", "batch", "path", "after", "layers", "checks", "tolerance", "inputs", "strides")
+SETTABLE_KEYS = ("layer", "cache", "batch", "path", "after", "layers", "checks", "tolerance", "inputs", "strides")
 """Keys that defaults and matrices may set."""
-CASE_KEYS = ("id", "description", "weight", *ASKED_KEYS, "matrix")
+CASE_KEYS = ("id", "description", "weight", *SETTABLE_KEYS, "matrix")
 
 _MERGED_KEYS = ("layer", "cache")
 _ID = re.compile(r"[A-Za-z0-9_.-]+")
@@ -57,7 +57,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     defaults = root.entries.get("defaults", Table(root.place, {}, {}))
     if not isinstance(defaults, Table):
         raise _not_a("mapping", "defaults", defaults)
-    known_keys(defaults, ASKED_KEYS, "defaults")
+    known_keys(defaults, SETTABLE_KEYS, "defaults")
     own = defaults
     for key, value in over.entries.items() if over is not None else ():
         defaults = put(defaults, (key,), value, value.place, merging=True)
@@ -148,7 +148,7 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
     place = item.entries["id"].place
     name = _identifier(item.entries["id"], "id")
     laid = defaults
-    for key in ASKED_KEYS:
+    for key in SETTABLE_KEYS:
         if key in item.entries:
             laid = put(laid, (key,), item.entries[key], item.names[key], merging=key in _MERGED_KEYS)
     axes = _read_matrix(item.entries["matrix"]) if "matrix" in item.entries else ()
@@ -196,8 +196,8 @@ def _read_matrix(tree: Tree) -> tuple[_Axis, ...]:
     for key, values in tree.entries.items():
         place = tree.names[key]
         path = tuple(key.split("."))
-        if path[0] not in ASKED_KEYS or "" in path:
-            allowed = f"an axis is a dotted key below {', '.join(ASKED_KEYS)}, such as layer.dtype"
+        if path[0] not in SETTABLE_KEYS or "" in path:
+            allowed = f"an axis is a dotted key below {', '.join(SETTABLE_KEYS)}, such as layer.dtype"
             raise place.fault("a matrix cannot set this key", value=key[:60], allowed=allowed)
         if not isinstance(values, Items) or not values.items:
             raise _not_a("list of values", f"the axis {key[:60]}", values)

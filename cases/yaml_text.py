@@ -44,22 +44,22 @@ def _text(document: Mapping[str, Any]) -> str:
 
 
 def _entry(case: Case) -> dict[str, Any]:
-    asked = question(case)
-    path: Any = asked.get("path", {}).get("name")
-    if path is not None and "options" in asked["path"]:
-        path = {path: asked["path"]["options"]}
+    fields = question(case)
+    path: Any = fields.get("path", {}).get("name")
+    if path is not None and "options" in fields["path"]:
+        path = {path: fields["path"]["options"]}
     tolerance = case.tolerance and {"factor": case.tolerance.factor, "reason": case.tolerance.reason}
     entry = {
         "id": case.id,
         "description": case.description,
         "weight": case.weight,
-        "layer": asked["layer"],
-        "cache": asked.get("cache"),
+        "layer": fields["layer"],
+        "cache": fields.get("cache"),
         "path": path,
-        "batch": _batch_keys(asked),
-        "after": [_batch_keys(batch) for batch in asked.get("after", ())],
+        "batch": _batch_keys(fields),
+        "after": [_batch_keys(batch) for batch in fields.get("after", ())],
         "layers": [differences(layer, case.layer) for layer in case.layers],
-        "strides": asked.get("strides"),
+        "strides": fields.get("strides"),
         "checks": list(case.checks or ()),
         "tolerance": tolerance,
     }
@@ -68,9 +68,9 @@ def _entry(case: Case) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if value not in (None, "", []) or key == "inputs"}
 
 
-def _batch_keys(asked: Mapping[str, Any]) -> Any:
-    around = {key: asked[key] for key in ("padding", "block_table") if key in asked}
-    return {"requests": asked["requests"], **around} if around else asked["requests"]
+def _batch_keys(fields: Mapping[str, Any]) -> Any:
+    around = {key: fields[key] for key in ("padding", "block_table") if key in fields}
+    return {"requests": fields["requests"], **around} if around else fields["requests"]
 
 
 def _short_batch(case: Case, batch: Any) -> Any:

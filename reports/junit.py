@@ -62,9 +62,9 @@ def _suites(run: Run, root: str) -> Iterator[ET.Element]:
     for worst in worst_rounds(run.records):
         groups.setdefault((worst.record.suite, worst.record.backend), []).append(worst)
     found = {record.key: finding for finding in findings(run.records, run.header) for record in finding.records}
-    for (suite, backend), asked in groups.items():
-        cases = [_case(each, run.header, durations[_test_of(each.record)], latencies, found) for each in asked]
-        if file := backend_file(asked[0].record.backend_ref, root):
+    for (suite, backend), members in groups.items():
+        cases = [_case(each, run.header, durations[_test_of(each.record)], latencies, found) for each in members]
+        if file := backend_file(members[0].record.backend_ref, root):
             for case in cases:
                 case.set("file", _text(file))
         yield _suite(f"{suite}.{backend}", run.header, cases, _properties(run.header, backend))
@@ -97,9 +97,9 @@ def _suite(
         hostname="localhost",  # the value that the schema prescribes for an unknown host
     )
     if properties:
-        parent = ET.SubElement(suite, "properties")
+        element = ET.SubElement(suite, "properties")
         for key, value in properties:
-            ET.SubElement(parent, "property", name=key, value=_text(value))
+            ET.SubElement(element, "property", name=key, value=_text(value))
     suite.extend(cases)
     return suite
 

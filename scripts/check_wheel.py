@@ -61,7 +61,7 @@ class Home:
         pip = [self.tool("python"), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
         for words in installations:
             subprocess.run([*pip, *words], check=True)
-        found = self.ask("python", "-c", "import attncheck; print(attncheck.__file__)")
+        found = self.run("python", "-c", "import attncheck; print(attncheck.__file__)")
         if not found.startswith(str(folder)):
             sys.exit(f"the clean environment is not clean: attncheck is at {found}")
 
@@ -69,7 +69,7 @@ class Home:
         """Return the path of one of its programs."""
         return str(self.folder / "bin" / name)
 
-    def ask(self, program: str, *arguments: str) -> str:
+    def run(self, program: str, *arguments: str) -> str:
         """Run one of its programs and return its standard output; exit with all output if it fails."""
         # Variables such as PYTHONPATH would make the checkout visible.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -83,13 +83,13 @@ class Home:
 def check_without_torch(wheel: Path, scratch: Path, outside: Path) -> None:
     """Install without torch, and run the two commands that must not need it."""
     home = Home(scratch / "without_torch", outside, LIGHT, ["--no-deps", str(wheel)])
-    if (found := home.ask("python", "-c", "import importlib.util as u; print(u.find_spec('torch'))").strip()) != "None":
+    if (found := home.run("python", "-c", "import importlib.util as u; print(u.find_spec('torch'))").strip()) != "None":
         sys.exit(f"the clean environment is not clean: {found}")
-    listed = home.ask("attncheck", "list")
+    listed = home.run("attncheck", "list")
     absent = [path.stem for path in (ROOT / "cases" / "suites").glob("*.yaml") if path.stem not in listed.split()]
     if absent:
         sys.exit(f"`attncheck list` does not name the suites {absent}:\n{listed}")
-    if "properties" not in json.loads(home.ask("attncheck", "schema")):
+    if "properties" not in json.loads(home.run("attncheck", "schema")):
         sys.exit("`attncheck schema` printed no JSON schema")
 
 
@@ -99,16 +99,16 @@ def check_first_steps(wheel: Path, scratch: Path, outside: Path) -> None:
     pages = [ROOT / "docs" / name for name in ("adding-a-backend.md", "backend-classes.md")]
     shown = "".join(page.read_text(encoding="utf-8") for page in pages)
     for kind in WAYS:
-        printed = home.ask("attncheck", "new", "backend", "mine", "--kind", kind, "--output", kind)
+        printed = home.run("attncheck", "new", "backend", "mine", "--kind", kind, "--output", kind)
         written = (outside / kind / "mine.py").read_text(encoding="utf-8")
         if f"```python\n{written}```\n" not in shown:
             sys.exit(f"docs/adding-a-backend.md and its neighbour do not show the {kind} that is written:\n{written}")
         run, test = (shlex.split(line) for line in re.findall(r"^  (.*)$", printed, re.MULTILINE))
-        if "passed: 1 backend, 4 cases" not in (told := home.ask(*run, "--case", "decode*")):
-            sys.exit(f"the {kind} that is written does not pass:\n{told}")
-        told = home.ask(*test)
-        if not re.search(r"=+ \d+ passed", told) or re.search(r"\d+ (failed|error)", told):
-            sys.exit(f"the test of the {kind} that is written does not pass:\n{told}")
+        if "passed: 1 backend, 4 cases" not in (output := home.run(*run, "--case", "decode*")):
+            sys.exit(f"the {kind} that is written does not pass:\n{output}")
+        output = home.run(*test)
+        if not re.search(r"=+ \d+ passed", output) or re.search(r"\d+ (failed|error)", output):
+            sys.exit(f"the test of the {kind} that is written does not pass:\n{output}")
 
 
 def main() -> None:

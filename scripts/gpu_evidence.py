@@ -75,23 +75,23 @@ def options() -> ArgumentParser:
 def main(words: list[str]) -> int:
     """Run the selected parts."""
     parser = options()
-    asked = parser.parse_args(words)
-    if asked.device != "cpu" and not torch.cuda.is_available():
+    given = parser.parse_args(words)
+    if given.device != "cpu" and not torch.cuda.is_available():
         parser.error("this torch finds no GPU. --device cpu tries the script itself.")
-    name = "cpu" if asked.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
-    folder = asked.folder = (asked.folder or ROOT / "docs" / "evidence" / f"{name}-{datetime.now(UTC):%F}").absolute()
+    name = "cpu" if given.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    folder = given.folder = (given.folder or ROOT / "docs" / "evidence" / f"{name}-{datetime.now(UTC):%F}").absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         parser.error(f"{folder} is no empty folder: name another, or remove it.")
     folder.mkdir(parents=True, exist_ok=True)
-    asked.deadline = time.monotonic() + asked.within
+    given.deadline = time.monotonic() + given.within
     page = f"# attncheck on {name}\n\n{'A trial without a GPU: it shows nothing else. ' * (name == 'cpu')}"
     page += f"`scripts/gpu-evidence {shlex.join(words)}`\n\n| step | how it ended | command |\n|---|---|---|\n"
     (folder / "README.md").write_text(page, encoding="utf-8")
-    chains = {part: list(_chains(part, asked)) for part in PARTS if part in (asked.part or PARTS)}
+    chains = {part: list(_chains(part, given)) for part in PARTS if part in (given.part or PARTS)}
     for chain in (*chains.pop("machine", ()), *chains.pop("warm", ()), *chains.pop("timing", ())):
-        _run(chain, asked)
+        _run(chain, given)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
-        list(pool.map(lambda chain: _run(chain, asked), [chain for part in chains.values() for chain in part]))
+        list(pool.map(lambda chain: _run(chain, given), [chain for part in chains.values() for chain in part]))
     for file in sorted(folder.rglob("*.jsonl")):  # a fiftieth of the size, and attncheck can read it
         file.with_suffix(".jsonl.xz").write_bytes(lzma.compress(file.read_bytes()))
         file.unlink()
@@ -99,51 +99,51 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _chains(part: str, asked: Namespace) -> Iterator[Chain]:
-    device, is_trial = f"--device={asked.device}", asked.device == "cpu"
+def _chains(part: str, given: Namespace) -> Iterator[Chain]:
+    device, is_trial = f"--device={given.device}", given.device == "cpu"
     small, few = (["interpreted"], ["--case=scale"]) if is_trial else ([], [])
     match part:
         case "machine":
             yield (part, [["nvidia-smi"], ["nvidia-smi", "-q", "-d", "CLOCK,POWER"], [*ATTNCHECK, "doctor"]])
         case "timing":
-            words = ["--suite=named_batches", "--check=timing", f"--rounds={asked.rounds}", device]
+            words = ["--suite=named_batches", "--check=timing", f"--rounds={given.rounds}", device]
             words += ["--case=small_decode", "--time-limit=0.01"] if is_trial else LARGE.split()
             for page, refs in TIMED.items():
-                yield from _chain(f"timing/pages-of-{page}", refs, [*words, f"--set=cache.block_size={page}"], asked)
+                yield from _chain(f"timing/pages-of-{page}", refs, [*words, f"--set=cache.block_size={page}"], given)
         case "memcheck":
             tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
             words = ["--suite=interpreted", "--check=numerics", "--check=lse", "--check=cache_write", "--in-process"]
             for ref, cases in MEMCHECKED.items():
                 chosen = [*words, device, *(f"--case={case}" for case in cases)]
-                yield from _chain(f"memcheck/{ref}", [ref], chosen, asked, under=SANITIZER.format(tool))
+                yield from _chain(f"memcheck/{ref}", [ref], chosen, given, under=SANITIZER.format(tool))
         case "smoke":
             for ref in builtin_names():
                 words = [f"--suite={name}" for name in small or ["smoke"]]
-                yield from _chain(f"smoke/{ref}", [ref], [*words, *few, device], asked, is_emulated=ref not in KERNELS)
+                yield from _chain(f"smoke/{ref}", [ref], [*words, *few, device], given, is_emulated=ref not in KERNELS)
         case "miniatures":
             folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
             for path in sorted(path for folder in folders for path in folder.glob("graphs*.py")):
                 words = ["--suite=tests/miniatures/graphs.yaml", "--check=cudagraph", device]
-                yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, asked, is_emulated=True)
+                yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, given, is_emulated=True)
         case "warm":
             for ref in KERNELS:
                 chosen = [f"--suite={name}" for name in small or ["smoke"]]
-                if fnmatch(ref, asked.backend) and not is_trial:
+                if fnmatch(ref, given.backend) and not is_trial:
                     yield f"warm/{ref}", [[*ATTNCHECK, "warm", f"--backend={ref}", *chosen, device]]
         case "suites":
             for ref in KERNELS:
                 words = [f"--suite={name}" for name in small or suite_names()]
                 words += ["--set=cache.block_size=256"] * (ref == "flash_attn")
-                yield from _chain(f"suites/{ref}", [ref], [*words, *few, device], asked)
+                yield from _chain(f"suites/{ref}", [ref], [*words, *few, device], given)
 
 
 def _chain(
-    name: str, refs: Iterable[str], words: list[str], asked: Namespace, under: str = "", *, is_emulated: bool = False
+    name: str, refs: Iterable[str], words: list[str], given: Namespace, under: str = "", *, is_emulated: bool = False
 ) -> Iterator[Chain]:
     """Yield a run of the selected backends with its reports; if ``is_emulated``, also a comparison with emulation."""
-    wanted = [ref for ref in refs if fnmatch(ref, asked.backend)]
-    wanted = [ref for ref in wanted if asked.device != "cpu" or ref.rpartition(":")[2] in TRIED]
-    folder = asked.folder.relative_to(ROOT) if asked.folder.is_relative_to(ROOT) else asked.folder
+    wanted = [ref for ref in refs if fnmatch(ref, given.backend)]
+    wanted = [ref for ref in wanted if given.device != "cpu" or ref.rpartition(":")[2] in TRIED]
+    folder = given.folder.relative_to(ROOT) if given.folder.is_relative_to(ROOT) else given.folder
     file, base = folder / f"{name}.jsonl", folder / f"{name}-emulated.jsonl"
     run = [*ATTNCHECK, "run", *(f"--backend={ref}" for ref in wanted), *words]
     commands = [[*under.split(), *run, f"--output={file}"]]
@@ -165,20 +165,20 @@ def _backends_in(path: Path) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Base", "Miniature"))]
 
 
-def _run(chain: Chain, asked: Namespace) -> None:
+def _run(chain: Chain, given: Namespace) -> None:
     """Run the commands of a chain; their output goes to one text file, their exit codes to the README."""
     name, commands = chain
-    log = asked.folder / f"{name}.txt"
+    log = given.folder / f"{name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     for words in commands:
         shown = shlex.join(words).replace(shlex.join(ATTNCHECK), "attncheck")
         with log.open("a", encoding="utf-8") as sink:
             print("$", shown, file=sink, flush=True)
             began = time.monotonic()
-            ended = f"{_ended(words, min(asked.limit, asked.deadline - began), sink)}, {time.monotonic() - began:.0f} s"
+            ended = f"{_ended(words, min(given.limit, given.deadline - began), sink)}, {time.monotonic() - began:.0f} s"
             print(f"({ended})\n", file=sink)
-        with (asked.folder / "README.md").open("a", encoding="utf-8") as page:
-            command = shown.replace(f"{asked.folder}/", "").replace("|", "\\|")
+        with (given.folder / "README.md").open("a", encoding="utf-8") as page:
+            command = shown.replace(f"{given.folder}/", "").replace("|", "\\|")
             page.write(f"| [{name}]({name}.txt) | {ended} | `{command}` |\n")
 
 

@@ -32,11 +32,11 @@ HEAD = """\
 # The metadata utilities of vLLM {version}
 
 Made by `python scripts/vllm_utilities.py > docs/vllm-utilities.md` from an examination of vLLM {version}; do not edit.
-A test of the tox environment `vllm` says whether it is up to date.
+A test of the tox environment `vllm` checks whether it is up to date.
 
-`attncheck run --provider vllm` asks the installed vLLM and the reference the same questions: over the batches of the
+`attncheck run --provider vllm` puts the same questions to the installed vLLM and the reference: over the batches of the
 suites named by `--suite`, over batches drawn by hypothesis from the run's `--seed` (if it is installed, as by the extra
-`fuzz`), and over a few that are always asked. Answers, refusals and what became of the arguments are compared.
+`fuzz`), and over a few fixed ones. Answers, refusals and what became of the arguments are compared.
 
 - **equal**: every question is answered as the reference does.
 - **drifted**: a signature or a meaning has changed since the behaviour that the reference describes.
@@ -48,20 +48,20 @@ code, as a change of the reference's function. The right answer passes, and so d
 fails the run. A departure that does not show in every answer it predicts fails the run too, if it is this version that
 is examined.
 
-vLLM is asked in its own objects: lengths on the host are handed over as the upper bound of them that it knows, computed
+vLLM gets its own objects: lengths on the host are handed over as the upper bound of them that it knows, computed
 tokens are derived, the largest count of logits indices is given. A `max_seq_len` or `max_query_len` above the truth is
-an upper bound, and no wrong answer, except where a departure says which bound it is. Any exception is a refusal. What
+an upper bound, and no wrong answer, except where a departure states which bound it is. Any exception is a refusal. What
 is as good (such a bound, an integer of numpy's) is listed among the known departures and counts as equal; a function
 that shows both kinds of them is called judged.
 
 `--provider vllm:path/to/file.py` examines changed functions of vLLM outside the installed package. The file offers them
 under vLLM's names and takes and returns vLLM's objects, and is held against the same departures. One that no longer
-shows there is reported and fails nothing: a patch may mend it.
+shows there is reported and fails nothing: a patch may fix it.
 
 Another module is examined by `--provider package.module` or `--provider path/to/file.py`. It offers functions under the
-reference's names and with its parameters, those of the first generation under `v0`, and is asked in the reference's
+reference's names and with its parameters, those of the first generation under `v0`, and gets the reference's
 objects. It must refuse what the reference refuses, and has no known departures. A parameter that only newer versions
-have, such as `treat_short_extends_as_decodes`, is asked about where the function takes it.
+have, such as `treat_short_extends_as_decodes`, is passed where the function takes it.
 
 Micro-batches carry none of the optional fields of the batch: logits indices, encoder lengths, local lengths of decode
 context parallelism. vLLM and the reference agree in this, so that no answer shows it. vLLM's drop `is_prefilling`,
@@ -121,7 +121,7 @@ def missing(provider: Provider, results: dict[str, SubjectResult | None]) -> lis
     """Return one line for each reason, with the names of the missing functions."""
     names: dict[str, list[str]] = {}
     for key in (key for key, examined in results.items() if examined is None):
-        names.setdefault(provider.departures.why_gone(key) or "nobody says why", []).append(f"`{key}`")
+        names.setdefault(provider.departures.why_gone(key) or "no reason is known", []).append(f"`{key}`")
     return [f"- {', '.join(keys)}: {why}" for why, keys in names.items()]
 
 

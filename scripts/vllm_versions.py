@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
             for each in records
             if (each.backend_version, each.check, each.case_id) == (version, UTILITIES, name)
         ]
-        return ", ".join(outcomes) or "not asked"
+        return ", ".join(outcomes) or "not run"
 
     print(HEAD)
     print(_table("check", checks, versions, of_check), end="\n\n")
@@ -63,7 +63,7 @@ def _differences(records: Sequence[Record], versions: Sequence[str]) -> list[str
     for record in records:
         outcomes.setdefault((record.case, record.check), {})[record.backend_version] = record.outcome
     return [
-        f"- {case}, {check}: " + ", ".join(f"{version} {found.get(version, 'not asked')}" for version in versions)
+        f"- {case}, {check}: " + ", ".join(f"{version} {found.get(version, 'not run')}" for version in versions)
         for (case, check), found in outcomes.items()
         if len({found.get(version) for version in versions}) > 1
     ]

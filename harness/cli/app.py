@@ -40,7 +40,7 @@ from attncheck.harness.cli import (
     warm,
 )
 from attncheck.harness.cli.interruption import signal_of
-from attncheck.harness.cli.output import drop_stdout, say
+from attncheck.harness.cli.output import drop_stdout, print_stderr
 from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
@@ -74,11 +74,11 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except WriteError as error:
-        say(f"error: {error}")
+        print_stderr(f"error: {error}")
         return OWN_FAULT
     except (QuestionError, BackendUnavailableError) as error:
         for line in str(error).splitlines():  # a file may have several mistakes
-            say(f"error: {line}")
+            print_stderr(f"error: {line}")
         return WRONG_QUESTION
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
@@ -88,21 +88,21 @@ def exit_code(work: Callable[[], int]) -> int:
         return OK
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            say(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
+            print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
             drop_stdout()
             return OWN_FAULT
         if os.environ.get(SHOW_TRACEBACK):
             traceback.print_exc()
-        say(f"attncheck itself failed: {type(error).__name__}: {error}")
+        print_stderr(f"attncheck itself failed: {type(error).__name__}: {error}")
         if not os.environ.get(SHOW_TRACEBACK):
-            say(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
+            print_stderr(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
         return OWN_FAULT
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
     """Print which signal ended the command, and return its exit code."""
     number = signal_of(interrupt)
-    say(f"interrupted by {number.name}")
+    print_stderr(f"interrupted by {number.name}")
     return _SIGNALLED + number
 
 
@@ -210,14 +210,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command with ``arguments`` (default: ``sys.argv``) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if _fill_closed_streams():
-        say("error: stdout is closed; send it to a file, or to /dev/null")
+        print_stderr("error: stdout is closed; send it to a file, or to /dev/null")
         return OWN_FAULT
     _print_any_text()
     try:
         code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
     except _UsageError as error:
         message = usage_error_in_words(error)
-        say(message if message.startswith(HELP) else f"error: {message}")
+        print_stderr(message if message.startswith(HELP) else f"error: {message}")
         return WRONG_QUESTION
     except typer.Abort as aborted:  # by a signal, before the command began or after it
         cause = aborted.__cause__

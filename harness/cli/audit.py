@@ -8,7 +8,7 @@ import typer
 
 from attncheck.errors import QuestionError
 from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.output import refuse_input, say, write_output
+from attncheck.harness.cli.output import print_stderr, refuse_input, write_output
 
 
 class AuditFormat(StrEnum):
@@ -67,8 +67,8 @@ def _examined(
     from attncheck.harness.run.patterns import choose_checks, split_commas
 
     backend = f"{family}:*"
-    asked = {"--backend": [backend], "--suite": suites, "--set": settings, "--case": cases, "--check": checks}
-    asked["--device"] = [device] if device else []
+    given = {"--backend": [backend], "--suite": suites, "--set": settings, "--case": cases, "--check": checks}
+    given["--device"] = [device] if device else []
     options = RunOptions(
         backends=(backend,),
         suites=split_commas(suites),
@@ -80,7 +80,7 @@ def _examined(
         command=(
             "attncheck",
             "run",
-            *(word for name, values in asked.items() for value in values for word in (name, value)),
+            *(word for name, values in given.items() for value in values for word in (name, value)),
         ),
     )
     finished = execute_run(options, lambda _header: None)
@@ -88,5 +88,5 @@ def _examined(
         raise finished.ended_by
     if finished.path is None:
         raise RuntimeError("the run has a folder, and wrote no file")
-    say(f"run file: {finished.path}")
+    print_stderr(f"run file: {finished.path}")
     return finished.path

@@ -21,14 +21,14 @@ Diagnosis = Literal["right", "wrong", "absent", ""]
 class MutantResult:
     """The result for one mutant.
 
-    ``checks``: the checks that catch it. ``likely_cause``: the first likely causes in its records.
+    ``checks``: the checks that catch it. ``causes``: the first likely causes in its records.
     ``missing``: why it was not examined; empty if it was.
     """
 
     mutant: Mutant
     checks: tuple[str, ...] = ()
     diagnosis: Diagnosis = ""
-    likely_cause: str = ""
+    causes: str = ""
     missing: str = ""
 
 
@@ -77,13 +77,13 @@ def kill_matrix(
     which no check ran counts as missing too.
     """
     by_ref: dict[str, list[Record]] = {}
-    unasked: dict[str, str] = {}
+    not_run: dict[str, str] = {}
     for record in records:
         if isinstance(record, Unsupported | Unavailable):
-            unasked.setdefault(record.backend_ref, f"no check ran on it: {record.reasons[0]}")
+            not_run.setdefault(record.backend_ref, f"no check ran on it: {record.reasons[0]}")
         else:
             by_ref.setdefault(record.backend_ref, []).append(record)
-    why = {mutant.ref: "no case of the suites was run" for mutant in mutants} | unasked | dict(missing)
+    why = {mutant.ref: "no case of the suites was run" for mutant in mutants} | not_run | dict(missing)
     results = tuple(
         _result(mutant, found, checks)
         if (found := by_ref.get(mutant.ref))
@@ -101,11 +101,11 @@ def _short_checks(records: Iterable[Record], checks: Sequence[str]) -> tuple[str
 
 def _result(mutant: Mutant, records: Sequence[Record], checks: Sequence[str]) -> MutantResult:
     killing = [record for record in records if record.outcome in FALLEN_SHORT]
-    cause = _first_words(killing) if killing else ""
+    causes = _first_words(killing) if killing else ""
     diagnosis: Diagnosis = ""
     if killing and mutant.cause is not None:
-        diagnosis = "absent" if not cause else "right" if re.search(mutant.cause, cause, re.IGNORECASE) else "wrong"
-    return MutantResult(mutant, _short_checks(killing, checks), diagnosis, cause)
+        diagnosis = "absent" if not causes else "right" if re.search(mutant.cause, causes, re.IGNORECASE) else "wrong"
+    return MutantResult(mutant, _short_checks(killing, checks), diagnosis, causes)
 
 
 def _first_words(killing: Sequence[Record]) -> str:
@@ -133,8 +133,8 @@ def as_text(matrix: KillMatrix) -> str:
     parts.append(_worth(matrix))
     parts.append(_causes(matrix))
     alarms = [f"  {ref}: {', '.join(checks)}" for ref, checks in matrix.false_alarms.items() if checks]
-    asked = ", ".join(matrix.false_alarms) or "any right backend: none was examined"
-    parts.append("\n".join(["false alarms", *alarms]) if alarms else f"no false alarm of {asked}")
+    examined = ", ".join(matrix.false_alarms) or "any right backend: none was examined"
+    parts.append("\n".join(["false alarms", *alarms]) if alarms else f"no false alarm of {examined}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -157,7 +157,7 @@ def as_json(matrix: KillMatrix) -> dict[str, Any]:
                 "kind": each.mutant.kind,
                 "caught_by": list(each.checks),
                 "diagnosis": each.diagnosis or None,
-                "likely_cause": each.likely_cause or None,
+                "likely_cause": each.causes or None,
                 "not_examined": each.missing or None,
             }
             for each in matrix.results
@@ -203,5 +203,5 @@ def _causes(matrix: KillMatrix) -> str:
         return ""
     counts = {how: len(matrix.diagnosed(how)) for how in ("right", "wrong", "absent")}
     lines = [f"likely cause, of {len(judged)} caught: {', '.join(f'{how} {count}' for how, count in counts.items())}"]
-    lines += [f"  {each.mutant.name} wrong: {each.likely_cause}" for each in matrix.diagnosed("wrong")]
+    lines += [f"  {each.mutant.name} wrong: {each.causes}" for each in matrix.diagnosed("wrong")]
     return "\n".join(lines)

@@ -64,8 +64,8 @@ def examine_groups(
     stopped = threading.Event()
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            asked = [pool.submit(_examined, group, options, folder / str(n), stopped) for n, group in enumerate(groups)]
-            for future in as_completed(asked):
+            tasks = [pool.submit(_examined, group, options, folder / str(n), stopped) for n, group in enumerate(groups)]
+            for future in as_completed(tasks):
                 yield from future.result()
         except BaseException:
             stopped.set()
@@ -82,18 +82,19 @@ def _examined(group: ExaminedGroup, options: RunOptions, files: Path, stopped: t
     `attncheck run` does, which records the crash. If ``stopped`` is set, BrokenProcessPool is raised instead.
     """
     files.mkdir()
-    asked = _options_of(group, options, files / "run.jsonl")
+    run_options = _options_of(group, options, files / "run.jsonl")
     try:
-        reason = _apart(asked)
+        reason = _apart(run_options)
     except BrokenProcessPool:
         if stopped.is_set():
             raise
         if len(group.refs) > 1:
             alone = [replace(group, refs=(ref,)) for ref in group.refs]
             return [part for n, each in enumerate(alone) for part in _examined(each, options, files / str(n), stopped)]
-        asked = replace(asked, in_process=False, output=files / "ended.jsonl")
-        reason = _apart(asked)
-    return [replace(group, run=None if reason or asked.output is None else read_run(asked.output), reason=reason)]
+        run_options = replace(run_options, in_process=False, output=files / "ended.jsonl")
+        reason = _apart(run_options)
+    output = None if reason else run_options.output
+    return [replace(group, run=None if output is None else read_run(output), reason=reason)]
 
 
 def _apart(options: RunOptions) -> str:

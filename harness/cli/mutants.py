@@ -14,7 +14,7 @@ from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.cli import process_arguments as processes
 from attncheck.harness.cli import run_arguments as arguments
 from attncheck.harness.cli.interruption import interruptible
-from attncheck.harness.cli.output import say
+from attncheck.harness.cli.output import print_stderr
 from attncheck.harness.cli.recommend import AnswerFormat
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _examined(chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | Non
             else:
                 runs.append(group.run)
             done += 0 if group.are_right else len(group.refs)
-            say(f"{done} of {len(chosen)} mutants")
+            print_stderr(f"{done} of {len(chosen)} mutants")
     if (run := joined(runs)) is not None and output is not None:
         with RunWriter(output, run.header) as writer:
             for record in run.records:
@@ -158,12 +158,12 @@ def _matrix(
 
     for error in (error for run in runs for error in run.errors):
         raise QuestionError(error)
-    asked = [backend.ref for run in runs for backend in run.header.backends]
+    refs = [backend.ref for run in runs for backend in run.header.backends]
     made = {check for run in runs for check in run.header.checks}
     return kill_matrix(
         [record for run in runs for record in run.records],
-        [mutant for mutant in chosen if mutant.ref in asked or not is_part],
-        [ref for ref in dict.fromkeys(asked) if not ref.startswith(PREFIX)],
+        [mutant for mutant in chosen if mutant.ref in refs or not is_part],
+        [ref for ref in dict.fromkeys(refs) if not ref.startswith(PREFIX)],
         [check for check in CHECKS if check in made],
         missing,
     )

@@ -95,7 +95,7 @@ def printing_to_stdout(run_file: Path | None = None) -> Iterator[None]:
         raise WriteError("stdout", error, safe=safe) from error
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a line to stderr; errors of stderr are ignored."""
     with contextlib.suppress(OSError):
         typer.echo(text, err=True)
@@ -104,4 +104,4 @@ def say(text: str) -> None:
 def show_printed(backend: str, lines: str) -> None:
     """Print the output of a backend's process to stderr, since stdout is for the report."""
     with contextlib.suppress(ValueError):  # stderr is closed
-        say("\n".join(f"{backend} | {line}" for line in lines.split("\n")))
+        print_stderr("\n".join(f"{backend} | {line}" for line in lines.split("\n")))

@@ -9,13 +9,13 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attncheck.harness.cli.output import say
+from attncheck.harness.cli.output import print_stderr
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Record
 from attncheck.reports.run_file.timings import TIMING
 
 LINE_EVERY_S = 10.0
-TOLD_AT_ONCE = 10
+PRINTED_AT_ONCE = 10
 """Number of failed records that are printed as they arrive; the report lists all of them."""
 
 
@@ -83,7 +83,7 @@ class ProgressLines:
     def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
         self._tally = Tally(cases, rounds)
         self._verbose = verbose
-        self._said = time.monotonic()
+        self._last_line_s = time.monotonic()
 
     def see(self, record: Record) -> None:
         """Count one record, and print it if it is due."""
@@ -91,13 +91,13 @@ class ProgressLines:
         is_short = record.outcome in FALLEN_SHORT
         if self._verbose and not is_short:
             line = f"{record.outcome}  {record.backend}  {record.case}  {record.check}  {record.duration_s:.2f} s"
-            say(line)
-        elif is_short and (self._verbose or self._tally.short <= TOLD_AT_ONCE):
-            say(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
-        if time.monotonic() - self._said >= LINE_EVERY_S:
-            self._said = time.monotonic()
+            print_stderr(line)
+        elif is_short and (self._verbose or self._tally.short <= PRINTED_AT_ONCE):
+            print_stderr(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
+        if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = time.monotonic()
             done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} did not pass"
-            say(", ".join(part for part in (done, self._tally.left) if part))
+            print_stderr(", ".join(part for part in (done, self._tally.left) if part))
 
 
 class ProgressBar:

@@ -17,7 +17,6 @@ from attncheck.harness.providers.records import PlannedProviders, SubjectIdentit
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.outcomes import Circumstances, ended
 from attncheck.harness.run.preparation import DeviceChooser
-from attncheck.harness.workers.asking import WAITING
 from attncheck.harness.workers.first_messages import WorkerError, chosen_device_of
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.process_control import fork_worker
@@ -31,6 +30,7 @@ from attncheck.harness.workers.protocol import (
     ProvidersPlanned,
     Refused,
 )
+from attncheck.harness.workers.requesting import WAITING
 from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import Environment

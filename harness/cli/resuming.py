@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attncheck.errors import RunFileError
-from attncheck.harness.cli.output import say
+from attncheck.harness.cli.output import print_stderr
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences
 from attncheck.reports.run_file.records import EXAMINED, Record
@@ -26,7 +26,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
     if path.suffix != ".jsonl":
         raise RunFileError(str(path), "cannot be resumed: its name does not end in .jsonl")
     if lacks_header(path):
-        say(f"note: {path}: its header was cut off; the run starts from the beginning")
+        print_stderr(f"note: {path}: its header was cut off; the run starts from the beginning")
         return Run(str(path), header, ())
     run = read_run(path)
     if run.complete:
@@ -34,7 +34,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
     if not path.read_bytes().endswith(b"\n"):
         if not run.cut_line:  # its last record has no end of line, and is examined again
             run = replace(run, records=run.records[:-1])
-        say(f"note: {path}: the last line was cut off, and is written again")
+        print_stderr(f"note: {path}: the last line was cut off, and is written again")
     if differences := question_differences(run.header, header):
         reason = f"this command differs from that of the run in {', '.join(differences)}; repeat the command of the run"
         raise RunFileError(str(path), reason)

@@ -14,8 +14,8 @@ from attncheck.harness.cli.interruption import interruptible
 from attncheck.harness.cli.output import (
     Color,
     ColorChoice,
+    print_stderr,
     printing_to_stdout,
-    say,
     show_printed,
     terminal_width,
     use_color,
@@ -233,7 +233,7 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     records = finished.records
     ours = [record for record in records if record.outcome == "errored" and record.stage == OURSELVES]
     if ours:
-        say(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}")
+        print_stderr(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}")
         return 3
     if finished.unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1

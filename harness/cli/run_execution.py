@@ -141,8 +141,8 @@ def _execute(
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and processes is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *survey_notes(surveyed), *options.notes)
-    asked = (prepared.selection, plan, infos, environment)
-    header = make_header(*asked, expect=options.expect, command=options.command, notes=notes, surveyed=surveyed)
+    positional = (prepared.selection, plan, infos, environment)
+    header = make_header(*positional, expect=options.expect, command=options.command, notes=notes, surveyed=surveyed)
     if functions is not None:
         from attncheck.harness.providers.records import header_with_providers
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from attncheck.errors import RunFileError, unwritable
-from attncheck.harness.cli.output import say
+from attncheck.harness.cli.output import print_stderr
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter, parse_line
@@ -150,7 +150,7 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
         Path(probe).unlink()
     except OSError as error:
         path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
-        say(
+        print_stderr(
             f"note: no run file can be written in {folder}: {error.strerror}; it is {path} instead. "
             "--output FILE names another, --no-output writes none"
         )

@@ -12,7 +12,7 @@ import typer
 
 from attncheck.errors import QuestionError
 from attncheck.harness.cli.interruption import interruptible
-from attncheck.harness.cli.output import say
+from attncheck.harness.cli.output import print_stderr
 
 if TYPE_CHECKING:
     from attncheck.reports.site.model import SiteRun
@@ -98,7 +98,7 @@ class _Sources:
         changed = {path: name for path, name in names.items() if states[path] != self._states.get(path)}
         runs, unread = read_runs(changed, self._output, self._jobs)
         for name, reason in unread.items():
-            say(f"warning: {reason}" if name in reason else f"warning: {name}: {reason}")
+            print_stderr(f"warning: {reason}" if name in reason else f"warning: {name}: {reason}")
         kept = set(names.values()).difference(changed.values())
         self._runs = {name: self._runs[name] for name in kept & set(self._runs)} | {run.name: run for run in runs}
         self._unread = {name: self._unread[name] for name in kept & set(self._unread)} | unread

@@ -138,17 +138,17 @@ VALUES: Axes = MappingProxyType(
 NOT_DRAWN: Mapping[str, str] = MappingProxyType(
     {
         "layer.num_heads": f"follows from {GROUP}",
-        "cache.num_blocks": "the default has room for the batch; less is refused, more is what first_block asks",
+        "cache.num_blocks": "the default has room for the batch; less is refused, more is what first_block needs",
         "batch.requests.query_len": "batch.queries, in drawing.py",
         "batch.requests.seq_len": "batch.contexts, in drawing.py",
-        "batch.requests.count": "equal requests side by side ask the same",
+        "batch.requests.count": "equal requests side by side test the same",
         "batch.requests.encoder_len": "follows from layer.attn_type",
         "batch.requests.shared_prefix": "batch.shared_prefix",
         "batch.padding": "padding.requests and padding.tokens",
         "batch.path": "path",
-        "checks": "the command says which",
+        "checks": "an option of the command",
         "tolerance": "a case may loosen its budget, and none of these needs it",
-        "weight": "how often a batch came: it asks nothing",
+        "weight": "how often a batch came: it changes no input",
     }
 )
 """Fields of a case that are not keys: what determines them, or why nothing does."""

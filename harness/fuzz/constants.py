@@ -54,11 +54,11 @@ def _weights(tree: ast.AST) -> Counter[int]:
     """
     found: Counter[int] = Counter()
     for node in ast.walk(tree):
-        telling = isinstance(
+        is_relevant = isinstance(
             node, ast.Compare | ast.BinOp | ast.Assign | ast.AnnAssign | ast.keyword | ast.arguments | ast.Call
         )
         for child in ast.iter_child_nodes(node):
             number = child.value if isinstance(child, ast.Constant) else None
             if isinstance(number, int) and not isinstance(number, bool) and LEAST <= number <= MOST:
-                found[number] += 4 if telling else 1
+                found[number] += 4 if is_relevant else 1
     return found

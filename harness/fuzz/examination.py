@@ -10,12 +10,12 @@ from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
 from attncheck.harness.run.selection import Selection
-from attncheck.harness.workers.protocol import AskReasons, Reasons
+from attncheck.harness.workers.protocol import GetReasons, Reasons
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import Record
 
-_ASKED_AT_ONCE = 256
+_CASES_AT_ONCE = 256
 """Number of cases per request for declarations."""
 
 
@@ -58,10 +58,10 @@ class BackendProcess:
 
     def reasons_against(self, cases: Iterable[Case]) -> list[tuple[str, ...]]:
         """Return, for each of ``cases``, why the backend's declarations refuse it; empty if they accept it."""
-        asked, found = tuple(cases), list[tuple[str, ...]]()
-        for first in range(0, len(asked), _ASKED_AT_ONCE):
+        all_cases, found = tuple(cases), list[tuple[str, ...]]()
+        for first in range(0, len(all_cases), _CASES_AT_ONCE):
             process = self._pool.process(self.backend.ref) or self._pool.restart(self.backend.ref)
-            process.send(AskReasons(cases=asked[first : first + _ASKED_AT_ONCE]))
+            process.send(GetReasons(cases=all_cases[first : first + _CASES_AT_ONCE]))
             answer = process.receive(self._pool.limits.of_loading)
             if not isinstance(answer, Reasons):
                 raise SelectionError(f"backend {self.backend.ref!r} does not answer for its declarations: {answer}")

@@ -17,7 +17,7 @@ from attncheck.harness.fuzz.drawing import Lengths, draw_case
 from attncheck.harness.fuzz.pairs import PairwiseCover
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
 
-AskReasonsAgainst = Callable[[Sequence[Case]], Sequence[tuple[str, ...]]]
+ReasonsAgainst = Callable[[Sequence[Case]], Sequence[tuple[str, ...]]]
 """Function that returns, for each case, why the backend does not support it; empty if it does."""
 
 UNDECLARED_ONE_IN = 10
@@ -45,7 +45,7 @@ class DeclaredAxes:
     undeclared: Axes
 
 
-def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredAxes:
+def declared_axes(reasons_against: ReasonsAgainst, constants: Sequence[int]) -> DeclaredAxes:
     """Return which values of each key the backend declares, changing one key of a plain case at a time.
 
     The plain case is the first that the backend declares, over all combinations of dtype, sizes and latent cache. If it
@@ -54,7 +54,7 @@ def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredA
     axes = all_axes(constants)
     forms = ("layer.mla", "layer.dtype", "layer.head_size", "cache.block_size", "layer.attn_type")
     choices = (dict(zip(forms, values, strict=True)) for values in product(*(axes[key] for key in forms)))
-    base = next(_declared_choices(axes, choices, ask), None)
+    base = next(_declared_choices(axes, choices, reasons_against), None)
     if base is None:
         return DeclaredAxes(axes, {})
     first = {
@@ -63,10 +63,10 @@ def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredA
     }
     tried = [(key, value) for key, values in first.items() for value in values[1:]]
     drawn = [draw_case(first, {key: value}, Lengths(), 0, "declared") for key, value in tried]
-    asked = [(key, value, each.case) for (key, value), each in zip(tried, drawn, strict=True) if each and each.kept]
-    answers = ask([case for _, _, case in asked])
+    cases = [(key, value, each.case) for (key, value), each in zip(tried, drawn, strict=True) if each and each.kept]
+    answers = reasons_against([case for _, _, case in cases])
     refused = {
-        key: [v for (k, v, _), reasons in zip(asked, answers, strict=True) if reasons and k == key] for key in first
+        key: [v for (k, v, _), reasons in zip(cases, answers, strict=True) if reasons and k == key] for key in first
     }
     return DeclaredAxes(
         {key: tuple(v for v in values if v not in refused[key]) for key, values in first.items()},
@@ -75,12 +75,12 @@ def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredA
 
 
 def _declared_choices(
-    axes: Axes, choices: Iterator[dict[str, Any]], ask: AskReasonsAgainst
+    axes: Axes, choices: Iterator[dict[str, Any]], reasons_against: ReasonsAgainst
 ) -> Iterator[dict[str, Any]]:
     """Yield the choices whose plain case the backend declares."""
     while some := list(islice(choices, _AT_ONCE)):
         known = [(choice, case) for choice in some if (case := _plain_batch(axes, choice)) is not None]
-        answers = ask([case for _, case in known])
+        answers = reasons_against([case for _, case in known])
         yield from (choice for (choice, _), reasons in zip(known, answers, strict=True) if not reasons)
 
 
@@ -91,12 +91,12 @@ def _plain_batch(axes: Axes, choice: Mapping[str, Any]) -> Case | None:
 
 
 def questions(
-    axes: DeclaredAxes, ask: AskReasonsAgainst, lengths: Lengths, seed: int, checks: tuple[str, ...] | None
+    axes: DeclaredAxes, reasons_against: ReasonsAgainst, lengths: Lengths, seed: int, checks: tuple[str, ...] | None
 ) -> Iterator[DrawnQuestion]:
     """An endless supply of drawn cases with checks to run. ``checks``: None for all that apply."""
     numbers, random = count(1), Random(seed)
     for drawn in _cases(axes, lengths, seed, numbers, random):
-        (reasons,) = ask([drawn])
+        (reasons,) = reasons_against([drawn])
         if unanswered_reasons(drawn):
             continue
         made = checks_of(drawn, checks)

@@ -72,12 +72,12 @@ def write_stand_alone(process: BackendProcess, failure: Failure, path: Path) -> 
         may_refuse=bool(reasons),
     )
     command = [sys.executable, "-m", "attncheck.harness.fuzz.stand_alone_process"]
-    asked = TypeAdapter(StandAloneRequest).dump_json(request)
+    request_json = TypeAdapter(StandAloneRequest).dump_json(request)
     environment = os.environ | process.backend.info.required_environment
     try:
         ended = subprocess.run(  # noqa: S603 (this Python)
             command,
-            input=asked,
+            input=request_json,
             capture_output=True,
             env=environment,
             timeout=_LIMIT_S,

@@ -41,7 +41,7 @@ def written(request: StandAloneRequest) -> StandAloneAnswer:
     if isinstance(backend, UnavailableBackend):
         return StandAloneAnswer(False, "; ".join(backend.reasons))
     if request.case.batch.path.name in FUNCTION_PATHS:
-        return StandAloneAnswer(False, f"the path {request.case.batch.path.name} asks a function of the backend")
+        return StandAloneAnswer(False, f"the path {request.case.batch.path.name} calls a function of the backend")
     if request.check == CUDAGRAPH:
         return StandAloneAnswer(False, "a captured graph takes several steps")
     device, path = torch.device(request.device), Path(request.path)

@@ -67,7 +67,7 @@ def stand_alone_text(request: StandAloneRequest, step: RecordedStep, target: Tar
     where = f" {Path(request.path).name} [{'PATH' if 'sys.argv' in target.imports else ''}]".removesuffix(" []")
     ends = "crashes or hangs" if request.ends else "has exit code 1"
     about = textwrap.fill(
-        f"Needs {needs}. While the fault is there, `python{where}` {ends}; when it is mended, the exit code is 0. "
+        f"Needs {needs}. While the fault is there, `python{where}` {ends}; when it is fixed, the exit code is 0. "
         f"Written by attncheck {attncheck.__version__}.",
         118,
     )

@@ -136,7 +136,7 @@ def answer_differences(expected: ProviderAnswer, seen: ProviderAnswer) -> list[A
     if expected.refused and seen.refused:
         found: list[AnswerDifference] = []
     elif expected.refused or seen.refused:
-        found = [AnswerDifference(REFUSAL, _told(expected.returned), _told(seen.returned))]
+        found = [AnswerDifference(REFUSAL, _format(expected.returned), _format(seen.returned))]
     else:
         found = list(_differences("returned", expected.returned, seen.returned))
     return found + list(_differences("arguments", expected.arguments, seen.arguments))
@@ -157,7 +157,7 @@ def _differences(place: str, expected: Any, seen: Any) -> Iterator[AnswerDiffere
         case _:
             if type(expected) is not type(seen) or expected != seen:
                 bound = is_bound(place) and isinstance(expected, int) and isinstance(seen, int) and seen > expected
-                yield AnswerDifference(place, _told(expected), _told(seen), tolerated=bound)
+                yield AnswerDifference(place, _format(expected), _format(seen), tolerated=bound)
 
 
 def is_bound(place: str) -> bool:
@@ -186,15 +186,15 @@ def _with_shape(values: Values) -> str:
     return f"{values} of shape {list(values.values.shape)}"
 
 
-def _told(value: Any) -> str:
+def _format(value: Any) -> str:
     """Return a value on one line, cut if it is long."""
     match value:
         case Refusal() | Values():
             return str(value)
         case dict():
-            return _cut(", ".join(f"{key}={_told(item)}" for key, item in value.items()))
+            return _cut(", ".join(f"{key}={_format(item)}" for key, item in value.items()))
         case list():
-            return _cut(f"[{', '.join(map(_told, value))}]")
+            return _cut(f"[{', '.join(map(_format, value))}]")
         case str():
             return value
         case _:

@@ -1,4 +1,4 @@
-"""The batches that questions are made from, in plain numbers: from case files, from a fixed list, and drawn.
+"""The batches of questions, in plain numbers: from case files, from a fixed list, and drawn.
 
 Hypothesis draws equal batches for the same seed and the same version of hypothesis, and leaves no file behind.
 """
@@ -129,15 +129,13 @@ def batches_of(cases: Iterable[Case]) -> list[ProviderBatch]:
     """
     found: dict[tuple[object, ...], ProviderBatch] = {}
     for case in cases:
-        asked = case.batch
-        spare = asked.padding.requests
-        if asked.num_requests + spare > MAX_REQUESTS or any(r.context_len < 0 for r in asked.requests):
+        spec = case.batch
+        spare = spec.padding.requests
+        if spec.num_requests + spare > MAX_REQUESTS or any(r.context_len < 0 for r in spec.requests):
             continue
-        queries = tuple(request.query_len for request in asked) + (0,) * spare
-        lens = tuple(request.total_len for request in asked) + (0,) * spare
-        batch = ProviderBatch(
-            case.key, queries, lens, case.cache.block_size, asked.padding.tokens, case.layer.is_causal
-        )
+        queries = tuple(request.query_len for request in spec) + (0,) * spare
+        lens = tuple(request.total_len for request in spec) + (0,) * spare
+        batch = ProviderBatch(case.key, queries, lens, case.cache.block_size, spec.padding.tokens, case.layer.is_causal)
         found.setdefault((queries, lens, batch.block_size, batch.padding_tokens, batch.causal), batch)
     return sorted(found.values(), key=lambda batch: batch.size)
 

@@ -143,18 +143,18 @@ def _change(target: Any, departure: Departure) -> Any:
 
 
 def _expected(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
-    expected = answer_of(partial(subject.ask, *targets), question.copies())
+    expected = answer_of(partial(subject.call, *targets), question.copies())
     if expected.refused != question.refused:
         what = f"answered {question.text}, which it should refuse" if question.refused else "refused"
-        told = "" if question.refused else f" {question.text}: {expected.returned}"
-        raise UnfitQuestionError(f"{subject.key}: the reference {what}{told}")
+        detail = "" if question.refused else f" {question.text}: {expected.returned}"
+        raise UnfitQuestionError(f"{subject.key}: the reference {what}{detail}")
     return expected
 
 
 def _seen(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on malformed input, a provider may divide by zero
-        return answer_of(partial(subject.ask, *targets), question.copies())
+        return answer_of(partial(subject.call, *targets), question.copies())
 
 
 def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> Word:

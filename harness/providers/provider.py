@@ -1,6 +1,6 @@
 """Resolve a name to a provider, and find what it offers.
 
-A name stands for ``vllm``, a file of its functions, a module, a file or a mutant. A plain module offers objects under
+A name denotes ``vllm``, a file of its functions, a module, a file or a mutant. A plain module offers objects under
 the reference's names, and those of the first generation under ``v0``; it takes and returns the reference's own objects.
 A package that needs more (objects of its own, several modules, known departures) is described in this package.
 """

@@ -40,7 +40,7 @@ class SubjectSetting:
 
 
 def call_directly(target: Callable[..., Any], **arguments: Any) -> Any:
-    """Return ``target(**arguments)``, the default way to put a question."""
+    """Return ``target(**arguments)``, the default ``call`` of a :class:`Subject`."""
     return target(**arguments)
 
 
@@ -48,7 +48,7 @@ def call_directly(target: Callable[..., Any], **arguments: Any) -> Any:
 class Subject:
     """One public name of the reference, and how it is examined.
 
-    ``ask(target, *helpers, **arguments)`` puts a question to the object of that name and returns the value to compare.
+    ``call(target, *helpers, **arguments)`` calls the object of that name and returns the value to compare.
     ``helpers``: further names of the same module that it needs. ``is_function``: whether its parameters are compared,
     too. ``newer``: parameters that older versions lack; questions that use them are skipped for such versions.
     ``ours``: the reference's object that has these parameters, if the public one lacks them.
@@ -56,7 +56,7 @@ class Subject:
 
     name: str
     questions: Callable[[SubjectSetting], Iterable[SubjectCall]]
-    ask: Callable[..., Any] = call_directly
+    call: Callable[..., Any] = call_directly
     generation: Generation = "v1"
     helpers: tuple[str, ...] = ()
     is_function: bool = True

@@ -113,8 +113,8 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
         circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
     )
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
-        told = "; ".join(departure.what for departure in examined.stale)
-        reason = f"known in {provider.departures.version}, and no longer there: {told}"
+        departures = "; ".join(departure.what for departure in examined.stale)
+        reason = f"known in {provider.departures.version}, and no longer there: {departures}"
         return XPassed(**without_outcome(record), reason=reason)
     return record
 

@@ -26,17 +26,17 @@ def signature_differences(
         return []
     if any(parameter.kind not in _NAMED for parameter in seen.values()):
         return []
-    asked = {name: parameter for name, parameter in known.items() if name in seen or name not in newer}
-    return [*_changed(asked, seen), *_further(known, seen)]
+    expected = {name: parameter for name, parameter in known.items() if name in seen or name not in newer}
+    return [*_changed(expected, seen), *_further(known, seen)]
 
 
 def _changed(known: Any, seen: Any) -> list[AnswerDifference]:
     found = []
     for place, (name, parameter) in enumerate(known.items()):
-        told = _told(place, parameter)
-        other = _told(list(seen).index(name), seen[name]) if name in seen else ABSENT
-        if told != other:
-            found.append(AnswerDifference(f"{PARAMETERS}.{name}", told, other))
+        expected = _format(place, parameter)
+        other = _format(list(seen).index(name), seen[name]) if name in seen else ABSENT
+        if expected != other:
+            found.append(AnswerDifference(f"{PARAMETERS}.{name}", expected, other))
     return found
 
 
@@ -45,7 +45,7 @@ def _further(known: Any, seen: Any) -> list[AnswerDifference]:
         AnswerDifference(
             f"{PARAMETERS}.{name}",
             ABSENT,
-            _told(place, parameter),
+            _format(place, parameter),
             tolerated=parameter.default is not inspect.Parameter.empty,
         )
         for place, (name, parameter) in enumerate(seen.items())
@@ -53,7 +53,7 @@ def _further(known: Any, seen: Any) -> list[AnswerDifference]:
     ]
 
 
-def _told(place: int, parameter: inspect.Parameter) -> str:
+def _format(place: int, parameter: inspect.Parameter) -> str:
     only = ", by keyword only" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
     if parameter.default is inspect.Parameter.empty:
         return f"parameter {place + 1}, required{only}"

@@ -48,7 +48,7 @@ DEPARTURES = Departures(
             "CommonAttentionMetadata",
             "drift",
             "has no seq_lens_cpu and no num_computed_tokens_cpu: an optional seq_lens_cpu_upper_bound and a method "
-            "that derives the computed tokens stand in their place, and the fields behind them move up, so that it "
+            "that derives the computed tokens replace them, and the fields behind them move up, so that it "
             "cannot be made by position as before",
             contract.drop_host_fields,
         ),
@@ -70,7 +70,7 @@ DEPARTURES = Departures(
             "AttentionMetadataBuilder",
             "drift",
             "the threshold is forced to 1, even from None, under decode context parallelism unless a third argument "
-            "says that the backend copes",
+            "declares that the backend copes",
             contract.single_token_under_dcp,
             tags=frozenset({"context parallelism"}),
         ),
@@ -222,7 +222,7 @@ DEPARTURES = Departures(
             "compute_causal_conv1d_metadata",
             "judgement",
             _NO_CHECK + "start locations that decrease a little, or none at all",
-            paths.mended_starts,
+            paths.accepting_decreasing_starts,
             tags=frozenset({"malformed"}),
         ),
         Departure(

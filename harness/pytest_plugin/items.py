@@ -130,7 +130,7 @@ class CheckItem(pytest.Item):
         ``group``: the group for pytest-xdist, which ignores names with a bracket.
         """
         self.question, self.case, self.index, self.check, self.apply = question, case, index, check, apply
-        question.asked.add((case.key, index, check))
+        question.collected.add((case.key, index, check))
         self.add_marker("attncheck")
         if self.config.pluginmanager.hasplugin("xdist"):
             self.add_marker(pytest.mark.xdist_group(group.replace("::", ".")))

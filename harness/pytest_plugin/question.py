@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from attncheck.harness.pytest_plugin.benchmark import Benchmarks
 
 
-class Asking(Protocol):
+class ExaminedItem(Protocol):
     """An item: one check of one case of the backend at ``index``."""
 
     session: pytest.Session
@@ -58,7 +58,7 @@ class _Opened:
 class Question:
     """The suites, cases, checks and backends of ``options``. Reading :attr:`prepared` loads the backends.
 
-    ``asked``: the collected items, as case, index of the backend, check. ``answered``: those that ran.
+    ``collected``: the collected items, as case, index of the backend, check. ``answered``: those that ran.
     ``backends``: the loaded backends, whether or not their processes have ended since.
 
     Raises:
@@ -69,7 +69,7 @@ class Question:
         self.config, self.options = config, options
         self.selection: Selection = select_cases(options.suites, options.cases, options.checks, options.settings)
         self.is_in_process = options.in_process or self.selection.is_timed
-        self.asked: set[tuple[str, int, str]] = set()
+        self.collected: set[tuple[str, int, str]] = set()
         self.answered: set[tuple[str, int, str]] = set()
         self.backends: tuple[BackendDescription, ...] = ()
         self._opened: _Opened | QuestionError | None = None
@@ -121,7 +121,7 @@ class Question:
         if isinstance(self._opened, _Opened) and self._opened.pool is not None:
             self._opened = None
 
-    def record_of(self, item: Asking) -> Record | QuestionError:
+    def record_of(self, item: ExaminedItem) -> Record | QuestionError:
         """Return the record of ``item``, or the error of its case.
 
         Raises:
@@ -139,7 +139,7 @@ class Question:
         found = next((record for record in records if record.check == item.check), None)
         return found or self._faults.get(item.case.key) or QuestionError(f"{item.case.key}: no record of {item.check}")
 
-    def header(self, item: Asking) -> RunHeader:
+    def header(self, item: ExaminedItem) -> RunHeader:
         """Return the run header for the selected items of this question."""
         prepared = self.prepared
         plan, infos = self._plan(item), [each.info for each in prepared.backends]
@@ -162,15 +162,15 @@ class Question:
             pool.keep_only(backend.ref for backend in prepared.backends)
         return _Opened(prepared, pool)
 
-    def _wanted(self, item: Asking) -> set[str]:
+    def _wanted(self, item: ExaminedItem) -> set[str]:
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
         return {each.check for each in mine}  # type: ignore[attr-defined]
 
-    def _plan(self, item: Asking) -> RunPlan:
+    def _plan(self, item: ExaminedItem) -> RunPlan:
         wanted = self._wanted(item)
         return replace(self.prepared.plan, checks=tuple(check for check in BACKEND_CHECKS if check in wanted))
 
-    def _records(self, item: Asking, checks: Sequence[str]) -> list[Record]:
+    def _records(self, item: ExaminedItem, checks: Sequence[str]) -> list[Record]:
         """Return the records of the item's case and backend, up to that of a check that lost the device."""
         prepared, examiner, records = self.prepared, self._examiner, []
         examiner = self._examiner = examiner or self._make_examiner(item)
@@ -188,7 +188,7 @@ class Question:
             self._faults[item.case.key] = fault
         return records
 
-    def _make_examiner(self, item: Asking) -> Examiner | Supervisor:
+    def _make_examiner(self, item: ExaminedItem) -> Examiner | Supervisor:
         prepared, plan = self.prepared, self._plan(item)
         if isinstance(self._opened, _Opened) and (pool := self._opened.pool) is not None:
             return Supervisor(plan, prepared.backends, pool, prepared.environment)

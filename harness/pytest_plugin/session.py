@@ -130,7 +130,7 @@ class PytestSession:
         lines = [
             line
             for question, found in self._expectations.items()
-            for line in found.expectations.unmet(stopped_early=question.asked != question.answered)
+            for line in found.expectations.unmet(stopped_early=question.collected != question.answered)
             # An entry may be about another question.
             if line not in found.unmatched or all(line in other.unmatched for other in every)
         ]
@@ -177,10 +177,10 @@ class PytestSession:
     def _add(
         self, backends: Sequence[str], suites: Sequence[str], cases: Sequence[str], checks: Sequence[str]
     ) -> Question:
-        asked = replace(
+        options = replace(
             self._options, backends=tuple(backends), suites=tuple(suites), cases=tuple(cases), checks=tuple(checks)
         )
-        question = Question(self._config, asked)
+        question = Question(self._config, options)
         self._questions.append(question)
         if question.selection.is_timed and not self._config.pluginmanager.hasplugin("attncheck-machine"):
             from attncheck.harness.pytest_plugin.benchmark import Machine

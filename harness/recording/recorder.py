@@ -52,20 +52,20 @@ class Group:
 
 
 class _Pending(NamedTuple):
-    """A batch that is not counted yet; it stands for ``stands_for`` calls per layer."""
+    """A batch that is not counted yet. It represents ``calls`` calls per layer."""
 
     group: Group
     snapshot: Snapshot
     cascade: int
     graph_mode: str
-    stands_for: int
+    calls: int
 
 
 @dataclass
 class BatchRecorder:
     """The state of a recording.
 
-    ``every``: at most one in this many batches is counted, and stands for as many.
+    ``every``: at most one in this many batches is counted, and represents as many.
     ``on_first``: called before the first batch.
     ``seen``, ``looked_at``: number of batches, and of those kept for counting. ``spent_ns``: CPU time of the recording.
     ``host_tables``: block tables in host memory, by the address of their tensor on the device.
@@ -109,10 +109,10 @@ class BatchRecorder:
                 self.on_first()
             self.seen += 1
             self._last = common_prefix_len, metadata
-            stands_for = self._stride()
-            if self._random.random() * stands_for < 1:
+            calls = self._stride()
+            if self._random.random() * calls < 1:
                 self.looked_at += 1
-                self._keep(group, common_prefix_len, metadata, stands_for)
+                self._keep(group, common_prefix_len, metadata, calls)
                 if len(self._pending) >= _MOST_PENDING or self._pending_size >= _MOST_NUMBERS:
                     self.count_pending()
         except Exception:
@@ -132,13 +132,13 @@ class BatchRecorder:
     def count_pending(self) -> None:
         """Count the batches that were kept; many at once cost far less time per batch."""
         pending, self._pending, self._pending_size = self._pending, [], 0
-        for group, snapshot, cascade, graph_mode, stands_for in pending:
+        for group, snapshot, cascade, graph_mode, calls in pending:
             batch = batch_of(snapshot, group.block_size, cascade=cascade, drafts=group.drafts, graph_mode=graph_mode)
             if batch is not None:
-                self.traffic.add(batch, [(kind, layers * stands_for) for kind, layers in group.kinds])
+                self.traffic.add(batch, [(kind, layers * calls) for kind, layers in group.kinds])
 
     def _stride(self) -> int:
-        """Return how many batches a batch kept now stands for, so that recording stays within its time limit."""
+        """Return how many batches a batch kept now represents, so that recording stays within its time limit."""
         now = time.perf_counter_ns()
         gap, self._last_ns = now - self._last_ns, now
         if gap < _IDLE_NS:
@@ -146,17 +146,17 @@ class BatchRecorder:
         look_ns = (self.spent_ns - self._first_ns) / max(self.looked_at, 1)
         return max(self.every, math.ceil(look_ns / max(MOST_NS, MOST_SHARE * self._gap_ns)))
 
-    def _keep(self, group: Group, common_prefix_len: int, metadata: Any, stands_for: int) -> None:
+    def _keep(self, group: Group, common_prefix_len: int, metadata: Any, calls: int) -> None:
         for reason, layers in group.left_out.items():
-            self.traffic.leave_out(reason, layers * stands_for)
+            self.traffic.leave_out(reason, layers * calls)
         if not group.kinds:
             return
         table = self._host_table(vars(metadata).get("block_table_tensor"))
         snapshot = take_snapshot(metadata, table, group.block_size)
         if isinstance(snapshot, str):
-            self.traffic.leave_out(snapshot, sum(layers for _, layers in group.kinds) * stands_for)
+            self.traffic.leave_out(snapshot, sum(layers for _, layers in group.kinds) * calls)
             return
-        self._pending.append(_Pending(group, snapshot, int(common_prefix_len), self.graph_mode, stands_for))
+        self._pending.append(_Pending(group, snapshot, int(common_prefix_len), self.graph_mode, calls))
         self._pending_size += snapshot.size
 
     def _host_table(self, table: Any) -> Lengths | None:

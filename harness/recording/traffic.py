@@ -1,7 +1,7 @@
 """Counts distinct batches in bounded memory.
 
 Two batches count as the same if their requests fall into the same buckets of lengths, in any order. The buckets double
-in width whenever there are too many distinct batches. Each distinct batch keeps one of the real batches it stands for,
+in width whenever there are too many distinct batches. Each distinct batch keeps one of the real batches it represents,
 sampled uniformly.
 """
 
@@ -108,7 +108,7 @@ class Traffic:
         self._most = most
         self._widening = 0
         self._tallies: dict[tuple[LayerKind, tuple[object, ...]], _Tally] = {}
-        self._random = random.Random(0)  # noqa: S311 (which real batch stands for others is no secret)
+        self._random = random.Random(0)  # noqa: S311 (which real batch represents others is no secret)
         self.left_out: dict[str, int] = {}
         """Reasons why calls were not counted, with their number."""
 

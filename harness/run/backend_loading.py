@@ -101,10 +101,10 @@ def reasons_against(
 def _reasons_against(backend: LoadedBackend | UnavailableBackend, device: str, case: Case) -> tuple[str, ...]:
     if isinstance(backend, UnavailableBackend):
         return backend.reasons
-    cls, asked = backend.backend, (case.layer, case.cache, case.batch)
+    cls, specs = backend.backend, (case.layer, case.cache, case.batch)
     try:
-        absent = declared_reasons(lambda: cls.unavailable_case_reasons(device, *asked))
-        return absent or declared_reasons(lambda: cls.unsupported_reasons(*asked))
+        absent = declared_reasons(lambda: cls.unavailable_case_reasons(device, *specs))
+        return absent or declared_reasons(lambda: cls.unsupported_reasons(*specs))
     except StageError:
         return ()
 

@@ -85,7 +85,7 @@ class Examiner:
             self.device, plan.truths, machine=_arithmetic_of(self.environment), stores=stores_truths
         )
         self._shared = SharedByChecks(
-            plan.timing, SelectedCases(plan.cases_asking), self._truths, *(() if clocks is None else (clocks,))
+            plan.timing, SelectedCases(plan.cases_with), self._truths, *(() if clocks is None else (clocks,))
         )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
@@ -236,9 +236,9 @@ class Examiner:
         return ()
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
-        device, asked = self.plan.device, (case.layer, case.cache, case.batch)
+        device, specs = self.plan.device, (case.layer, case.cache, case.batch)
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
-        return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *asked)))
+        return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *specs)))
 
     def _case_checks(
         self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]

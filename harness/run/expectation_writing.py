@@ -94,8 +94,8 @@ def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
         "reason": first.reason if isinstance(first, XFailed) else f"not explained yet; found by the run of {day}",
     }
     lines = [f"{name}: {json.dumps(_plain(value), ensure_ascii=False)}" for name, value in fields.items()]
-    remarks = [f"# {cut(one_line(comment), _SHOWN)}" for comment in comments]
-    return "\n".join([*remarks, f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
+    comment_lines = [f"# {cut(one_line(comment), _SHOWN)}" for comment in comments]
+    return "\n".join([*comment_lines, f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
 
 
 def _case_pattern(cases: Sequence[str]) -> str:

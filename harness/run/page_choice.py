@@ -25,9 +25,9 @@ def fit_pages(
     able = [each for each in backends if each.is_loaded and not each.unavailable_reasons]
     refs, loaded, notes = list(selection.refs), list(selection.suites), list[str]()
     for index, suite in enumerate(selection.suites):
-        asked = [each for each in able if suites.get(each.ref, suite.name) == suite.name]
-        asked = [each for each in asked if not each.is_mla] or asked
-        chosen = {key: _best(key, value, asked) for key, value in suite.page_defaults.items()}
+        examined = [each for each in able if suites.get(each.ref, suite.name) == suite.name]
+        examined = [each for each in examined if not each.is_mla] or examined
+        chosen = {key: _best(key, value, examined) for key, value in suite.page_defaults.items()}
         changed = [f"{key}={value}" for key, value in chosen.items() if value != suite.page_defaults[key]]
         if changed:
             try:
@@ -37,7 +37,7 @@ def fit_pages(
                 chosen = dict(suite.page_defaults)
             else:
                 refs[index] = ref
-        notes += _notes(suite, chosen, asked)
+        notes += _notes(suite, chosen, examined)
     if tuple(refs) == selection.refs:
         return selection, tuple(notes)
     keys = {case.key for case in selection.cases}

@@ -87,7 +87,7 @@ class RunPlan:
         """Return the checks to run for ``case``, in the order of reports."""
         return checks_of(case, self.checks)
 
-    def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
+    def cases_with(self, ref: str, check: str) -> tuple[Case, ...]:
         """Return the cases on which this backend runs ``check``, except those of function paths.
 
         Empty if cases do not share probes.

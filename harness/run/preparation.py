@@ -183,10 +183,10 @@ def suite_notes(
     refs_of: dict[str, list[str]] = {}
     is_short = False
     for ref, suite in suites.items():
-        asked, all_cases = len(chosen[ref]), sum(case.suite == suite for case in selection.cases)
+        num_chosen, all_cases = len(chosen[ref]), sum(case.suite == suite for case in selection.cases)
         what = f"suite {suite}" if all_cases else f"no case of suite {suite}"
-        if asked < all_cases:
-            is_short, what = True, f"{asked} of {all_cases} cases of suite {suite}"
+        if num_chosen < all_cases:
+            is_short, what = True, f"{num_chosen} of {all_cases} cases of suite {suite}"
         refs_of.setdefault(what, []).append(ref)
     if len(refs_of) < 2 and not is_short:
         return ()
@@ -206,7 +206,7 @@ def make_header(
     surveyed: Sequence[SurveyedBackend] = (),
 ) -> RunHeader:
     """Return the header of the run of ``plan`` and ``backends``; notes of the suites are appended to ``notes``."""
-    checks = plan.checks or _checks_asked(plan)
+    checks = plan.checks or _checks_of(plan)
     options = RecordOptions(expect="" if expect is None else _digest_of(expect))
     if TIMING in checks:
         times = {"time_limit": plan.timing.limit_s, "warm_cache": plan.timing.warm, "kernels": plan.timing.kernels}
@@ -254,7 +254,7 @@ def _digest_of(file: Path) -> str:
     return sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
 
 
-def _checks_asked(plan: RunPlan) -> tuple[str, ...]:
+def _checks_of(plan: RunPlan) -> tuple[str, ...]:
     """Return the default checks and those that a case of the plan names."""
     named = {check for case in plan.cases for check in case.checks or ()}
     return tuple(check for check in BACKEND_CHECKS if check in DEFAULT_CHECKS or check in named)

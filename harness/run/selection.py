@@ -74,10 +74,10 @@ class Selection:
         return tuple(suite.default_device for suite in self.suites if suite.default_device)
 
     @property
-    def asked_checks(self) -> tuple[str, ...]:
+    def selected_checks(self) -> tuple[str, ...]:
         """The checks that run for at least one case, in the order of reports."""
-        asked = {check for case in self.cases for check in checks_of(case, self.checks)}
-        return tuple(check for check in BACKEND_CHECKS if check in asked)
+        selected = {check for case in self.cases for check in checks_of(case, self.checks)}
+        return tuple(check for check in BACKEND_CHECKS if check in selected)
 
     @property
     def is_timed(self) -> bool:
@@ -100,9 +100,9 @@ class Selection:
         kept = [(suite, ref) for suite, ref in zip(self.suites, self.refs, strict=True) if suite.name in names]
         cases = tuple(case for case in self.cases if case.suite in names and (keys is None or case.key in keys))
         if not cases:
-            asked = " or ".join(dict.fromkeys(names))
+            wanted = " or ".join(dict.fromkeys(names))
             others = " --suite ".join(dict.fromkeys(case.suite for case in self.cases))
-            raise SelectionError(f"no such case in {asked}, the default suite; give --suite {others}")
+            raise SelectionError(f"no such case in {wanted}, the default suite; give --suite {others}")
         suites, refs = zip(*kept, strict=True)
         return replace(self, suites=suites, refs=refs, cases=cases)
 
@@ -190,8 +190,8 @@ def select_cases(
         cases = tuple(case for case in cases if checks_of(case, wanted))
     if not cases:
         that = " that matches" if patterns or keywords or keys else ""
-        asked = f" asks for {', '.join(wanted)}" if wanted else ""
-        raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
+        with_checks = f" asks for {', '.join(wanted)}" if wanted else ""
+        raise SelectionError(f"no case of {' or '.join(refs)}{that}{with_checks}")
     names_cases = bool(patterns or keywords or keys)
     return Selection(loaded, refs, cases, wanted, by_default=not suites, names_cases=names_cases)
 
@@ -244,9 +244,9 @@ def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
 
     A requested check that runs only by name runs for every case, whatever checks the case lists.
     """
-    asked = set(DEFAULT_CHECKS if case.checks is None else case.checks)
-    asked.update(name for name in checks or () if CHECKS[name].by_name_only)
-    return tuple(name for name in BACKEND_CHECKS if name in asked and (checks is None or name in checks))
+    of_case = set(DEFAULT_CHECKS if case.checks is None else case.checks)
+    of_case.update(name for name in checks or () if CHECKS[name].by_name_only)
+    return tuple(name for name in BACKEND_CHECKS if name in of_case and (checks is None or name in checks))
 
 
 def unanswered_reasons(case: Case) -> tuple[str, ...]:

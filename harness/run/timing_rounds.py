@@ -30,15 +30,15 @@ class RoundQuestions:
 def untimed_questions(plan: RunPlan, ref: str) -> RoundQuestions:
     """Return all checks except ``timing`` for the cases of this backend."""
     cases = plan.examined_cases_of(ref)
-    asked = ((case, tuple(name for name in plan.checks_left(ref, case) if name != TIMING)) for case in cases)
-    return RoundQuestions(tuple((case, checks) for case, checks in asked if checks))
+    questions = ((case, tuple(name for name in plan.checks_left(ref, case) if name != TIMING)) for case in cases)
+    return RoundQuestions(tuple((case, checks) for case, checks in questions if checks))
 
 
 def timed_questions(plan: RunPlan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> RoundQuestions:
     """Return the check ``timing`` for the cases of this backend, except those whose keys are in ``left_out``."""
     cases = (case for case in plan.examined_cases_of(ref) if case.key not in left_out)
-    asked = (case for case in cases if TIMING in plan.checks_left(ref, case, number))
-    return RoundQuestions(tuple((case, (TIMING,)) for case in asked), number)
+    timed = (case for case in cases if TIMING in plan.checks_left(ref, case, number))
+    return RoundQuestions(tuple((case, (TIMING,)) for case in timed), number)
 
 
 def count_questions(plan: RunPlan, refs: Collection[str]) -> int:

@@ -17,12 +17,12 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, ProcessEnd, ended, record_of
-from attncheck.harness.workers.asking import WAITING, Stopped, Work, ask
 from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.lanes import Place, start
 from attncheck.harness.workers.protocol import DeviceLost, Done, Examine, HarnessFailure
 from attncheck.harness.workers.recurrence import Recurrence, Replayed, find_recurrence
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.requesting import WAITING, Stopped, Work, request_records
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.time_limits import Limit, TimeLimits
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerPool
@@ -57,10 +57,10 @@ class ProcessExaminer:
         self.circumstances = replace(self.circumstances, round=number)
         self._unstartable.clear()
 
-    def work(self, place: Place, workers: WorkerPool, left: Sequence[Asked]) -> Work:
+    def work(self, place: Place, workers: WorkerPool, left: Sequence[BackendQuestion]) -> Work:
         """Examine one question through the process of its backend in ``workers``. ``left``: the following questions."""
-        backend, case = place.asked.backend, place.asked.case
-        self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.asked, *left)], workers)
+        backend, case = place.question.backend, place.question.case
+        self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
         if self._left_s(place) <= 0:
             cause = f"not run; the time limit of the backend was {self._limits.backend_s:g} s"
             self._end(place, Stopped(WAITING, ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
@@ -108,7 +108,7 @@ class ProcessExaminer:
         Raises:
             QuestionError, OSError: a new process is needed and cannot be started.
         """
-        ref, case, due = place.asked.backend.ref, place.asked.case, place.due
+        ref, case, due = place.question.backend.ref, place.question.case, place.due
         process = workers.process(ref) or (yield from start(workers, ref))
         earlier = tuple(process.examined)
 
@@ -117,7 +117,7 @@ class ProcessExaminer:
                 due.remove(record.check)
                 place.records.append(_with_output(record, process, case))
 
-        end = yield from ask(process, self._request(place, due), partial(self._limit, place), take)
+        end = yield from request_records(process, self._request(place, due), partial(self._limit, place), take)
         if isinstance(end, Done):
             place.blind = end.blind
             due.clear()
@@ -159,63 +159,66 @@ class ProcessExaminer:
         self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine]
     ) -> Generator[WorkerProcess | None, None, Recurrence | None]:
         """Try the case again; return None if it is not tried, or no process can be started."""
-        ref, end = place.asked.backend.ref, stopped.end
+        ref, end = place.question.backend.ref, stopped.end
         finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
         is_known = finding in self._tried or len(self._tried) >= _MOST_TRIED
-        if is_known or place.asked.checks == (TIMING,) or self._left_s(place) <= 0:
+        if is_known or place.question.checks == (TIMING,) or self._left_s(place) <= 0:
             return None
         self._tried.add(finding)
         replay = partial(self._replay, place, workers)
         with suppress(QuestionError, OSError):  # the next case reports it
-            return (yield from find_recurrence(replay, self._request(place, place.asked.checks), earlier))
+            return (yield from find_recurrence(replay, self._request(place, place.question.checks), earlier))
         return None
 
     def _replay(
         self, place: Place, workers: WorkerPool, requests: Sequence[Examine]
     ) -> Generator[WorkerProcess | None, None, Replayed]:
         """Send ``requests`` to a new process; see :mod:`attncheck.harness.workers.recurrence`."""
-        ref = place.asked.backend.ref
+        ref = place.question.backend.ref
         workers.discard(ref)
         process = yield from start(workers, ref)
         records: list[Record] = []
         for request in requests:
             records.clear()
-            end = yield from ask(process, request, partial(self._limit, place), records.append)
+            end = yield from request_records(process, request, partial(self._limit, place), records.append)
             if not isinstance(end, Done):
                 workers.discard(ref)
                 return Replayed(request is requests[-1] and not isinstance(end, HarnessFailure))
-        return Replayed(False, tuple(_with_output(record, process, place.asked.case) for record in records))
+        return Replayed(False, tuple(_with_output(record, process, place.question.case) for record in records))
 
     def _request(self, place: Place, checks: Sequence[str]) -> Examine:
-        asked, number = place.asked, self.circumstances.round
+        question, number = place.question, self.circumstances.round
         return Examine(
-            case=asked.case.key, checks=tuple(checks), round=number, drawn=asked.case if asked.is_drawn else None
+            case=question.case.key,
+            checks=tuple(checks),
+            round=number,
+            drawn=question.case if question.is_drawn else None,
         )
 
     def _left_s(self, place: Place) -> float:
         """Return the seconds left of the time limit of the backend."""
         at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
-        return self._limits.backend_s - self._spent[place.asked.backend.ref] - at_work_s
+        return self._limits.backend_s - self._spent[place.question.backend.ref] - at_work_s
 
     def _limit(self, place: Place, stage: str, reference_s: float) -> Limit:
-        limit, left_s = self._limits.of_stage(stage, place.asked.case, reference_s), self._left_s(place)
+        limit, left_s = self._limits.of_stage(stage, place.question.case, reference_s), self._left_s(place)
         if limit.seconds <= left_s:
             return limit
         return Limit(max(left_s, 0.0), f"what was left of --backend-timeout {self._limits.backend_s:g}")
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
         """Add records for ``checks``, which ``stopped`` prevented."""
-        place.records += ended_records(self.circumstances, place.asked, tuple(checks), stopped)
+        place.records += ended_records(self.circumstances, place.question, tuple(checks), stopped)
         place.due[:] = [check for check in place.due if check not in checks]
 
 
 def ended_records(
-    circumstances: Circumstances, asked: Asked, checks: Iterable[str], stopped: Stopped
+    circumstances: Circumstances, question: BackendQuestion, checks: Iterable[str], stopped: Stopped
 ) -> Iterator[Record]:
     """Yield a record for each of ``checks``, which ``stopped`` prevented, or that does not apply."""
     from attncheck.harness.checks.case_checks import not_applicable  # here, since it imports torch and is rarely needed
 
-    backend, case = asked.backend, asked.case
+    backend, case = question.backend, question.case
     for check in checks:
         if (skipped := not_applicable(check, case, backend.features)) is not None:
             yield record_of(circumstances, case, backend, check, skipped, 0.0)

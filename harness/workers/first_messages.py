@@ -39,7 +39,7 @@ def preparation_of(selection: "Selection", libraries: Sequence[str] = ()) -> Pre
     ``libraries``: those that the backend imports itself.
     """
     functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
-    return Prepare(checks=selection.asked_checks, functions=functions, libraries=tuple(libraries))
+    return Prepare(checks=selection.selected_checks, functions=functions, libraries=tuple(libraries))
 
 
 def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environment) -> Assignment:

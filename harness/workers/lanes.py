@@ -5,9 +5,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from attncheck.errors import QuestionError
-from attncheck.harness.workers.asking import Work
 from attncheck.harness.workers.first_messages import WorkerError
-from attncheck.harness.workers.schedule import Asked, Costs, Schedule
+from attncheck.harness.workers.requesting import Work
+from attncheck.harness.workers.schedule import BackendQuestion, Costs, Schedule
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess, wait_for_answers
 from attncheck.reports.run_file.records import Record
@@ -20,7 +20,7 @@ class Place:
     ``blind``: why the case could not be examined at all. ``began``: monotonic time at which its examination began.
     """
 
-    asked: Asked
+    question: BackendQuestion
     due: list[str]
     records: deque[Record] = field(default_factory=deque)
     blind: str | None = None
@@ -55,13 +55,13 @@ class Lanes:
         places: Sequence[Place],
         count: int,
         workers: WorkerPool,
-        examine: Callable[[Place, WorkerPool, Sequence[Asked]], Work],
+        examine: Callable[[Place, WorkerPool, Sequence[BackendQuestion]], Work],
         leave: Callable[[str], None] | None,
         costs: Costs | None = None,
     ) -> None:
         """``examine`` also gets the questions to the same backend that no lane has taken."""
         self._places, self._workers, self._examine, self._on_leaving = places, workers, examine, leave
-        self._schedule = Schedule([place.asked for place in places], costs=costs)
+        self._schedule = Schedule([place.question for place in places], costs=costs)
         pools = [workers, *map(workers.twin, workers.gpus[1:count])] if workers.gpus else [None] * count
         self._lanes = [_Lane(number, workers, twins=pool) for number, pool in enumerate(pools)]
 
@@ -90,7 +90,7 @@ class Lanes:
                 lane.work = process = None
                 if lane.place is not None:
                     lane.place.is_over = True
-                    self._schedule.finish(lane.place.asked)
+                    self._schedule.finish(lane.place.question)
             has_moved |= process is None
             waiting += [] if process is None else [process]
         if not has_moved:

@@ -64,7 +64,7 @@ class PrintedOutput:
     def of(self, case: str | None = None, limit: int = KEPT) -> str:
         """Return the last ``limit`` bytes printed since ``case`` began, starting at the beginning of a line.
 
-        None stands for the latest case. Output that precedes an answer already received is included.
+        None means the latest case. Output that precedes an answer already received is included.
         """
         self._read()
         with self._lock:
@@ -85,7 +85,7 @@ class PrintedOutput:
         self._stop = -1
         self._thread.join()
         self._read()
-        self._tell("\n" if self._line else "")
+        self._show_lines("\n" if self._line else "")
         os.close(self._stopping)
         os.close(self._reading)
 
@@ -139,12 +139,12 @@ class PrintedOutput:
         del kept[:-KEPT]
         if self._show is None or not self._left:
             return
-        self._tell(self._decoder.decode(text[: self._left], final=len(text) >= self._left))
+        self._show_lines(self._decoder.decode(text[: self._left], final=len(text) >= self._left))
         self._left = max(self._left - len(text), 0)
         if not self._left:
-            self._tell(("\n" if self._line else "") + _DROPPED)
+            self._show_lines(("\n" if self._line else "") + _DROPPED)
 
-    def _tell(self, text: str) -> None:
+    def _show_lines(self, text: str) -> None:
         lines, _, self._line = (self._line + text).rpartition("\n")
         if len(self._line) > _LONGEST_LINE:
             lines, self._line = f"{lines}\n{self._line}" if lines else self._line, ""

@@ -12,7 +12,7 @@
       Examine(case)  ------------->
                   <---------------- Begun(stage) and records, any number of each
                   <---------------- Done, or DeviceLost
-      AskReasons(cases) ---------->  (only if cases are drawn)
+      GetReasons(cases) ---------->  (only if cases are drawn)
                   <---------------- Reasons
       (closes the pipe) ---------->  ends
 
@@ -109,10 +109,10 @@ class Examine(_Message):
     drawn: Case | None = None
 
 
-class AskReasons(_Message):
+class GetReasons(_Message):
     """Return why the backend's declarations exclude each of these cases."""
 
-    kind: Literal["ask_reasons"] = "ask_reasons"
+    kind: Literal["get_reasons"] = "get_reasons"
     cases: tuple[Case, ...]
 
 
@@ -133,12 +133,12 @@ class ExamineProviders(_Message):
 
 
 class SurveyFamily(_Message):
-    """Report all backends of a ``family`` that may run on ``device``, except the first ``skipped``."""
+    """Report all backends of a ``family`` that may run on ``device``, except the first ``num_reported``."""
 
     kind: Literal["survey_family"] = "survey_family"
     family: str
     device: str
-    skipped: int
+    num_reported: int
 
 
 class Surveyed(_Message):
@@ -179,7 +179,7 @@ class Described(_Message):
 
 
 class Reasons(_Message):
-    """Why the backend excludes each case of :class:`AskReasons`; an empty tuple if it declares support."""
+    """Why the backend excludes each case of :class:`GetReasons`; an empty tuple if it declares support."""
 
     kind: Literal["reasons"] = "reasons"
     reasons: tuple[tuple[str, ...], ...]
@@ -227,7 +227,7 @@ class HarnessFailure(_Message):
 
 
 Request = (
-    Prepare | Load | ChooseDevice | Assignment | Examine | AskReasons | PlanProviders | ExamineProviders | SurveyFamily
+    Prepare | Load | ChooseDevice | Assignment | Examine | GetReasons | PlanProviders | ExamineProviders | SurveyFamily
 )
 Answer = (
     DeviceChosen

@@ -28,7 +28,7 @@ from attncheck.harness.workers.protocol import (
     format_message,
     parse_request,
 )
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_settings import WorkerSettings
@@ -102,17 +102,17 @@ class RayActor:
             self._described[ref] = str(found) if isinstance(found, QuestionError) else found
         return [self._described[ref] for ref in digests]
 
-    def examine(self, asked: Asked, digest: str) -> Examined | Refused | HarnessFailure:
+    def examine(self, question: BackendQuestion, digest: str) -> Examined | Refused | HarnessFailure:
         """Examine one question. ``digest``: of the file that the reference of its backend names.
 
         Returns Refused if the backend differs from the one of the run.
         """
         assert self._supervisor is not None
-        backend, num_blind = asked.backend, len(self._supervisor.blind)
+        backend, num_blind = question.backend, len(self._supervisor.blind)
         try:
             if backend.is_loaded and (reason := self._reason_against(backend, digest)):
                 return Refused(reason=reason)
-            records = tuple(self._supervisor.examine_case(backend, asked.case, asked.checks))
+            records = tuple(self._supervisor.examine_case(backend, question.case, question.checks))
         except WorkerError as error:
             return HarnessFailure(error=str(error), traceback="".join(traceback.format_exception(error)))
         blind = self._supervisor.blind[num_blind:]

@@ -28,7 +28,7 @@ from attncheck.harness.workers.protocol import (
     parse_answer,
 )
 from attncheck.harness.workers.ray_actor import Examined, RayActor
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.header import Environment
 
@@ -181,9 +181,9 @@ class RayCluster:
             self._add()
         return self._first
 
-    def ask(self, node: Node, asked: Asked) -> None:
+    def send(self, node: Node, question: BackendQuestion) -> None:
         """Send a question to an idle node; :meth:`wait` returns its answer."""
-        self._pending[node.actor.examine.remote(asked, self._digests[asked.backend.ref])] = node
+        self._pending[node.actor.examine.remote(question, self._digests[question.backend.ref])] = node
 
     def wait(self) -> list[tuple[Node, Answer]]:
         """Wait for answers, and return all there are. A node that has refused or is lost gets no more questions.

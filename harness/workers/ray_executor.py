@@ -14,13 +14,13 @@ from attncheck.errors import QuestionError
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.outcomes import Circumstances, ProcessEnd
 from attncheck.harness.run.plan import RunPlan
-from attncheck.harness.workers.asking import WAITING, Stopped
 from attncheck.harness.workers.examining import ended_records
 from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
 from attncheck.harness.workers.ray_actor import Examined
 from attncheck.harness.workers.ray_cluster import Answer, Lost, Node
-from attncheck.harness.workers.schedule import Asked, untimed
+from attncheck.harness.workers.requesting import WAITING, Stopped
+from attncheck.harness.workers.schedule import BackendQuestion, untimed
 from attncheck.reports.run_file.header import Environment, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter, parse_line
 
@@ -40,7 +40,7 @@ class Cluster(Protocol):
     def start(self, most: int) -> Node:
         """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
 
-    def ask(self, node: Node, asked: Asked) -> None:
+    def send(self, node: Node, question: BackendQuestion) -> None:
         """Send a question to an idle node."""
 
     def wait(self) -> list[tuple[Node, Answer]]:
@@ -59,7 +59,7 @@ class RayExecutor:
         self.blind: list[QuestionError] = []
         self._plan, self._backends, self._cluster = plan, backends, cluster
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
-        self._asked: list[Asked] = []
+        self._questions: list[BackendQuestion] = []
         self._waiting: list[Unit] = []
         self._at_work: dict[Node, Unit] = {}
         self._losses: Counter[int] = Counter()
@@ -73,15 +73,15 @@ class RayExecutor:
             ClusterError: no node is left.
             WorkerError: attncheck itself failed on a node.
         """
-        self._asked = untimed(self._plan, self._backends)
-        self._waiting = _units(self._asked)
-        if not self._asked:
+        self._questions = untimed(self._plan, self._backends)
+        self._waiting = _units(self._questions)
+        if not self._questions:
             return
         idle = deque([self._cluster.start(len(self._waiting))])
         over = 0
-        while over < len(self._asked):
+        while over < len(self._questions):
             while idle and self._waiting and self._waiting[0][0] < over + _AHEAD:
-                self._ask(idle.popleft(), heapq.heappop(self._waiting))
+                self._send(idle.popleft(), heapq.heappop(self._waiting))
             for node, answer in self._cluster.wait():
                 self._take(node, answer)
                 if not isinstance(answer, Lost | Refused) and node not in self._at_work:
@@ -90,23 +90,23 @@ class RayExecutor:
                 yield from self._records(over)
                 over += 1
 
-    def _ask(self, node: Node, unit: Unit) -> None:
+    def _send(self, node: Node, unit: Unit) -> None:
         self._at_work[node] = unit
-        self._cluster.ask(node, self._asked[unit[0]])
+        self._cluster.send(node, self._questions[unit[0]])
 
     def _take(self, node: Node, answer: Answer) -> None:
         """Store an answer; send the node the next question of its unit, or return the rest of the unit to the queue."""
         unit = self._at_work.pop(node, ())
         if not unit:  # the answer is about joining the run
             return
-        first = self._asked[unit[0]]
+        first = self._questions[unit[0]]
         match answer:
             case HarnessFailure():
                 raise WorkerError(first.backend.ref, answer)
             case Examined():
                 self._found[unit[0]] = answer
                 if unit[1:]:
-                    self._ask(node, unit[1:])
+                    self._send(node, unit[1:])
                 return
             case Lost():
                 self._losses[unit[0]] += 1
@@ -122,17 +122,17 @@ class RayExecutor:
         found = self._found.pop(index)
         if not isinstance(found, Examined):
             return found
-        key = self._asked[index].case.key
+        key = self._questions[index].case.key
         if found.blind is not None and key not in self._faulty:
             self._faulty.add(key)
             self.blind.append(QuestionError(found.blind))
         return map(_record, found.records)
 
 
-def _units(asked: Sequence[Asked]) -> list[Unit]:
+def _units(questions: Sequence[BackendQuestion]) -> list[Unit]:
     """Return the questions as units, by index; questions that share a CUDA-graph level form one unit."""
     units: dict[Hashable, list[int]] = {}
-    for index, each in enumerate(asked):
+    for index, each in enumerate(questions):
         units.setdefault(index if each.group is None else each.group, []).append(index)
     return [tuple(unit) for unit in units.values()]
 

@@ -28,7 +28,7 @@ class Replayed:
 
 
 Replay = Callable[[Sequence[Examine]], Generator[WorkerProcess | None, None, Replayed]]
-"""Sends requests to a new process, one by one; yields as :data:`~attncheck.harness.workers.asking.Work` does."""
+"""Sends requests to a new process, one by one; yields as :data:`~attncheck.harness.workers.requesting.Work` does."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +42,32 @@ class Recurrence:
 
 def find_recurrence(
     replay: Replay,
-    asked: Examine,
+    request: Examine,
     earlier: Sequence[Examine],
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[WorkerProcess | None, None, Recurrence]:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
-    ``earlier``: the known requests to the process that ended before ``asked``. If all of them together make a process
+    ``earlier``: the known requests to the process that ended before ``request``. If all of them together make a process
     end again, a bisection searches for the single one that does so.
 
     Raises:
         QuestionError, OSError: from ``replay``, if no process can be started.
     """
     deadline = clock() + _BUDGET_S
-    first = yield from replay([asked])
+    first = yield from replay([request])
     if first.has_ended:
         return Recurrence("always")
     suspects = list(earlier)
-    is_behind = bool(suspects) and (yield from replay([*suspects, asked])).has_ended
+    is_behind = bool(suspects) and (yield from replay([*suspects, request])).has_ended
     if not is_behind:
         return Recurrence("flaky", records=first.records)
     is_shown = True
     while len(suspects) > 1 and clock() < deadline:
         middle = len(suspects) // 2
-        is_shown = (yield from replay([*suspects[middle:], asked])).has_ended
+        is_shown = (yield from replay([*suspects[middle:], request])).has_ended
         suspects = suspects[middle:] if is_shown else suspects[:middle]
     if len(suspects) == 1 and not is_shown:  # the other half caused no end, which does not prove that this case does
-        is_shown = (yield from replay([*suspects, asked])).has_ended
+        is_shown = (yield from replay([*suspects, request])).has_ended
     after = suspects[0].case if len(suspects) == 1 and is_shown else ""
     return Recurrence("after", after, first.records)

@@ -26,7 +26,7 @@ Costs = Mapping[tuple[str, str, str], float]
 
 
 @dataclass(frozen=True)
-class Asked:
+class BackendQuestion:
     """A question to a backend: ``checks`` of ``case``. ``is_drawn``: the case is in no suite."""
 
     backend: BackendDescription
@@ -47,17 +47,17 @@ class Asked:
         return None if None in each else sum(filter(None, each))
 
 
-def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[Asked]:
+def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[BackendQuestion]:
     """Return the questions of ``plan`` except timings, by backend, then by case."""
     return [
-        Asked(backend, case, checks)
+        BackendQuestion(backend, case, checks)
         for backend in backends
         for case, checks in untimed_questions(plan, backend.ref).questions
     ]
 
 
 class Schedule:
-    """Hands out the questions ``asked`` by index, the first ones first.
+    """Hands out ``questions`` by index, the first ones first.
 
     One lane begins a backend. Once all are begun, other lanes help where enough questions are left. A process measures
     a CUDA-graph level once, so the cases that share one stay in one lane. Only one case that needs much memory runs at
@@ -65,12 +65,15 @@ class Schedule:
     """
 
     def __init__(
-        self, asked: Sequence[Asked], clock: Callable[[], float] = time.monotonic, costs: Costs | None = None
+        self,
+        questions: Sequence[BackendQuestion],
+        clock: Callable[[], float] = time.monotonic,
+        costs: Costs | None = None,
     ) -> None:
-        self._asked, self._clock = asked, clock
-        self._cost_s = [each.cost(costs) if costs else None for each in asked]
+        self._questions, self._clock = questions, clock
+        self._cost_s = [each.cost(costs) if costs else None for each in questions]
         self._waiting: dict[str, list[int]] = {}
-        for index, each in enumerate(asked):
+        for index, each in enumerate(questions):
             if each.backend.is_loaded:
                 self._waiting.setdefault(each.backend.ref, []).append(index)
         self._began: dict[str, float] = {}
@@ -78,7 +81,7 @@ class Schedule:
         self._over: Counter[str] = Counter()
         self._owners: dict[Hashable, int] = {}
         self._refused: set[tuple[str, int]] = set()
-        self._large: Asked | None = None
+        self._large: BackendQuestion | None = None
 
     def to_begin(self, lane: int) -> str | None:
         """Return the first backend that no lane has begun and ``lane`` may begin, or None."""
@@ -116,29 +119,29 @@ class Schedule:
         """Return whether ``lane`` may take one more question of the backend ``ref``, now or later."""
         return bool(self._open(ref, lane))
 
-    def left(self, ref: str) -> list[Asked]:
+    def left(self, ref: str) -> list[BackendQuestion]:
         """Return the questions to the backend ``ref`` that no lane has taken."""
-        return [self._asked[index] for index in self._waiting.get(ref, ())]
+        return [self._questions[index] for index in self._waiting.get(ref, ())]
 
     def take(self, ref: str, lane: int) -> int | None:
         """Take the next question to the backend ``ref``; return None if there is none, or it must wait for memory."""
         for index in self._open(ref, lane):
-            asked = self._asked[index]
-            is_large = needed_bytes(asked.case) > _SMALL
+            question = self._questions[index]
+            is_large = needed_bytes(question.case) > _SMALL
             if is_large and self._large is not None:
                 continue
             self._waiting[ref].remove(index)
             if is_large:
-                self._large = asked
-            if (group := asked.group) is not None:
+                self._large = question
+            if (group := question.group) is not None:
                 self._owners[group] = lane
             return index
         return None
 
-    def finish(self, asked: Asked) -> None:
+    def finish(self, question: BackendQuestion) -> None:
         """Count a question that was taken as examined."""
-        self._over[asked.backend.ref] += 1
-        if self._large is asked:
+        self._over[question.backend.ref] += 1
+        if self._large is question:
             self._large = None
 
     def refuse(self, ref: str, lane: int) -> None:
@@ -151,4 +154,4 @@ class Schedule:
     def _open(self, ref: str, lane: int) -> list[int]:
         """Return the remaining questions that are not reserved for another lane."""
         waiting = self._waiting.get(ref, ())
-        return [index for index in waiting if self._owners.get(self._asked[index].group, lane) == lane]
+        return [index for index in waiting if self._owners.get(self._questions[index].group, lane) == lane]

@@ -17,7 +17,7 @@ from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions
 from attncheck.harness.workers.examining import ProcessExaminer
 from attncheck.harness.workers.lanes import Lanes, Place
-from attncheck.harness.workers.schedule import Asked, Costs, untimed
+from attncheck.harness.workers.schedule import BackendQuestion, Costs, untimed
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.header import Environment
@@ -82,59 +82,59 @@ class Supervisor:
         if self._at_work not in (None, backend.ref):
             self._workers.finish(self._at_work)
         self._at_work = backend.ref
-        return self._examine_all([Asked(backend, case, checks, is_drawn)], keeps_process=True)
+        return self._examine_all([BackendQuestion(backend, case, checks, is_drawn)], keeps_process=True)
 
     def _run_untimed(self) -> Iterator[Record]:
-        asked = untimed(self._plan, self._descriptions)
-        if not asked:
+        questions = untimed(self._plan, self._descriptions)
+        if not questions:
             self._warming.before_times(each.ref for each in self._descriptions if each.is_loaded)
             return  # the processes have not run a case yet
-        yield from self._examine_all(asked, jobs=self._jobs)
+        yield from self._examine_all(questions, jobs=self._jobs)
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """Yield the records of one round of timings.
 
         Cases that the first round did not examine, or that are blind, are left out of later rounds.
         """
-        asked: list[tuple[BackendDescription, RoundQuestions]] = []
+        parts: list[tuple[BackendDescription, RoundQuestions]] = []
         for backend in self._descriptions:
             left_out = self._unexamined.get(backend.ref, set()) | self._faulty
             part = timed_questions(self._plan, backend.ref, number, left_out)
             if part.questions:
-                asked.append((backend, part))
-        for backend, part in rotated(asked, number):
+                parts.append((backend, part))
+        for backend, part in rotated(parts, number):
             if backend.is_loaded:
                 self._workers.isolate(backend.ref)
-            timed = [Asked(backend, case, checks) for case, checks in part.questions]
+            timed = [BackendQuestion(backend, case, checks) for case, checks in part.questions]
             for record in self._examine_all(timed, part.round):
                 if number == 0 and record.outcome not in EXAMINED:
                     self._unexamined.setdefault(backend.ref, set()).add(record.case)
                 yield record
 
     def _examine_all(
-        self, asked: Sequence[Asked], number: int = 0, *, jobs: int = 1, keeps_process: bool = False
+        self, questions: Sequence[BackendQuestion], number: int = 0, *, jobs: int = 1, keeps_process: bool = False
     ) -> Iterator[Record]:
-        """Yield the records of round ``number`` in the order of ``asked``, with ``jobs`` processes at work at once.
+        """Yield the records of round ``number`` in the order of ``questions``, with ``jobs`` processes at work at once.
 
         ``keeps_process``: the process of the backend does not end.
         """
         self._examiner.begin_round(number)
-        places = [Place(each, list(each.checks)) for each in asked]
+        places = [Place(each, list(each.checks)) for each in questions]
         for place in places:
-            if not place.asked.backend.is_loaded:
+            if not place.question.backend.is_loaded:
                 self._miss(place)
         leave = None if keeps_process else self._warming.finish
         lanes = Lanes(places, jobs, self._workers, self._examiner.work, leave, self._costs)
         for place, record in lanes.run():
             if record is not None:
                 yield record
-            elif place.blind is not None and place.asked.case.key not in self._faulty:
-                self._faulty.add(place.asked.case.key)
+            elif place.blind is not None and place.question.case.key not in self._faulty:
+                self._faulty.add(place.question.case.key)
                 self.blind.append(QuestionError(place.blind))
 
     def _miss(self, place: Place) -> None:
         """Add the records of a backend that was not loaded."""
-        backend, case, circumstances = place.asked.backend, place.asked.case, self._examiner.circumstances
+        backend, case, circumstances = place.question.backend, place.question.case, self._examiner.circumstances
         for check in place.due:
             match backend.failure:
                 case ProcessEnd() as end:

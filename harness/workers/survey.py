@@ -51,7 +51,7 @@ def survey(family: str, device: str | None, wishes: Sequence[str], limit: Limit)
             process.ref = process.printed.label = ref
             process.send(ChooseDevice(wanted=device, wishes=tuple(wishes)))
             chosen = chosen_device_of(process, limit)
-            process.send(SurveyFamily(family=family, device=chosen.device, skipped=len(found)))
+            process.send(SurveyFamily(family=family, device=chosen.device, num_reported=len(found)))
             try:
                 while not isinstance(answer := process.receive(limit), Done):
                     match answer:
@@ -86,7 +86,7 @@ def _serve(pipes: WorkerPipes) -> None:
     except ImportError as error:
         pipes.send(Refused(reason=f"its library cannot be imported: {error}"))
         return
-    for name in names[request.skipped :]:
+    for name in names[request.num_reported :]:
         ref = f"{request.family}:{name}"
         pipes.send(Begun(stage=ref))
         reason = _reason_against(ref, request.device)

@@ -1,7 +1,7 @@
 """Warmers: processes that examine cases ahead of the run, so that kernels are already compiled when it reaches them.
 
 Compiling a kernel at its first call takes seconds on one core, while the GPU waits. A warmer is one more process of the
-backend under examination. It gets the questions that the run will ask, so that it compiles the same kernels, and leaves
+backend under examination. It gets the next questions of the run, so that it compiles the same kernels, and leaves
 them in the caches on disk. Its records are dropped: nothing that happens in it is a finding.
 """
 

@@ -24,7 +24,6 @@ from attncheck.harness.workers.printed_output import flush_c_streams, mark_of
 from attncheck.harness.workers.process_control import STACK_SIGNAL
 from attncheck.harness.workers.protocol import (
     Answer,
-    AskReasons,
     Assignment,
     Begun,
     ChooseDevice,
@@ -33,6 +32,7 @@ from attncheck.harness.workers.protocol import (
     DeviceLost,
     Done,
     Examine,
+    GetReasons,
     HarnessFailure,
     Load,
     Prepare,
@@ -207,11 +207,11 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
         return
     pipes.send(Described(description=description))
     cases = {case.key: case for case in examiner.plan.cases}
-    while isinstance(request := pipes.receive(), Examine | AskReasons | Assignment):
+    while isinstance(request := pipes.receive(), Examine | GetReasons | Assignment):
         if isinstance(request, Assignment):
             examiner = _examiner(request, description, stores_truths=load.ref in BUILTIN)
             cases = {case.key: case for case in examiner.plan.cases}
-        elif isinstance(request, AskReasons):
+        elif isinstance(request, GetReasons):
             pipes.send(Reasons(reasons=reasons_against(backend, assignment.device, request.cases)))
         else:
             _examine(pipes, examiner, backend, request.drawn or cases[request.case], request, assignment.memory)

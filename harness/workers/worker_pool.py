@@ -244,7 +244,7 @@ class WorkerPool:
             self._finishing.pop().close()
 
     def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        asked, self._prepared = self._prepared & set(refs), self._prepared - set(refs)
+        assigned, self._prepared = self._prepared & set(refs), self._prepared - set(refs)
         found = []
         for index, ref in enumerate(refs):
             due = [each for each in refs[index:] if each not in self._processes]
@@ -253,9 +253,9 @@ class WorkerPool:
             self._start(ref)
             self.start(refs[index:])
             for each in refs[index:]:
-                if each in self._processes and each not in asked:
+                if each in self._processes and each not in assigned:
                     self._processes[each].send(self._assignment_of(each))
-                    asked.add(each)
+                    assigned.add(each)
             found.append(description_of(self._processes[ref], self.limits.of_loading))
         return found
 

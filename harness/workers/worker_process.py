@@ -45,7 +45,7 @@ StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 _LOOK_EVERY_MS = 200
 """Milliseconds between checks of a silent process."""
 _GRACE_S = 5.0
-"""Seconds that a process may take to end after it was asked to, or has closed its pipe."""
+"""Seconds that a process may take to end after a request to end, or after it closed its pipe."""
 
 MOST_EARLIER = 64
 """Maximum number of requests about cases that are remembered."""

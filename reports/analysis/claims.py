@@ -20,7 +20,7 @@ _CHANCE = 0.01
 
 @dataclass(frozen=True)
 class FalseClaim:
-    """A capability that a backend declares: ``wrong`` of the ``asked`` cases that need it did not pass.
+    """A capability that a backend declares: ``wrong`` of the ``examined`` cases that need it did not pass.
 
     ``measured``: for a CUDA-graph level, the lowest level that a layer reached; empty for any other capability.
     """
@@ -28,13 +28,13 @@ class FalseClaim:
     backend: str
     capability: str
     wrong: int
-    asked: int
+    examined: int
     measured: str = ""
 
     def __str__(self) -> str:
         if self.measured:
             return f"{self.capability} (measured: {self.measured})"
-        return f"{self.capability} ({self.wrong} of {self.asked} {'case' if self.asked == 1 else 'cases'} wrong)"
+        return f"{self.capability} ({self.wrong} of {self.examined} {'case' if self.examined == 1 else 'cases'} wrong)"
 
 
 def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[FalseClaim, ...]:
@@ -52,8 +52,8 @@ def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[F
                 continue
             false.update(concerned(finding, needs))
             short.update((record.suite, record.case_id) for record in finding.records)
-        asked = {name: [case for case, own in needs.items() if name in own] for name in false}
-        own = [FalseClaim(backend, name, len(short.intersection(cases)), len(cases)) for name, cases in asked.items()]
+        needing = {name: [case for case, own in needs.items() if name in own] for name in false}
+        own = [FalseClaim(backend, name, len(short.intersection(cases)), len(cases)) for name, cases in needing.items()]
         claims += sorted(own, key=lambda claim: (-claim.wrong, claim.capability))
         claims += [] if "lse" in false else _lse_claim(records, backend)
         claims += _level_claims(records, backend)
@@ -69,13 +69,13 @@ def concerned(finding: Finding, needs: Mapping[tuple[str, str], frozenset[str]])
     if not cases:
         return set()
     named = {name for record in finding.records if isinstance(record, Failed) for name in record.concerns}
-    found = named or _telling_features(cases, needs, finding)
-    key = _telling_key(finding)
+    found = named or _distinctive_features(cases, needs, finding)
+    key = _distinctive_key(finding)
     forms = {need for case in cases for need in needs[case] if key and need.startswith(f"{key}=")}
     return {name for name in found if any(name in needs[case] for case in cases)} | forms
 
 
-def _telling_features(
+def _distinctive_features(
     cases: frozenset[tuple[str, str]], needs: Mapping[tuple[str, str], frozenset[str]], finding: Finding
 ) -> set[str]:
     """Return the features that all ``cases`` need, and that other cases need too rarely for chance."""
@@ -92,7 +92,7 @@ def _telling_features(
     return {feature for feature, chance in chances.items() if chance == least and chance < _CHANCE}
 
 
-def _telling_key(finding: Finding) -> str:
+def _distinctive_key(finding: Finding) -> str:
     """Return the last part of the key that alone separates a finding's cases from the passing ones, or "".
 
     One failing case may differ from the others in much else. If more cases fail than pass, the form is not the reason.
@@ -112,10 +112,10 @@ def _telling_key(finding: Finding) -> str:
 def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
     """Return a false claim of the feature ``lse`` if the log-sum-exp is wrong where the output is right."""
     own = [record for record in records if record.backend == backend and record.outcome in EXAMINED]
-    asked = [record for record in own if record.check == "lse"]
+    of_lse = [record for record in own if record.check == "lse"]
     short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
-    wrong = [r for r in asked if isinstance(r, Failed) and (r.suite, r.case_id) not in short]
-    return [FalseClaim(backend, "lse", len(wrong), len(asked))] if wrong else []
+    wrong = [r for r in of_lse if isinstance(r, Failed) and (r.suite, r.case_id) not in short]
+    return [FalseClaim(backend, "lse", len(wrong), len(of_lse))] if wrong else []
 
 
 def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:

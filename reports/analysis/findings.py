@@ -124,12 +124,12 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
 
     A check repeated in several rounds counts once, with its worst outcome.
     """
-    asked = [each.record for each in worst_rounds(records) if each.record.check != UTILITIES]
+    of_backends = [each.record for each in worst_rounds(records) if each.record.check != UTILITIES]
     own: dict[str, list[Record]] = {}
-    for record in asked:
+    for record in of_backends:
         own.setdefault(record.backend, []).append(record)
     groups: dict[tuple[str, str], list[Short]] = {}
-    short = [record for record in asked if isinstance(record, Short)]
+    short = [record for record in of_backends if isinstance(record, Short)]
     votes = Counter((record.backend, cause) for record in short for cause in _causes(record))
     of_output = {_place(record): record for record in short if record.check == "numerics" and _causes(record)}
     for record in short:

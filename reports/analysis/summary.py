@@ -123,8 +123,8 @@ def tally(records: Iterable[Record]) -> OutcomeCounts:
 
 def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSummary:
     """Summarise the records of one run. ``checks`` gives the order of the columns; other checks follow."""
-    asked = worst_rounds(records)
-    records = [each.record for each in asked]
+    worst = worst_rounds(records)
+    records = [each.record for each in worst]
     of_backends = [record for record in records if record.check != UTILITIES]
     of_providers = [record for record in records if record.check == UTILITIES]
     named = {record.check for record in of_backends}
@@ -149,8 +149,8 @@ def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSu
         by_suite={(b, s): t for (kind, b, s), t in tallies.items() if kind == "suite"},
         gaps=_gaps(of_backends, tuple(ordered)),
         short=tuple(record for record in records if record.outcome in FALLEN_SHORT),
-        rounds={each.record.key: (each.short, each.rounds) for each in asked if each.short and each.rounds > 1},
-        most_rounds=max((each.rounds for each in asked), default=1),
+        rounds={each.record.key: (each.short, each.rounds) for each in worst if each.short and each.rounds > 1},
+        most_rounds=max((each.rounds for each in worst), default=1),
         chosen_kernels=_chosen_kernels(of_backends),
     )
 

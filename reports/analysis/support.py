@@ -102,11 +102,11 @@ class SupportRow:
     @property
     def in_words(self) -> str:
         """The row in words, counting cases: ``right (12)``, ``wrong in 2 of 12``, ``not declared: refused (4)``."""
-        asked = self.right + self.short
+        examined = self.right + self.short
         words = []
-        if asked and self.short and self.is_false:
-            words.append(f"wrong in {self.short} of {asked}")
-        elif asked:
+        if examined and self.short and self.is_false:
+            words.append(f"wrong in {self.short} of {examined}")
+        elif examined:
             words += [f"right ({self.right})"] if self.right else []
             words += [f"{self.short} fail for other reasons"] if self.short else []
         words += [
@@ -120,8 +120,8 @@ class SupportRow:
             )
             if count
         ]
-        counts = "; ".join(words) or "not examined"
-        return counts if asked else f"{'declared' if self.is_declared else 'not declared'}: {counts}"
+        text = "; ".join(words) or "not examined"
+        return text if examined else f"{'declared' if self.is_declared else 'not declared'}: {text}"
 
 
 @dataclass(frozen=True)

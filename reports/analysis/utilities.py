@@ -64,9 +64,9 @@ def notes_by_heading(rows: Sequence[FunctionRow]) -> tuple[tuple[str, tuple[tupl
             heading = next(heading for heading, kinds in _NOTE_HEADINGS.items() if kind in kinds or not kinds)
             owners[heading].setdefault(note, []).append(row.name)
     return tuple(
-        (heading, tuple((", ".join(names), note) for note, names in said.items()))
-        for heading, said in owners.items()
-        if said
+        (heading, tuple((", ".join(names), note) for note, names in notes.items()))
+        for heading, notes in owners.items()
+        if notes
     )
 
 

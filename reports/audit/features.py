@@ -14,7 +14,7 @@ FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
 FEATURES = ("sinks", "sliding_window", "non_causal")
 """Columns of yes or no that are features of cases."""
 
-UNASKED = ("sparse", "mm_prefix", "dcp")
+UNTRIED = ("sparse", "mm_prefix", "dcp")
 """Columns that no case tests: sparse attention, bidirectional prefixes, decode context parallelism."""
 
 LAYERS, CAPABILITY = "layers", "compute_capability"
@@ -73,9 +73,9 @@ def _features(
     if backend.declared.get(LAYERS) == (STATE,):
         support = {}
     cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_asked=False)]
-    for column in (*FORMS, *FEATURES, *UNASKED):
-        measured = tuple(_measured(row) for row in support.get(column, ()) if column not in UNASKED)
-        cells.append(AuditedFeature(column, backend.declared.get(column, ()), measured, is_asked=column not in UNASKED))
+    for column in (*FORMS, *FEATURES, *UNTRIED):
+        measured = tuple(_measured(row) for row in support.get(column, ()) if column not in UNTRIED)
+        cells.append(AuditedFeature(column, backend.declared.get(column, ()), measured, is_asked=column not in UNTRIED))
     return (*cells, _capability(backend, support, run))
 
 
@@ -86,7 +86,7 @@ def _measured(row: SupportRow) -> MeasuredValue:
 def _capability(backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run) -> AuditedFeature:
     """Return the cell of the run's GPU, with all cases of the backend that were examined on it."""
     found, rows = run.header.environment.capability, support.get("dtype", ())
-    right, asked = sum(row.right for row in rows), sum(row.right + row.short for row in rows)
-    verdict: SupportVerdict = "right" if right == asked else "short" if not right else "unproven"
-    measured = (MeasuredValue(found, verdict, right, asked),) if found and asked else ()
+    right, examined = sum(row.right for row in rows), sum(row.right + row.short for row in rows)
+    verdict: SupportVerdict = "right" if right == examined else "short" if not right else "unproven"
+    measured = (MeasuredValue(found, verdict, right, examined),) if found and examined else ()
     return AuditedFeature(CAPABILITY, backend.declared.get(CAPABILITY, ()), measured)

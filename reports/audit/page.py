@@ -10,7 +10,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.support import SupportVerdict
 from attncheck.reports.audit.features import (
     FEATURES,
-    UNASKED,
+    UNTRIED,
     AuditedBackend,
     AuditedFeature,
     MeasuredValue,
@@ -36,7 +36,7 @@ _VERDICTS: dict[SupportVerdict, str] = {
 }
 """Verdicts in words, in the order they have within a cell."""
 
-_NOT_ASKED = "not tried"
+_NOT_TRIED = "not tried"
 _SHOWN_LAYERS = 4
 
 _LEGEND = (
@@ -136,9 +136,9 @@ def _table(backends: Sequence[AuditedBackend], cell: Callable[[AuditedFeature], 
 def _cell(feature: AuditedFeature) -> str:
     if not (feature.declared or feature.measured):
         return "-"
-    if feature.column in (*FEATURES, *UNASKED):
-        shown = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_ASKED]
-        return f"{_declared(feature)}: {shown[0]}" if feature.declared else "-"
+    if feature.column in (*FEATURES, *UNTRIED):
+        verdicts = [_VERDICTS[found.verdict] + _counts(found) for found in feature.measured[:1]] or [_NOT_TRIED]
+        return f"{_declared(feature)}: {verdicts[0]}" if feature.declared else "-"
     exact = {value for value in feature.declared if re.fullmatch(r"\w+", value) and value != "any"}
     known = {each.value: each for each in feature.measured}
     groups: dict[str, list[str]] = {}
@@ -147,14 +147,14 @@ def _cell(feature: AuditedFeature) -> str:
         if found is not None and (found.verdict != "left" or value in exact):
             groups.setdefault(_VERDICTS[found.verdict], []).append(found.value + _counts(found))
         elif value in exact and feature.is_asked:
-            groups.setdefault(_NOT_ASKED, []).append(value)
+            groups.setdefault(_NOT_TRIED, []).append(value)
     ordered = [word for word in _VERDICTS.values() if word in groups]
     measured = "; ".join(f"{word}: {_values(groups[word])}" for word in ordered)
     ranges = _values(value for value in feature.declared if value not in exact)
     if not feature.is_asked:
         return _declared(feature) or "-"
     if ranges:
-        return f"{ranges} ({measured or _NOT_ASKED})"
+        return f"{ranges} ({measured or _NOT_TRIED})"
     return measured or "-"
 
 

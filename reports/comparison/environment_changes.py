@@ -63,8 +63,8 @@ def another_device(base: Environment, new: Environment) -> str:
     if "cpu" in (base.device, new.device):
         names += ["cpu", "cores"]
     changed = [(getattr(base, name), getattr(new, name)) for name in names]
-    devices = dict.fromkeys(f"{_words(was)} and {_words(now)}" for was, now in changed if was != now)
-    return f"another device: {', '.join(devices)}" if devices else ""
+    differences = dict.fromkeys(f"{_words(was)} and {_words(now)}" for was, now in changed if was != now)
+    return f"another device: {', '.join(differences)}" if differences else ""
 
 
 def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:

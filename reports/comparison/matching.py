@@ -86,26 +86,28 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
     only: tuple[list[OneSidedCases], list[OneSidedCases]] = ([], [])
     changed: dict[str, None] = {}
     for one, other in matched.items():
-        asked, asked_anew = before.get(one, {}), after.get(other, {})
-        hashes, hashes_anew = _hashes(asked.values()), _hashes(asked_anew.values())
-        if gone := {question: record for question, record in asked.items() if question[0] not in hashes_anew}:
+        questions, questions_anew = before.get(one, {}), after.get(other, {})
+        hashes, hashes_anew = _hashes(questions.values()), _hashes(questions_anew.values())
+        if gone := {question: record for question, record in questions.items() if question[0] not in hashes_anew}:
             only[0].append(_one_sided(one, gone, is_lost=_has_examined(gone)))
-        if come := {question: record for question, record in asked_anew.items() if question[0] not in hashes}:
+        if come := {question: record for question, record in questions_anew.items() if question[0] not in hashes}:
             only[1].append(_one_sided(other, come))
         common = {case for case in hashes if hashes_anew.get(case) == hashes[case]}
         changed.update(dict.fromkeys(case for case in hashes if case in hashes_anew and case not in common))
         cases.update((one, case) for case in common)
-        of_common = {question: record for question, record in asked.items() if question[0] in common}
-        answers += [(label(one, other), of_common[q], asked_anew[q]) for q in of_common if q in asked_anew]
-        only[0].extend(_lost_checks(one, {q: record for q, record in of_common.items() if q not in asked_anew}))
+        of_common = {question: record for question, record in questions.items() if question[0] in common}
+        answers += [(label(one, other), of_common[q], questions_anew[q]) for q in of_common if q in questions_anew]
+        only[0].extend(_lost_checks(one, {q: record for q, record in of_common.items() if q not in questions_anew}))
     if not is_one_file(base, new):
         only[0].extend(
-            _one_sided(name, asked, is_whole=True, is_lost=name not in after and _has_examined(asked))
-            for name, asked in before.items()
+            _one_sided(name, questions, is_whole=True, is_lost=name not in after and _has_examined(questions))
+            for name, questions in before.items()
             if name not in matched
         )
         only[1].extend(
-            _one_sided(name, asked, is_whole=True) for name, asked in after.items() if name not in matched.values()
+            _one_sided(name, questions, is_whole=True)
+            for name, questions in after.items()
+            if name not in matched.values()
         )
     if not cases:
         why = f"; {plural(len(changed), 'case')} of the same name changed" if changed else ""
@@ -119,22 +121,22 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
     )
 
 
-def _match_backends(base: Run, new: Run, named: Mapping[str, str]) -> dict[str, str]:
+def _match_backends(base: Run, new: Run, backends: Mapping[str, str]) -> dict[str, str]:
     """Return names in BASE and NEW, in the order of BASE."""
     names = [info.name for info in base.header.backends]
     names_anew = [info.name for info in new.header.backends]
-    for one, other in named.items():
+    for one, other in backends.items():
         if one not in names:
             raise UnknownNameError(f"backend of {base.path}", one, names)
         if other not in names_anew:
             raise UnknownNameError(f"backend of {new.path}", other, names_anew)
     if is_one_file(base, new):
-        if not named:
+        if not backends:
             raise QuestionError(f"{base.path} is BASE and NEW; --match OLD=NEW names the backends to compare")
-        return dict(named)
-    taken = set(named.values())
+        return dict(backends)
+    taken = set(backends.values())
     by_name = {name: name for name in names if name in names_anew and name not in taken}
-    return {name: named.get(name, name) for name in names if name in named or name in by_name}
+    return {name: backends.get(name, name) for name in names if name in backends or name in by_name}
 
 
 def is_one_file(base: Run, new: Run) -> bool:
@@ -162,14 +164,14 @@ def _lost_checks(name: str, missing: _Questions) -> Iterator[OneSidedCases]:
         yield _one_sided(name, cases, check=check, is_lost=_has_examined(cases))
 
 
-def _has_examined(asked: _Questions) -> bool:
-    return any(record.outcome in EXAMINED for record in asked.values())
+def _has_examined(questions: _Questions) -> bool:
+    return any(record.outcome in EXAMINED for record in questions.values())
 
 
 def _one_sided(
-    name: str, asked: _Questions, *, is_whole: bool = False, check: str = "", is_lost: bool = False
+    name: str, questions: _Questions, *, is_whole: bool = False, check: str = "", is_lost: bool = False
 ) -> OneSidedCases:
-    return OneSidedCases(name, tuple(dict.fromkeys(case for case, _ in asked)), is_whole, check, is_lost)
+    return OneSidedCases(name, tuple(dict.fromkeys(case for case, _ in questions)), is_whole, check, is_lost)
 
 
 def _counts(
@@ -177,8 +179,8 @@ def _counts(
 ) -> ComparedCounts:
     """Count what was compared. ``matched``: backend names in BASE; ``compared``: (backend, case) in common."""
     owners: dict[str, set[str]] = {}
-    for name, asked in base.items():
-        for case, _ in asked:
+    for name, questions in base.items():
+        for case, _ in questions:
             owners.setdefault(case, set()).add(name)
     shared = {case: names.intersection(matched) for case, names in owners.items()}
     whole = sum(bool(names) and all((name, case) in compared for name in names) for case, names in shared.items())

@@ -12,9 +12,9 @@ OutcomeChangeKind = Literal["worse", "better", "other"]
 KINDS: tuple[OutcomeChangeKind, ...] = ("worse", "better", "other")
 """In the order of the reports."""
 
-_Stand = Literal["right", "short", "expected", "refused", "absent"]
+_OutcomeGroup = Literal["right", "short", "expected", "refused", "absent"]
 
-_STANDS: dict[Outcome, _Stand] = {
+_GROUP_OF: dict[Outcome, _OutcomeGroup] = {
     "passed": "right",
     "xpassed": "right",
     "failed": "short",
@@ -26,7 +26,7 @@ _STANDS: dict[Outcome, _Stand] = {
     "unavailable": "absent",
 }
 
-_WORSE: frozenset[tuple[_Stand, _Stand]] = frozenset(
+_WORSE: frozenset[tuple[_OutcomeGroup, _OutcomeGroup]] = frozenset(
     {
         ("right", "short"),
         ("right", "refused"),  # a support that is lost, though declared
@@ -36,7 +36,7 @@ _WORSE: frozenset[tuple[_Stand, _Stand]] = frozenset(
 )
 """Changes for the worse. An expected failure (an entry of the ``--expect`` file) is reported, but no regression."""
 
-_BETTER: frozenset[tuple[_Stand, _Stand]] = frozenset(
+_BETTER: frozenset[tuple[_OutcomeGroup, _OutcomeGroup]] = frozenset(
     {("short", "right"), ("expected", "right"), ("refused", "right"), ("absent", "right")}
 )
 
@@ -76,12 +76,12 @@ def _change_of_outcome(before: Record, after: Record) -> tuple[OutcomeChangeKind
 
 
 def _kind(before: Record, after: Record) -> OutcomeChangeKind:
-    stands = _STANDS[before.outcome], _STANDS[after.outcome]
+    groups = _GROUP_OF[before.outcome], _GROUP_OF[after.outcome]
     if isinstance(after, Unsupported) and after.by == "attncheck":
         return "other"  # attncheck no longer runs the check
-    if isinstance(before, XFailed) and stands[1] == "short":
+    if isinstance(before, XFailed) and groups[1] == "short":
         return "other" if after.outcome == before.underlying else "worse"
-    return "worse" if stands in _WORSE else "better" if stands in _BETTER else "other"
+    return "worse" if groups in _WORSE else "better" if groups in _BETTER else "other"
 
 
 def _why(after: Record) -> str:

@@ -15,7 +15,7 @@ from attncheck.reports.comparison.speed_changes import SpeedPair
 from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import by_round
 
-_LEAST_TOLD = 0.001
+_LEAST_SHOWN = 0.001
 """Smallest difference that a sentence rules out, as a share of the time; an interval may have zero width."""
 
 
@@ -102,4 +102,4 @@ def _digits(arm: float) -> int:
 
 def _percent(share: float) -> str:
     """Return a share, rounded up to a tenth of a per cent."""
-    return f"{math.ceil(max(share, _LEAST_TOLD) * 1000) / 10:.1f} %"
+    return f"{math.ceil(max(share, _LEAST_SHOWN) * 1000) / 10:.1f} %"

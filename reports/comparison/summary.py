@@ -206,10 +206,10 @@ def _speeds_in_words(comparison: RunComparison) -> str:
         return "no times to compare"
     if counts["cannot tell"] == total:
         return f"{plural(total, 'time')}: ALL TOO NOISY TO COMPARE"
-    parts = [f"{counts[verdict]} {verdict}" for verdict in ("slower", "faster", "same") if counts[verdict]]
+    counted = [f"{counts[verdict]} {verdict}" for verdict in ("slower", "faster", "same") if counts[verdict]]
     if comparison.terms.thresholds.members and counts["slower"]:
         failing = sum(change.is_regression for change in comparison.speeds)
-        parts[0] += f" ({failing} beyond --fail-on)"
+        counted[0] += f" ({failing} beyond --fail-on)"
     if counts["cannot tell"]:
-        parts.append(f"{counts['cannot tell']} TOO NOISY TO COMPARE")
-    return f"of {plural(total, 'time')} {', '.join(parts)}"
+        counted.append(f"{counts['cannot tell']} TOO NOISY TO COMPARE")
+    return f"of {plural(total, 'time')} {', '.join(counted)}"

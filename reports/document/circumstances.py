@@ -73,7 +73,7 @@ def conventions(run: RunValues, *, whole: bool) -> list[Block]:
 
 
 def circumstances(run: RunValues, *, whole: bool) -> list[Block]:
-    """Return what was asked, on which machine, by which versions, and when; [] in brief."""
+    """Return the suites, the machine, versions, policy and time of the run; [] in brief."""
     if not whole:
         return []
     lines = [Item(f"{name}: {value}") for name, value in facts(run).items()]
@@ -84,7 +84,7 @@ def circumstances(run: RunValues, *, whole: bool) -> list[Block]:
 
 
 def facts(run: RunValues) -> dict[str, str]:
-    """Return what was asked, the machine, versions, policy and time, without what the run does not have."""
+    """Return the suites, the machine, versions, policy and time, without what the run does not have."""
     header, env = run.header, run.header.environment
     found = {
         "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),

@@ -83,8 +83,8 @@ def _times(comparison: RunComparison, *, whole: bool) -> list[Block]:
     ]
     if not unclear:
         return blocks
-    causes = Table(("times", "why, of one of them", "which"), tuple(unclear), is_named=False)
-    return [*blocks, Heading(3, "Cannot tell"), causes, *_more(members, whole=whole)]
+    reasons = Table(("times", "why, of one of them", "which"), tuple(unclear), is_named=False)
+    return [*blocks, Heading(3, "Cannot tell"), reasons, *_more(members, whole=whole)]
 
 
 def _changes(

@@ -72,14 +72,14 @@ def failures(run: RunValues, *, whole: bool) -> list[Block]:
     """Return the findings that fail the run, and the failing functions of providers."""
     if not whole:
         return [*_few_findings(run), *_few_functions(run)]
-    found = failure_blocks(run)
-    return [Heading(2, "Findings"), *(block for blocks in found for block in blocks)] if found else []
+    shown = failure_blocks(run)
+    return [Heading(2, "Findings"), *(block for blocks in shown for block in blocks)] if shown else []
 
 
 def failure_blocks(run: RunValues) -> list[list[Block]]:
     """Return the blocks of each finding that fails the run, and of each failing function, whole."""
-    findings = [_whole_finding(finding, run) for finding in _failing(run)]
-    return findings + [_whole_function(record, run.header) for record in _failing_functions(run)]
+    blocks = [_whole_finding(finding, run) for finding in _failing(run)]
+    return blocks + [_whole_function(record, run.header) for record in _failing_functions(run)]
 
 
 def _failing(run: RunValues) -> list[Finding]:

@@ -93,13 +93,13 @@ def _probes(rows: Sequence[LevelRow]) -> list[Block]:
     count = phrases.plural(sum(row.cases for row in rows), "case")
     return [
         Heading(3, f"{rows[0].backend}: declared {declared}, measured {measured}, {count}"),
-        table(["probe", "level", "outcome", "reason"], list(_told(found, differing))),
+        table(["probe", "level", "outcome", "reason"], list(_probe_rows(found, differing))),
         *([table(["reason", "cases"], list(_by_reason(cases, found, differing)))] if differing else []),
         *(_by_declared(rows) if len(rows) > 1 or not differing else []),
     ]
 
 
-def _told(found: Sequence[Probes], differing: Sequence[int]) -> Iterator[list[str]]:
+def _probe_rows(found: Sequence[Probes], differing: Sequence[int]) -> Iterator[list[str]]:
     """Yield a row for each probe; probes that were not run because of one broken probe share a row."""
     columns = list(zip(*found, strict=True))
 

@@ -1,4 +1,4 @@
-"""What the sections of a run are made of: its records, and the values that several sections read."""
+"""The records of a run, and the values that several sections of a report read."""
 
 import shlex
 from collections.abc import Sequence

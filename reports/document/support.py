@@ -54,8 +54,8 @@ def support_blocks(header: RunHeader, backends: Sequence[str], rows: Sequence[Su
         about = "The values that the cases had, each with how many cases were right. A word precedes other values."
         values = _values(forms)
         keys = list(dict.fromkeys(key for key, _ in values))
-        by_place = {place: tuple(_cell(by_verdict)) for place, by_verdict in values.items()}
-        blocks += [Heading(2, "Sizes and forms"), Paragraph(about), _by_backend("", keys, by_place, backends)]
+        form_cells = {place: tuple(_cell(by_verdict)) for place, by_verdict in values.items()}
+        blocks += [Heading(2, "Sizes and forms"), Paragraph(about), _by_backend("", keys, form_cells, backends)]
     return blocks
 
 
@@ -77,16 +77,16 @@ def _values(rows: Sequence[SupportRow]) -> dict[tuple[str, str], dict[SupportVer
 
 def _cell(values: Mapping[SupportVerdict, Sequence[SupportRow]]) -> Iterator[Span | str]:
     """Yield the values of each verdict, with how many cases were right."""
-    shown = [verdict for verdict in _VERDICTS if verdict in values]
-    for verdict in shown:
-        yield "; " if verdict is not shown[0] else ""
+    verdicts = [verdict for verdict in _VERDICTS if verdict in values]
+    for verdict in verdicts:
+        yield "; " if verdict is not verdicts[0] else ""
         word, rows = _VERDICTS[verdict], sorted(values[verdict], key=lambda row: by_size(row.value))
         text = ", ".join(map(_counted, rows))
         yield from (word, f": {text}") if word.text else (text,)
 
 
 def _counted(row: SupportRow) -> str:
-    asked = row.right + row.short
+    examined = row.right + row.short
     if row.short:
-        return f"{row.value} ({row.right} of {asked} right)"
-    return f"{row.value} ({asked})" if asked else row.value
+        return f"{row.value} ({row.right} of {examined} right)"
+    return f"{row.value} ({examined})" if examined else row.value

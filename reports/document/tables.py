@@ -111,7 +111,7 @@ def _provider(run: RunValues, provider: str, *, whole: bool) -> list[Block]:
     ]
     notes = [
         block
-        for heading, said in (notes_by_heading(rows) if whole else ())
-        for block in listed([f"{names}: {note}" for names, note in said], heading)
+        for heading, pairs in (notes_by_heading(rows) if whole else ())
+        for block in listed([f"{names}: {note}" for names, note in pairs], heading)
     ]
     return [Heading(2, provider_title(run.header, provider)), Paragraph(f"{LEGEND}."), table(HEADINGS, cells), *notes]

@@ -52,11 +52,11 @@ def _warnings(comparison: RunComparison) -> Iterator[str]:
         yield from (
             annotation("warning", "missing, accepted by --allow-missing", text) for text in summary.missing(comparison)
         )
-    passed = [change for change in summary.with_verdict(speeds, "slower") if not change.is_regression]
-    if passed:
-        yield annotation("warning", f"{plural(len(passed), 'time')} slower that --fail-on lets pass", _worst(passed[0]))
+    slower = [change for change in summary.with_verdict(speeds, "slower") if not change.is_regression]
+    if slower:
+        yield annotation("warning", f"{plural(len(slower), 'time')} slower that --fail-on lets pass", _worst(slower[0]))
     for members in summary.unclear(speeds):
-        title = f"{len(members)} of {plural(len(speeds), 'time')} are too noisy to compare"
+        title = f"{len(members)} of {plural(len(speeds), 'time')} too noisy to compare"
         yield annotation("warning", title, f"such as {_name(members[0])}: {members[0].reason}")
 
 

@@ -43,17 +43,17 @@ def _summary_of(run: Run, room: int) -> str:
     cut = "\n\nThe rest was cut, since a summary holds 1 MiB: the run file has it all.\n"
     if len(head.encode()) + len(cut.encode()) > room:
         return first_bytes(head, room - len(cut.encode())) + cut
-    findings = failure_blocks(values)
+    shown = failure_blocks(values)
     kept: list[Block] = []
     size, left_out = len(head.encode()) + len(cut.encode()) + 200, 0  # 200 for the fold itself
-    for blocks in findings:
+    for blocks in shown:
         length = len(text.render(blocks).encode()) + 2
         left_out += size + length > room
         if size + length <= room:
             kept += blocks
             size += length
     if kept:
-        head += "\n\n" + text.render([Folded(f"Findings ({len(findings)})", tuple(kept))], folds=True)
+        head += "\n\n" + text.render([Folded(f"Findings ({len(shown)})", tuple(kept))], folds=True)
     return head + (cut if left_out else "\n")
 
 

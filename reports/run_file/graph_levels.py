@@ -30,7 +30,7 @@ class GraphProbe(RunFileValue):
 
 
 class GraphLevels(RunFileValue):
-    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and its probes.
+    """The CUDA-graph level a backend declares and the one measured (None: cannot be measured here), and its probes.
 
     ``probes``: those played on the layer and cache of the case. ``played_in_full``: the case (``suite/id``) whose layer
     and cache played every probe, where this one played a part; empty: this one played all. ``notes``: what a reader

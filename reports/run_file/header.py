@@ -72,7 +72,7 @@ class BackendInfo(RunFileValue):
 
 
 class SurveyedBackend(RunFileValue):
-    """One of the backends that a reference such as ``vllm:*`` stands for.
+    """One of the backends of a reference such as ``vllm:*``.
 
     ``reason``: why it is not in the run; empty: it is. ``declared``: what its class declares, by the columns of its
     library's own table; empty where it cannot be imported. ``level``: the CUDA-graph level; empty where it is unknown.
@@ -85,7 +85,7 @@ class SurveyedBackend(RunFileValue):
 
 
 class SuiteInfo(RunFileValue):
-    """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
+    """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` is that of the cases selected."""
 
     name: str
     ref: str
@@ -96,7 +96,7 @@ class SuiteInfo(RunFileValue):
 class CaseInfo(RunFileValue):
     """A case of the run, as reports describe it.
 
-    ``shape``: heads, sizes, dtype, cache, batch and modifiers in one line. ``keys``: what tells cases apart, by case
+    ``shape``: heads, sizes, dtype, cache, batch and modifiers in one line. ``keys``: what distinguishes cases, by case
     key (``cache.block_size``); a field at its default may be left out. ``weight``: how often the case came in recorded
     traffic; None: it was not recorded.
     """
@@ -127,7 +127,7 @@ class RunHeader(RunFileValue):
 
     ``cases``: empty in older files, and where only providers are examined. ``rounds``: in how many processes of each
     backend, one after another, it was timed. ``shard``: ``2/7`` for the second of seven shards of ``cases``; empty: the
-    run is about all of them. ``surveyed``: every backend of a family that is asked for as a whole, as ``vllm:*``.
+    run is about all of them. ``surveyed``: every backend of a family that is selected as a whole, as ``vllm:*``.
     """
 
     kind: Literal["header"] = "header"

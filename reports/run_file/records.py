@@ -45,7 +45,7 @@ BUDGET_SHARE = "budget_share"
 
 
 class Passed(MeasuredRecord):
-    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same."""
+    """The check holds. ``figures`` measure by how much, ``notes`` are further facts for a reader."""
 
     outcome: Literal["passed"] = "passed"
     figures: dict[str, Figure] = Field(default_factory=dict)

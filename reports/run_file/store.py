@@ -186,7 +186,7 @@ def read_run(path: Path | str) -> Run:
     number = 1
     for number, text in enumerate(lines, start=2):
         if footer is not None:
-            raise RunFileError(path, "nothing may stand behind the footer", line=number)
+            raise RunFileError(path, "nothing may follow the footer", line=number)
         if not text.endswith(b"\n") and not _is_json(text):
             return Run(path, header, tuple(records.values()), cut_line=True)
         line = _parse(path, number, text)

@@ -40,7 +40,7 @@ class Latency(RunFileValue):
     """How long one part of a step took in one process.
 
     ``low_ns``, ``high_ns``: a 95 % bootstrap interval of the median. ``samples_ns``: every sample, in the order taken.
-    ``is_settled``: the interval was as narrow as asked for before the time was up. ``moved_bytes``, ``flops``: the
+    ``is_settled``: the interval was as narrow as required before the time was up. ``moved_bytes``, ``flops``: the
     least that the part has to move and compute; None where that means nothing, as of ``build``.
     """
 
@@ -87,7 +87,7 @@ class Kernel(RunFileValue):
 
 
 class DeviceState(RunFileValue):
-    """What the driver says of the device while it was timed; ``throttle_reasons``: empty where nothing held it back."""
+    """The device while it was timed, as the driver reports it; ``throttle_reasons``: empty if nothing held it back."""
 
     sm_clock_mhz: int | None = None
     max_sm_clock_mhz: int | None = None
@@ -99,7 +99,7 @@ class Timing(RunFileValue):
     """What one process measured of one case.
 
     ``cache``: whether the device's last-level cache was flushed before each sample. ``ceilings``: None where they were
-    not measured. ``kernels``: only where they were asked for. ``overhead``: None where the host's clock was used.
+    not measured. ``kernels``: only where they were requested. ``overhead``: None where the host's clock was used.
     ``notes``: what a reader of the figures should know.
     """
 

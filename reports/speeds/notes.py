@@ -89,9 +89,9 @@ def rounds_note(speeds: Sequence[Speed]) -> Iterator[str]:
     counts = {len(speed.rounds) for speed in speeds}
     spreads = [speed.spread for speed in speeds if speed.spread is not None]
     if spreads:
-        asked = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+        count = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         yield (
-            f"{asked} rounds, each in a process of its own; their medians spread by {statistics.median(spreads):.1%} "
+            f"{count} rounds, each in a process of its own; their medians spread by {statistics.median(spreads):.1%} "
             f"as a rule, by {max(spreads):.1%} at most"
         )
     elif counts:

@@ -82,12 +82,12 @@ def speeds(records: Iterable[Record]) -> tuple[Speed, ...]:
 
     A case that did not pass in every round has no speed.
     """
-    asked: dict[tuple[str, str], list[Record]] = {}
+    groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.check == TIMING:
-            asked.setdefault((record.backend, record.case), []).append(record)
+            groups.setdefault((record.backend, record.case), []).append(record)
     found = []
-    for (backend, case), members in asked.items():
+    for (backend, case), members in groups.items():
         timings = [each.timing for each in members if isinstance(each, Passed | XPassed) and each.timing is not None]
         if len(timings) != len(members):
             continue

@@ -95,7 +95,7 @@ class Style:
             )
             for row in rows[1:]
         ]
-        return "", [self.wrap(f"{row[0]}: {members}") for row, members in zip(rows[1:], lists, strict=True)]
+        return "", [self.wrap(f"{row[0]}: {cells}") for row, cells in zip(rows[1:], lists, strict=True)]
 
 
 def _coloured_as(text: str, folded: str) -> str:

@@ -146,7 +146,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         snapshot("there is no definitions/.../elsewhere.json"),
         snapshot("kv_indptr is missing, so that lengths are not known"),
         snapshot("gone.safetensors: No such file or directory"),
-        snapshot("without kv_last_page_len, pages of 64 tokens do not tell lengths"),
+        snapshot("without kv_last_page_len, pages of 64 tokens do not determine lengths"),
         snapshot("the definition's name gqa_paged_prefill_h32 must contain causal or noncausal"),
         snapshot("the definition no_heads has no constant axis num_qo_heads above 0"),
         snapshot("sm_scale 0.09 is that of no whole width above head_dim_kpe 64"),

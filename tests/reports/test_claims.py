@@ -38,7 +38,7 @@ def plain(make: Make) -> list[Record]:
 
 
 def claims(found: BackendVerdict) -> list[tuple[str, int, int]]:
-    return [(claim.capability, claim.wrong, claim.asked) for claim in found.false_claims]
+    return [(claim.capability, claim.wrong, claim.examined) for claim in found.false_claims]
 
 
 def test_a_liar_is_told_its_claims(make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]) -> None:

@@ -22,7 +22,7 @@ def run_of(version: str, path: Path, checks: list[str]) -> str:
 @pytest.mark.parametrize(
     ("checks", "ends"),
     [
-        (["numerics", "lse"], "- smoke/decode.float32, lse: 0.31.0 not asked, 0.32.0 passed"),
+        (["numerics", "lse"], "- smoke/decode.float32, lse: 0.31.0 not run, 0.32.0 passed"),
         (["numerics"], "Nothing."),
     ],
 )

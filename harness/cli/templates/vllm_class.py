@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import (
 
 
 class Mine(AttentionBackend):
-    """Causal attention; what it supports beyond that, it says by overriding vLLM's ``supports_*`` methods."""
+    """Causal attention. To declare more, override vLLM's ``supports_*`` methods."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto"]
@@ -25,7 +25,7 @@ class Mine(AttentionBackend):
 
 @dataclass
 class Step:
-    """The values of a step that ``forward`` reads."""
+    """What ``forward`` needs of a step."""
 
     common: CommonAttentionMetadata
 

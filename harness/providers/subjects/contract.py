@@ -150,7 +150,7 @@ def _level(target: Any) -> Any:
     return target.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
 
 
-def _ask_builder(target: Any, *, what: str, **arguments: Any) -> Any:
+def _builder_value(target: Any, *, what: str, **arguments: Any) -> Any:
     match what:
         case "facts":
             return _builder_facts(target)
@@ -163,7 +163,7 @@ def _ask_builder(target: Any, *, what: str, **arguments: Any) -> Any:
 
 
 def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool = False) -> SimpleNamespace:
-    """Return the config that the threshold depends on; ``speculative`` of -1 stands for no speculative config."""
+    """Return the config that the threshold depends on; ``speculative`` of -1 means no speculative config."""
     tokens = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=parallel_drafting)
     return SimpleNamespace(
         speculative_config=None if speculative == -1 else tokens,
@@ -226,7 +226,7 @@ def _names_and_defaults(target: Any) -> list[Any]:
 SUBJECTS = (
     Subject("AttentionCGSupport", _just("its members"), _levels, is_function=False),
     Subject("CommonAttentionMetadata", _metadata, _fields, is_function=False),
-    Subject("AttentionMetadataBuilder", _builders, _ask_builder, is_function=False),
+    Subject("AttentionMetadataBuilder", _builders, _builder_value, is_function=False),
     Subject("KVSharingFastPrefillMetadata", _protocol, _is_fast_prefill, is_function=False),
     Subject("PAD_SLOT_ID", _just("its value"), _value, is_function=False),
     Subject("KVCacheLayoutType", _just("its values"), get_args, is_function=False),

@@ -31,17 +31,17 @@ def _conv1d(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         yield subject_call(str(batch), query_start_loc_p=batch.offsets().to(setting.device))
 
-    def ask(*starts: int, tags: tuple[str, ...] = ()) -> SubjectCall:
+    def call(*starts: int, tags: tuple[str, ...] = ()) -> SubjectCall:
         given = torch.tensor(starts, dtype=torch.int32, device=setting.device)
         text = f"start locations {' '.join(map(str, starts)) or 'none'}"
         return subject_call(text, *tags, refused=bool(tags), query_start_loc_p=given)
 
-    yield ask(0)
-    yield ask(0, 17)
-    yield ask(0, 5, 21, 29, 29)
-    yield ask(0, 9000)
-    yield ask(0, 5, 3, tags=("malformed",))
-    yield ask(tags=("malformed",))
+    yield call(0)
+    yield call(0, 17)
+    yield call(0, 5, 21, 29, 29)
+    yield call(0, 9000)
+    yield call(0, 5, 3, tags=("malformed",))
+    yield call(tags=("malformed",))
 
 
 RANKS: tuple[tuple[int, int | None, int], ...] = (
@@ -60,7 +60,7 @@ IMPOSSIBLE = ((5, 0, None, 1), (5, 4, 4, 1), (5, 4, -1, 1), (5, 4, 0, 0), (-5, 4
 
 
 def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> SubjectCall:
+    def call(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> SubjectCall:
         return subject_call(
             f"{text}: rank {'all' if rank is None else rank} of {size}, interleave {stripe}",
             *tags,
@@ -75,13 +75,13 @@ def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         lens = batch.metadata(setting.device).seq_lens
         for size, rank, stripe in RANKS:
-            yield ask(lens, str(batch), size, rank, stripe)
-        yield ask(lens, str(batch), 4, one, 2)
+            yield call(lens, str(batch), size, rank, stripe)
+        yield call(lens, str(batch), 4, one, 2)
         yield subject_call(f"{batch}: by default", seq_lens=lens)
     for length, size, rank, stripe in IMPOSSIBLE:
         lens = torch.tensor([length], dtype=torch.int32, device=setting.device)
-        yield ask(lens, f"length {length}", size, rank, stripe, "malformed")
-    yield ask(lens.abs(), "length 5", 1, one, 1, "malformed")
+        yield call(lens, f"length {length}", size, rank, stripe, "malformed")
+    yield call(lens.abs(), "length 5", 1, one, 1, "malformed")
 
 
 def _numbered(*shape: int) -> Tensor:
@@ -101,31 +101,31 @@ def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def _queries(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> SubjectCall:
-        told = f"{list(query.shape)}{text}, batch size {size}"
-        return subject_call(told, refused=refused, query=query.to(setting.device), batch_size=size)
+    def call(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> SubjectCall:
+        text = f"{list(query.shape)}{text}, batch size {size}"
+        return subject_call(text, refused=refused, query=query.to(setting.device), batch_size=size)
 
     for shape, size in [((6, 2, 8), 3), ((4, 2, 8), 1), ((0, 2, 8), 3), ((8, 1, 4), 8)]:
-        yield ask(_numbered(*shape), size)
-    yield ask(_numbered(6, 2, 16)[..., :8], 3, text=", half of wider rows")
-    yield ask(_numbered(7, 2, 8), 3, refused=True)
-    yield ask(_numbered(7, 8), 7, refused=True)
-    yield ask(_numbered(7, 2, 8), 0, refused=True)
+        yield call(_numbered(*shape), size)
+    yield call(_numbered(6, 2, 16)[..., :8], 3, text=", half of wider rows")
+    yield call(_numbered(7, 2, 8), 3, refused=True)
+    yield call(_numbered(7, 8), 7, refused=True)
+    yield call(_numbered(7, 2, 8), 0, refused=True)
 
 
 def _outputs(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(output: Tensor, *, text: str = "", refused: bool = False) -> SubjectCall:
+    def call(output: Tensor, *, text: str = "", refused: bool = False) -> SubjectCall:
         return subject_call(f"{list(output.shape)}{text}", refused=refused, attn_output=output.to(setting.device))
 
-    yield ask(_numbered(3, 2, 2, 8))
-    yield ask(_numbered(6, 2, 8))
-    yield ask(_numbered(5, 1, 2, 8).transpose(0, 1), text=", first axes swapped")
-    yield ask(_numbered(6, 8), refused=True)
-    yield ask(_numbered(2, 3, 2, 8).transpose(0, 1), text=", first axes swapped", refused=True)
+    yield call(_numbered(3, 2, 2, 8))
+    yield call(_numbered(6, 2, 8))
+    yield call(_numbered(5, 1, 2, 8).transpose(0, 1), text=", first axes swapped")
+    yield call(_numbered(6, 8), refused=True)
+    yield call(_numbered(2, 3, 2, 8).transpose(0, 1), text=", first axes swapped", refused=True)
 
 
 def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(
+    def call(
         lens: Tensor, text: str, mode: str, page: int, drafts: int, width: int, *, refused: bool = False
     ) -> SubjectCall:
         table = _numbered(len(lens), width).to(setting.device, torch.int32)
@@ -141,12 +141,12 @@ def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         lens, page = batch.metadata(setting.device).seq_lens, batch.block_size
         blocks = max(1, -(-max(batch.seq_lens) // page))
-        yield ask(lens, str(batch), "none", page, 1, 2)
+        yield call(lens, str(batch), "none", page, 1, 2)
         for drafts in (0, 2):
-            yield ask(lens, str(batch), "align", page, drafts, blocks + drafts)
-            yield ask(lens, str(batch), "align", page, drafts, blocks + drafts + 3)
+            yield call(lens, str(batch), "align", page, drafts, blocks + drafts)
+            yield call(lens, str(batch), "align", page, drafts, blocks + drafts + 3)
     lens = torch.tensor([9], dtype=torch.int32, device=setting.device)
-    yield ask(lens, "length 9", "align", 4, 1, 3, refused=True)
+    yield call(lens, "length 9", "align", 4, 1, 3, refused=True)
 
 
 def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _range_tables(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _range_rows(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(batch: ProviderBatch, text: str, ranges: Any, rows: int, *, refused: bool = False) -> SubjectCall:
+    def call(batch: ProviderBatch, text: str, ranges: Any, rows: int, *, refused: bool = False) -> SubjectCall:
         return subject_call(
             f"{batch}: {text}, a buffer of {rows} rows",
             refused=refused,
@@ -190,8 +190,8 @@ def _range_rows(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
     for batch in setting.batches:
         for text, ranges in _prefix_ranges(batch):
-            yield ask(batch, text, ranges, batch.num_tokens + batch.num_reqs % 3)
-        yield ask(batch, "a range of all", {0: [(0, 99)]}, batch.num_tokens - 1, refused=True)
+            yield call(batch, text, ranges, batch.num_tokens + batch.num_reqs % 3)
+        yield call(batch, "a range of all", {0: [(0, 99)]}, batch.num_tokens - 1, refused=True)
 
 
 SUBJECTS = (

@@ -12,7 +12,7 @@ Layer = tuple[Any, ...]
 """Constructor arguments of one layer's parameters: window, cap, scale, sinks, verdicts."""
 
 
-def _ask_parameters(target: Any, *, arguments: Layer) -> dict[str, Any]:
+def _parameter_facts(target: Any, *, arguments: Layer) -> dict[str, Any]:
     one = target(*arguments)
     others = {"the same": (1, None, 0.5), "a cap of 0": (1, 0.0, 0.5), "sinks": (1, None, 0.5, True)}
     return {"fields": one, "equals": {name: one == target(*other) for name, other in others.items()}}
@@ -60,7 +60,7 @@ IMPLS: dict[str, Any] = {
 
 
 def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(*names: str, tag: str = "", refused: bool = False) -> SubjectCall:
+    def call(*names: str, tag: str = "", refused: bool = False) -> SubjectCall:
         layers = {name: SimpleNamespace(impl=impl) for name, impl in IMPLS.items()}
         context = {**layers, "no attention": SimpleNamespace()}
         return subject_call(
@@ -72,27 +72,27 @@ def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
             cls_=Impl,
         )
 
-    yield ask("c", "no attention", "a", "b")
-    yield ask("d")
-    yield ask()
-    yield ask("a", "nobody", tag="an unknown layer", refused=True)
-    yield ask("without a scale", refused=True)
-    yield ask("of another class", refused=True)
-    yield ask("with a window that is no pair", refused=True)
+    yield call("c", "no attention", "a", "b")
+    yield call("d")
+    yield call()
+    yield call("a", "unknown", tag="an unknown layer", refused=True)
+    yield call("without a scale", refused=True)
+    yield call("of another class", refused=True)
+    yield call("with a window that is no pair", refused=True)
 
 
 def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(*layers: Layer, refused: bool = False) -> SubjectCall:
+    def call(*layers: Layer, refused: bool = False) -> SubjectCall:
         entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(layers)}
         return subject_call(" and ".join(map(str, layers)) or "no layer", refused=refused, per_layer_params=entries)
 
-    yield ask((127, None, 0.5), (127, None, 0.5))
-    yield ask((127, None, 0.5), (127, 30.0, 0.5))
-    yield ask((-1, None, 0.5, True), (127, None, 0.5))
-    yield ask((127, None, 0.5), (63, None, 0.5))
-    yield ask((-1, 30.0, 0.5, True))
-    yield ask((127, None, 0.5), (127, None, 0.5, False, True, False), (127, None, 0.25))
-    yield ask(refused=True)
+    yield call((127, None, 0.5), (127, None, 0.5))
+    yield call((127, None, 0.5), (127, 30.0, 0.5))
+    yield call((-1, None, 0.5, True), (127, None, 0.5))
+    yield call((127, None, 0.5), (63, None, 0.5))
+    yield call((-1, 30.0, 0.5, True))
+    yield call((127, None, 0.5), (127, None, 0.5, False, True, False), (127, None, 0.25))
+    yield call(refused=True)
 
 
 class DerivableBackend:
@@ -106,7 +106,7 @@ class DerivableBackend:
         return int
 
 
-def _ask_backend(
+def _backend_facts(
     target: Any, *, name_prefix: str, attention_backend_cls: type[DerivableBackend], builder_cls: type
 ) -> dict[str, Any]:
     one, other = (target(name_prefix, attention_backend_cls, builder_cls) for _ in range(2))
@@ -137,7 +137,7 @@ def _backends(_: SubjectSetting) -> Iterator[SubjectCall]:
 FAST: list[tuple[str, Any, Any]] = [("logits_indices_padded", Any, None), ("num_logits_indices", int, 0)]
 
 
-def _ask_metadata(
+def _metadata_facts(
     target: Any, *, name_prefix: str, metadata_cls: type, fields: list[tuple[str, Any, Any]], values: tuple[Any, ...]
 ) -> dict[str, Any]:
     made = target(name_prefix, metadata_cls, fields)
@@ -160,7 +160,7 @@ def _metadata(_: SubjectSetting) -> Iterator[SubjectCall]:
     two = make_dataclass("Meta", [("a", int), ("b", int, 3)])
     one = make_dataclass("Meta", [("a", int, 1)])
 
-    def ask(
+    def call(
         prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...], *, refused: bool = False
     ) -> SubjectCall:
         further = ", ".join(name for name, _, _ in added) or "nothing"
@@ -173,16 +173,16 @@ def _metadata(_: SubjectSetting) -> Iterator[SubjectCall]:
             values=values,
         )
 
-    yield ask("Fast", two, FAST, (1,))
-    yield ask("", two, [], (5,))
-    yield ask("Fast", one, [("a", int, 7)], ())
-    yield ask("Fast", int, FAST, (), refused=True)
+    yield call("Fast", two, FAST, (1,))
+    yield call("", two, [], (5,))
+    yield call("Fast", one, [("a", int, 7)], ())
+    yield call("Fast", int, FAST, (), refused=True)
 
 
 SUBJECTS = (
-    Subject("PerLayerParameters", _parameters, _ask_parameters, is_function=False),
+    Subject("PerLayerParameters", _parameters, _parameter_facts, is_function=False),
     Subject("get_per_layer_parameters", _layers),
     Subject("infer_global_hyperparameters", _groups),
-    Subject("subclass_attention_backend", _backends, _ask_backend),
-    Subject("subclass_attention_metadata", _metadata, _ask_metadata),
+    Subject("subclass_attention_backend", _backends, _backend_facts),
+    Subject("subclass_attention_metadata", _metadata, _metadata_facts),
 )

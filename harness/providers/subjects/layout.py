@@ -52,26 +52,26 @@ def _put(put: Any, get: Any, *, steps: list[Step]) -> list[Any]:
     return _walk(get, put, steps=steps)
 
 
-def _ask(*steps: Step) -> SubjectCall:
-    told = ", ".join(action if value is None and action != "set" else f"{action} {value!r}" for action, value in steps)
-    return subject_call(told, steps=list(steps))
+def _call(*steps: Step) -> SubjectCall:
+    text = ", ".join(action if value is None and action != "set" else f"{action} {value!r}" for action, value in steps)
+    return subject_call(text, steps=list(steps))
 
 
 GET, CLEAR = ("get", None), ("clear", None)
 
 
 def _resolutions(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield _ask(GET)
-    yield _ask(("environment", "HND"), GET, ("set", "NHD"), GET, CLEAR, GET)
-    yield _ask(("set", "NHD"), ("environment", "nhd"), GET)
-    yield _ask(("environment", "nhd"), GET, ("environment", "HND"), GET)
-    yield _ask(("environment", ""), GET)
+    yield _call(GET)
+    yield _call(("environment", "HND"), GET, ("set", "NHD"), GET, CLEAR, GET)
+    yield _call(("set", "NHD"), ("environment", "nhd"), GET)
+    yield _call(("environment", "nhd"), GET, ("environment", "HND"), GET)
+    yield _call(("environment", ""), GET)
 
 
 def _overrides(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield _ask(("set", "HND"), GET)
-    yield _ask(("set", "HND"), ("set", None), GET)
-    yield _ask(("set", "LBNHC"), GET)
+    yield _call(("set", "HND"), GET)
+    yield _call(("set", "HND"), ("set", None), GET)
+    yield _call(("set", "LBNHC"), GET)
 
 
 def _values(_: SubjectSetting) -> Iterator[SubjectCall]:

@@ -22,7 +22,7 @@ Numbers = tuple[int, ...]
 
 
 def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(
+    def call(
         batch: ProviderBatch, threshold: int, *tags: str, uniform: bool = False, spare: int = 0, refused: bool = False
     ) -> SubjectCall:
         metadata = batch.metadata(setting.device)
@@ -39,12 +39,12 @@ def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
     for batch in setting.batches:
         for threshold in THRESHOLDS:
-            yield ask(batch, threshold)
-            yield ask(batch, threshold, uniform=True)
-        yield ask(batch, 1, spare=3)
+            yield call(batch, threshold)
+            yield call(batch, threshold, uniform=True)
+        yield call(batch, 1, spare=3)
         yield subject_call(f"{batch}: by default", common_attn_metadata=batch.metadata(setting.device))
         yield from _flagged(batch, setting.device)
-    yield ask(setting.batches[0], -1, "malformed", refused=True)
+    yield call(setting.batches[0], -1, "malformed", refused=True)
 
 
 def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall]:
@@ -58,12 +58,12 @@ def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall
         "the last prompt is": last,
         "every second prompt is": [flag and place % 2 == 1 for place, flag in enumerate(real)],
     }
-    for told, flags in patterns.items():
+    for text, flags in patterns.items():
         metadata = batch.metadata(device)
         shared = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
         for threshold, uniform in product(THRESHOLDS, (False, True)):
             yield subject_call(
-                f"{batch}: threshold {threshold}{', uniform' if uniform else ''}, {told} unfinished, and no decode",
+                f"{batch}: threshold {threshold}{', uniform' if uniform else ''}, {text} unfinished, and no decode",
                 common_attn_metadata=PrefillingMetadata(**shared, is_prefilling=torch.tensor(flags)),
                 decode_threshold=threshold,
                 require_uniform=uniform,
@@ -165,29 +165,29 @@ def _mixtures() -> Iterator[tuple[str, ...]]:
 
 
 def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(text: str, counts: Numbers, computed: Numbers, prompts: Numbers, *tags: str) -> Iterator[SubjectCall]:
+    def calls(text: str, counts: Numbers, computed: Numbers, prompts: Numbers, *tags: str) -> Iterator[SubjectCall]:
         names = [f"r{number}" for number in range(len(counts))]
         scheduled = dict(zip(names, counts, strict=True)) | {"another": 7}
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "input_batch": InputBatch(names, np.array(computed, np.int32), np.array(prompts, np.int32)),
             "scheduler_output": SimpleNamespace(num_scheduled_tokens=scheduled),
         }
-        yield subject_call(f"{text}: by default", *tags, **asked)
+        yield subject_call(f"{text}: by default", *tags, **arguments)
         for threshold in THRESHOLDS:
-            yield subject_call(f"{text}: threshold {threshold}", *tags, **asked, decode_threshold=threshold)
+            yield subject_call(f"{text}: threshold {threshold}", *tags, **arguments, decode_threshold=threshold)
 
     for batch in setting.batches:
         computed, prompts = (9,) * batch.num_reqs, (5,) * batch.num_reqs
-        yield from ask(f"{batch}, all past their prompts", batch.query_lens, computed, prompts)
+        yield from calls(f"{batch}, all past their prompts", batch.query_lens, computed, prompts)
         computed = tuple(s - q for q, s in zip(batch.query_lens, batch.seq_lens, strict=True))
-        yield from ask(
+        yield from calls(
             f"{batch}, all in their prompts", batch.query_lens, computed, tuple(s + 1 for s in batch.seq_lens)
         )
-    yield from ask("counts 5 1 7 1 1, all past their prompts", (5, 1, 7, 1, 1), (9,) * 5, (5,) * 5)
+    yield from calls("counts 5 1 7 1 1, all past their prompts", (5, 1, 7, 1, 1), (9,) * 5, (5,) * 5)
     for mixture in _mixtures():
         counts, computed, prompts = zip(*(REGIONS[kind] for kind in mixture), strict=True)
-        yield from ask(", ".join(mixture), counts, computed, prompts)
-    yield from ask("no request at all", (), (), ())
+        yield from calls(", ".join(mixture), counts, computed, prompts)
+    yield from calls("no request at all", (), (), ())
     yield subject_call(
         "a request that was not scheduled",
         refused=True,

@@ -16,7 +16,7 @@ DECODES = ProviderBatch("two decodes", (1, 1), (6, 9), block_size=4)
 
 
 def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(batch: ProviderBatch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> SubjectCall:
+    def call(batch: ProviderBatch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> SubjectCall:
         tags = (*tags, "padding requests") if batch.has_padding_requests else tags
         return subject_call(
             f"{batch}: chunks of {chunk}, pages of {block_size}",
@@ -31,7 +31,7 @@ def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
         page = batch.block_size
         beyond = -(-(max(batch.seq_lens) + 1) // page) * page
         for chunk in dict.fromkeys((page, 2 * page, 4 * page, beyond)):
-            yield ask(batch, chunk, page)
+            yield call(batch, chunk, page)
     yield subject_call(
         f"{TWO}: whose storage, where the device is the host",
         "storage",
@@ -40,8 +40,8 @@ def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
         block_size=4,
         storage=True,
     )
-    yield ask(TWO, 4, 3, refused=True)
-    yield ask(TWO, 4, 0, refused=True)
+    yield call(TWO, 4, 3, refused=True)
+    yield call(TWO, 4, 0, refused=True)
     yield subject_call(
         "5 new tokens of 3",
         "malformed",
@@ -107,27 +107,27 @@ def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata, stora
 
 
 def _reductions(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> SubjectCall:
+    def call(batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> SubjectCall:
         spare = options.pop("spare", 0)
         metadata = _armed(batch, setting.device, indices, spare)
         return subject_call(f"{batch}: {what}", *tags, common_attn_metadata=metadata, **options)
 
     for batch in setting.batches:
-        yield ask(batch, "the last token of each request", _last_tokens(batch, 1), spare=2)
-        yield ask(batch, "the last two tokens of each request", _last_tokens(batch, 2))
-        yield ask(batch, "every token", list(range(batch.num_tokens)))
-        yield ask(batch, "no token", [], spare=1)
+        yield call(batch, "the last token of each request", _last_tokens(batch, 1), spare=2)
+        yield call(batch, "the last two tokens of each request", _last_tokens(batch, 2))
+        yield call(batch, "every token", list(range(batch.num_tokens)))
+        yield call(batch, "no token", [], spare=1)
     yield subject_call(
         f"{TWO}: whose storage, where the device is the host",
         "storage",
         common_attn_metadata=_armed(TWO, HOST, [5, 9], 0),
         storage=True,
     )
-    yield ask(DECODES, "not armed, all decodes", None)
-    yield ask(TWO, "not armed", None, "not armed", refused=True)
-    yield ask(TWO, "token 10 of 10", [10], refused=True)
+    yield call(DECODES, "not armed, all decodes", None)
+    yield call(TWO, "not armed", None, "not armed", refused=True)
+    yield call(TWO, "token 10 of 10", [10], refused=True)
     for what, indices in [("unsorted", [9, 5]), ("repeated", [5, 5]), ("not the last tokens", [0, 9])]:
-        yield ask(TWO, f"indices {what}", indices, "indices that are no tail", refused=True)
+        yield call(TWO, f"indices {what}", indices, "indices that are no tail", refused=True)
 
 
 @dataclass
@@ -179,7 +179,7 @@ def _build(
 
 
 def _backends(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(
+    def call(
         batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, refused: bool = False
     ) -> SubjectCall:
         return subject_call(
@@ -192,10 +192,10 @@ def _backends(setting: SubjectSetting) -> Iterator[SubjectCall]:
         )
 
     for batch in ALWAYS:
-        yield ask(batch, "the last token of each request", _last_tokens(batch, 1))
-    yield ask(DECODES, "all decodes, armed", [0, 1])
-    yield ask(DECODES, "all decodes, not armed", None, "not armed", refused=True)
-    yield ask(TWO, "not armed", None, "not armed", refused=True)
+        yield call(batch, "the last token of each request", _last_tokens(batch, 1))
+    yield call(DECODES, "all decodes, armed", [0, 1])
+    yield call(DECODES, "all decodes, not armed", None, "not armed", refused=True)
+    yield call(TWO, "not armed", None, "not armed", refused=True)
 
 
 SUBJECTS = (

@@ -25,7 +25,7 @@ def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) 
 
 
 def _slices(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> SubjectCall:
+    def call(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> SubjectCall:
         return subject_call(
             f"{text}: requests {first}:{stop}",
             *tags,
@@ -37,14 +37,14 @@ def _slices(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         half, last = batch.num_reqs // 2, batch.num_reqs
         for first, stop in dict.fromkeys([(0, last), (0, half), (half, last), (half, half)]):
-            yield ask(batch.offsets(), str(batch), first, stop)
-    yield ask(torch.tensor([5, 8, 10]), "start locations 5 8 10", 0, 2)
+            yield call(batch.offsets(), str(batch), first, stop)
+    yield call(torch.tensor([5, 8, 10]), "start locations 5 8 10", 0, 2)
     five = torch.tensor([0, 3, 5, 9, 10])
-    yield ask(five, "start locations 0 3 5 9 10", 3, 9, "beyond the batch", refused=True)
-    yield ask(five, "start locations 0 3 5 9 10", 7, 7, refused=True)
+    yield call(five, "start locations 0 3 5 9 10", 3, 9, "beyond the batch", refused=True)
+    yield call(five, "start locations 0 3 5 9 10", 7, 7, refused=True)
 
 
-def _ask_slice(target: Any, *, request_slice: slice, token_slice: slice) -> dict[str, Any]:
+def _slice_facts(target: Any, *, request_slice: slice, token_slice: slice) -> dict[str, Any]:
     one, twin = (target(request_slice, token_slice) for _ in range(2))
     return {
         "request_slice": one.request_slice,
@@ -58,7 +58,7 @@ def _ask_slice(target: Any, *, request_slice: slice, token_slice: slice) -> dict
 
 def _slice_questions(_: SubjectSetting) -> Iterator[SubjectCall]:
     for cut in ((0, 2, 0, 5), (1, 1, 0, 5), (0, 2, 4, 4), (0, 2, 3, 8)):
-        yield subject_call(_told(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
+        yield subject_call(_format(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
 
 
 def _cut_at(batch: ProviderBatch, first: int, stop: int) -> Cut:
@@ -82,7 +82,7 @@ def _ubatch(cut: Cut) -> UBatchSlice:
     return UBatchSlice(slice(cut[0], cut[1]), slice(cut[2], cut[3]))
 
 
-def _told(cut: Cut) -> str:
+def _format(cut: Cut) -> str:
     return f"requests {cut[0]}:{cut[1]}, tokens {cut[2]}:{cut[3]}"
 
 
@@ -116,11 +116,11 @@ def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
         edges = [(0, end), (0, half), (half, end), (third, end - third), (half, half + 1)]
         cuts = [_cut_at(batch, first, stop) for first, stop in edges if first < stop <= end]
         for cut in dict.fromkeys([*cuts, _whole(batch), *_pieces(batch, min(2, end))]):
-            text = f"{batch}: {_told(cut)}"
+            text = f"{batch}: {_format(cut)}"
             yield subject_call(text, *_tags(batch), ubatch_slice=_ubatch(cut), attn_metadata=metadata)
     metadata = MIXED.metadata(setting.device)
     for cut, tag in MEANINGLESS:
-        text = f"{MIXED}: {_told(cut)}"
+        text = f"{MIXED}: {_format(cut)}"
         yield subject_call(text, tag, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=metadata)
     dummy = replace(
         metadata,
@@ -128,14 +128,14 @@ def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
         query_start_loc_cpu=torch.zeros_like(metadata.query_start_loc_cpu),
     )
     cut = (0, 3, 0, 12)
-    text = f"start locations all 0: {_told(cut)}"
+    text = f"start locations all 0: {_format(cut)}"
     yield subject_call(text, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=dummy)
 
 
 def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(batch: ProviderBatch, cuts: list[Cut], *tags: str, refused: bool = False) -> SubjectCall:
+    def call(batch: ProviderBatch, cuts: list[Cut], *tags: str, refused: bool = False) -> SubjectCall:
         return subject_call(
-            f"{batch}: {'; '.join(map(_told, cuts)) or 'no piece'}",
+            f"{batch}: {'; '.join(map(_format, cuts)) or 'no piece'}",
             *tags,
             *_tags(batch),
             refused=refused,
@@ -145,14 +145,14 @@ def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
     for batch in setting.batches:
         for count in range(1, min(3, batch.num_tokens) + 1):
-            yield ask(batch, _pieces(batch, count))
-    yield ask(MIXED, [])
-    yield ask(MIXED, [(0, 2, 0, 7), (1, 1, 3, 5)], "empty", refused=True)
-    yield ask(MIXED, [(0, 2, 0, 7), (0, 1, 0, 5)], "wrong end", refused=True)
+            yield call(batch, _pieces(batch, count))
+    yield call(MIXED, [])
+    yield call(MIXED, [(0, 2, 0, 7), (1, 1, 3, 5)], "empty", refused=True)
+    yield call(MIXED, [(0, 2, 0, 7), (0, 1, 0, 5)], "wrong end", refused=True)
 
 
 def _plans(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(batch: ProviderBatch, count: int, spare: int, size: int | None = None) -> SubjectCall:
+    def call(batch: ProviderBatch, count: int, spare: int, size: int | None = None) -> SubjectCall:
         counts = np.array([tokens for tokens in batch.query_lens if tokens], dtype=np.int32)
         return subject_call(
             f"{batch}: {count} pieces{f' of {size} tokens' if size else ''}, {spare} padding tokens",
@@ -169,10 +169,10 @@ def _plans(setting: SubjectSetting) -> Iterator[SubjectCall]:
         for count, spare in ((1, 0), (1, 3), (2, 0), (2, 1), (3, 2)):
             size = (batch.num_tokens + spare) // count
             if size and size * (count - 1) < batch.num_tokens:
-                yield ask(batch, count, spare)
+                yield call(batch, count, spare)
         if batch.num_tokens > 2:
-            yield ask(batch, 2, 3, size=batch.num_tokens - 1)
-            yield ask(batch, 3, 0, size=1)
+            yield call(batch, 2, 3, size=batch.num_tokens - 1)
+            yield call(batch, 3, 0, size=1)
     by_default: dict[str, Any] = {
         "num_scheduled_tokens": np.array([3, 4]),
         "num_tokens_padded": 7,
@@ -195,7 +195,7 @@ def _emptiness(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 SUBJECTS = (
     Subject("slice_query_start_locs", _slices, _slice),
-    Subject("UBatchSlice", _slice_questions, _ask_slice, is_function=False),
+    Subject("UBatchSlice", _slice_questions, _slice_facts, is_function=False),
     Subject("_make_metadata_with_slice", _one_piece, _piece),
     Subject("split_attn_metadata", _many_pieces),
     Subject("is_last_ubatch_empty", _emptiness),

@@ -8,7 +8,7 @@ from typing import Any
 from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 SEQUENCES = 4
-"""Number of sequences of each batch for which questions are made, one by one."""
+"""Number of sequences of each batch that get a question each."""
 
 
 def _empty_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
@@ -30,7 +30,7 @@ def _starts(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(text: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> SubjectCall:
+    def call(text: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> SubjectCall:
         seq_len, context_len, start_idx = lens
         return subject_call(
             f"{text}: {seq_len} tokens, context {context_len}, from {start_idx}, blocks of {block_size}",
@@ -52,15 +52,15 @@ def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
             for start in dict.fromkeys((0, total - new // 2, total - new - 1)):
                 if start >= 0:
                     lens = (total, total - new, start)
-                    yield ask(f"{batch}, request {row}", lens, batch.block_size, {3: tables[row], 9: None})
+                    yield call(f"{batch}, request {row}", lens, batch.block_size, {3: tables[row], 9: None})
     long = list(range(50, 120))
     for count in (254, 255, 256, 257, 1000):
-        yield ask("long table", (count, 0, 0), 16, {3: long})
-    yield ask("cyclic table", (10, 0, 2), 4, {3: [7, 2, 7]})
-    yield ask("profile run", (5, 2, 0), 4, None, profile=True)
+        yield call("long table", (count, 0, 0), 16, {3: long})
+    yield call("cyclic table", (10, 0, 2), 4, {3: [7, 2, 7]})
+    yield call("profile run", (5, 2, 0), 4, None, profile=True)
     unfit: dict[str, Any] = {"a short table": {3: [7, 2]}, "no table": {3: None}, "another's table": {4: [1]}}
     for what, given in unfit.items():
-        yield ask(what, (10, 0, 0), 4, given, refused=True)
+        yield call(what, (10, 0, 0), 4, given, refused=True)
 
 
 def _spans(_: SubjectSetting) -> Iterator[SubjectCall]:
@@ -126,8 +126,8 @@ def _token_counts(_: SubjectSetting) -> Iterator[SubjectCall]:
         yield subject_call(kind, attn_metadata=_metadata(), attn_type=kind)
     yield subject_call("decoder, no encoder", attn_metadata=_metadata(num_encoder_tokens=None), attn_type="decoder")
     for kind in ("encoder", "encoder_decoder"):
-        told = f"{kind}, no count of its tokens"
-        yield subject_call(told, refused=True, attn_metadata=_metadata(num_encoder_tokens=None), attn_type=kind)
+        text = f"{kind}, no count of its tokens"
+        yield subject_call(text, refused=True, attn_metadata=_metadata(num_encoder_tokens=None), attn_type=kind)
 
 
 def _lengths_and_tables(_: SubjectSetting) -> Iterator[SubjectCall]:

@@ -52,7 +52,7 @@ def _build(target: Any, *, input_builder: SimpleNamespace, arguments: tuple[Any,
 
 
 def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(
+    def call(
         text: str, groups: Sequence[Any], arguments: tuple[Any, ...], *, chunked: bool = False, **options: Any
     ) -> SubjectCall:
         runner = SimpleNamespace(
@@ -73,16 +73,16 @@ def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
     image = SimpleNamespace(src_ranges=[range(2)], src_len=2, dest_ranges=[range(1, 3)], dest_len=3)
     prompts = [_group(PROMPT, prompt=True), _group(CACHED, prompt=True, hit=True, maps={"image": image})]
     mixed = ([6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
-    yield ask("two prompts and two decodes", [*prompts, _group(*DECODES)], mixed)
-    yield ask("the same, prefill in chunks", [*prompts, _group(*DECODES)], mixed, chunked=True)
-    yield ask("two decodes under a window", [_group(*DECODES, window=2)], ([8, 8], [1, 1], -1, 2), window=8)
-    yield ask("a prompt under a window", [_group((10, 10, 0, [3, 8, 1]), prompt=True)], ([10], [10], -1, 1), window=4)
-    yield ask("two decodes in a graph of four", [_group(*DECODES)], ([9, 14, 1, 1], [1, 1], 2, 4))
-    yield ask("two decodes in a graph of two", [_group(*DECODES)], ([9, 14], [1, 1], 0, 2))
+    yield call("two prompts and two decodes", [*prompts, _group(*DECODES)], mixed)
+    yield call("the same, prefill in chunks", [*prompts, _group(*DECODES)], mixed, chunked=True)
+    yield call("two decodes under a window", [_group(*DECODES, window=2)], ([8, 8], [1, 1], -1, 2), window=8)
+    yield call("a prompt under a window", [_group((10, 10, 0, [3, 8, 1]), prompt=True)], ([10], [10], -1, 1), window=4)
+    yield call("two decodes in a graph of four", [_group(*DECODES)], ([9, 14, 1, 1], [1, 1], 2, 4))
+    yield call("two decodes in a graph of two", [_group(*DECODES)], ([9, 14], [1, 1], 0, 2))
     for tables in (None, {10: None}):
-        told = f"a prompt whose tables are {tables}"
-        yield ask(told, [_group((10, 5, 0, []), prompt=True, tables=tables)], ([5], [5], -1, 1))
-    yield ask("a decode of two tokens", [_group((20, 9, 7, [2, 0, 5]))], ([9], [2], -1, 1), refused=True)
+        text = f"a prompt whose tables are {tables}"
+        yield call(text, [_group((10, 5, 0, []), prompt=True, tables=tables)], ([5], [5], -1, 1))
+    yield call("a decode of two tokens", [_group((20, 9, 7, [2, 0, 5]))], ([9], [2], -1, 1), refused=True)
 
 
 class GraphStateBackend:
@@ -139,7 +139,7 @@ def _step(size: int, device: torch.device) -> SimpleNamespace:
 
 
 def _captures(setting: SubjectSetting) -> Iterator[SubjectCall]:
-    def ask(name: str, sizes: list[int], *, encoder: bool = False, refused: bool = False) -> SubjectCall:
+    def call(name: str, sizes: list[int], *, encoder: bool = False, refused: bool = False) -> SubjectCall:
         runner = SimpleNamespace(
             device=setting.device,
             graph_block_tables=np.arange(90, 110, dtype=np.int32).reshape(4, 5),
@@ -156,11 +156,11 @@ def _captures(setting: SubjectSetting) -> Iterator[SubjectCall]:
             encoder=encoder,
         )
 
-    yield ask("XFORMERS", [4, 2, 1])
-    yield ask("OTHER", [3])
-    yield ask("FLASH_ATTN", [4, 2], encoder=True)
-    yield ask("ROCM_FLASH", [4, 2], encoder=True, refused=True)
-    yield ask("OTHER", [2], encoder=True, refused=True)
+    yield call("XFORMERS", [4, 2, 1])
+    yield call("OTHER", [3])
+    yield call("FLASH_ATTN", [4, 2], encoder=True)
+    yield call("ROCM_FLASH", [4, 2], encoder=True, refused=True)
+    yield call("OTHER", [2], encoder=True, refused=True)
 
 
 def _three() -> int:

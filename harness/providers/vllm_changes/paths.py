@@ -134,7 +134,7 @@ def unarmed_backend(_: Callable[..., type[Any]]) -> Callable[..., type[Any]]:
     return made
 
 
-def mended_starts(target: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def accepting_decreasing_starts(target: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Return a function that counts decreasing start locations as requests without tokens, and none as no request."""
     return lambda query_start_loc_p: target(
         query_start_loc_p.cummax(0).values if len(query_start_loc_p) else query_start_loc_p.new_zeros(1)

@@ -41,7 +41,7 @@ def test_lines_tell_the_first_failures_at_once(capsys: pytest.CaptureFixture[str
     assert printed.out == ""
     lines = printed.err.splitlines()
     assert lines[0] == snapshot("failed  b[1]  s/case0  numerics: 1 of 2 rows")
-    assert len(lines) == progress.TOLD_AT_ONCE
+    assert len(lines) == progress.PRINTED_AT_ONCE
 
 
 def test_lines_say_now_and_then_how_far_it_is(

@@ -120,9 +120,9 @@ def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
 
 
 def test_the_checks_that_are_made_of_any_case() -> None:
-    assert select_cases(["smoke"], ["prefill"], ["lse", "numerics"]).asked_checks == ("numerics", "lse")
-    assert "timing" not in select_cases(["smoke"]).asked_checks
-    assert select_cases(["smoke"], (), ["timing"]).asked_checks == ("timing",)
+    assert select_cases(["smoke"], ["prefill"], ["lse", "numerics"]).selected_checks == ("numerics", "lse")
+    assert "timing" not in select_cases(["smoke"]).selected_checks
+    assert select_cases(["smoke"], (), ["timing"]).selected_checks == ("timing",)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from attncheck.harness.workers.protocol import (
     parse_answer,
 )
 from attncheck.harness.workers.ray_actor import Examined, RayActor
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.time_limits import TimeLimits
 from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.records import parse_line
@@ -75,7 +75,7 @@ def test_a_node_examines_what_a_backend_of_the_same_file_is_asked(actor: RayActo
     (description,) = actor.describe({REF: digest})
     assert isinstance(description, BackendDescription)
     for case in selection.cases:
-        found = actor.examine(Asked(description, case, ("numerics", "lse")), digest)
+        found = actor.examine(BackendQuestion(description, case, ("numerics", "lse")), digest)
         assert isinstance(found, Examined)
         records = [parse_line(line) for line in found.records]
         assert [(each.case, each.check, each.outcome) for each in records] == [
@@ -89,7 +89,7 @@ def test_another_file_or_another_description_is_refused(actor: RayActor, folder:
     selection, _ = begun(actor, folder)
     digest = file_digest(REF)
     (folder / "mine.py").write_text(MINE + "# edited\n")
-    other = Asked(
+    other = BackendQuestion(
         BackendDescription.model_validate({"info": {"name": "Mine", "ref": REF}}), selection.cases[0], ("lse",)
     )
     found = actor.examine(other, digest)
@@ -108,7 +108,7 @@ def test_a_backend_that_cannot_be_loaded_is_unavailable_wherever_it_is_asked(act
     gone = BackendDescription.model_validate(
         {"info": {"name": "gone", "ref": "no.such:Thing"}, "is_loaded": False, "unavailable_reasons": [reason]}
     )
-    found = actor.examine(Asked(gone, selection.cases[0], ("numerics",)), "")
+    found = actor.examine(BackendQuestion(gone, selection.cases[0], ("numerics",)), "")
     assert isinstance(found, Examined)
     (record,) = map(parse_line, found.records)
     assert (record.outcome, record.reasons) == ("unavailable", (reason,))

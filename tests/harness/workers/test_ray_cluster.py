@@ -17,7 +17,7 @@ from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import DeviceChosen, HarnessFailure, Prepare, Refused, format_message
 from attncheck.harness.workers.ray_actor import Examined
 from attncheck.harness.workers.ray_cluster import Lost, RayCluster, RaySettings
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.reports.run_file.header import Environment
 
 FACTS = dict.fromkeys(("python", "numpy", "platform", "cpu", "device", "device_name"), "")
@@ -148,11 +148,11 @@ def opened(ray: FakeRay, notes: list[str]) -> Opener:
     return make
 
 
-def asked() -> Asked:
+def asked() -> BackendQuestion:
     from attncheck.harness.run.backend_description import BackendDescription
 
     backend = BackendDescription.model_validate({"info": {"name": "reference", "ref": "reference"}})
-    return Asked(backend, select_cases(["smoke"]).cases[0], ("numerics",))
+    return BackendQuestion(backend, select_cases(["smoke"]).cases[0], ("numerics",))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str])
     ray.answers.append(RayError("The node died.\n\n  its raylet was killed \n"))
     ray.joins.append(joining())
     first = cluster.start(1)
-    cluster.ask(first, asked())
+    cluster.send(first, asked())
     ((node, answer),) = cluster.wait()
     assert (node, answer) == (first, Lost("its raylet was killed"))
     assert notes == snapshot(["near was lost: its raylet was killed"])
@@ -258,7 +258,7 @@ def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str])
     assert other is not first
     assert answer is None
     ray.answers.append(Examined(()))
-    cluster.ask(other, asked())
+    cluster.send(other, asked())
     assert cluster.wait() == [(other, Examined(()))]
 
 
@@ -271,7 +271,7 @@ def test_a_lost_connection_ends_the_run(
 
     cluster = opened()
     ray.answers.append(Examined(()))
-    cluster.ask(cluster.start(1), asked())
+    cluster.send(cluster.start(1), asked())
     monkeypatch.setattr(ray, call, lost)
     with pytest.raises(ClusterError) as refused:
         cluster.wait()
@@ -282,7 +282,7 @@ def test_a_lost_connection_ends_the_run(
 def test_an_exception_of_attncheck_on_a_node_is_a_fault_of_its_own(ray: FakeRay, opened: Opener) -> None:
     cluster = opened()
     ray.answers.append(RayTaskError("Traceback ...\nKeyError: 3"))
-    cluster.ask(cluster.start(1), asked())
+    cluster.send(cluster.start(1), asked())
     ((_, answer),) = cluster.wait()
     assert isinstance(answer, HarnessFailure)
     assert (answer.error, answer.traceback) == ("KeyError: 3", snapshot("Traceback ...\nKeyError: 3"))

@@ -18,7 +18,7 @@ from attncheck.harness.workers.protocol import HarnessFailure, Refused
 from attncheck.harness.workers.ray_actor import Examined
 from attncheck.harness.workers.ray_cluster import Answer, Lost, Node
 from attncheck.harness.workers.ray_executor import RayExecutor
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Crashed, Record, format_line
 
@@ -28,29 +28,31 @@ FACTS = dict.fromkeys(("python", "torch", "numpy", "platform", "cpu", "device", 
 ENVIRONMENT = Environment(attncheck="0.1.0", cores=1, **FACTS)
 
 
-def examined(asked: Asked, blind: str | None = None) -> Examined:
+def examined(question: BackendQuestion, blind: str | None = None) -> Examined:
     circumstances = Circumstances(0, ENVIRONMENT.digest, "0.1.0")
-    records = (unavailable(circumstances, asked.case, asked.backend, check, ("made up",)) for check in asked.checks)
+    records = (
+        unavailable(circumstances, question.case, question.backend, check, ("made up",)) for check in question.checks
+    )
     return Examined(tuple(format_line(record).encode() for record in records), blind)
 
 
 class FakeCluster:
     """Nodes that answer by ``script``, those that join first, then the latest asked; a lost node is replaced."""
 
-    def __init__(self, script: Callable[[str, Asked], Answer], nodes: int = 2) -> None:
+    def __init__(self, script: Callable[[str, BackendQuestion], Answer], nodes: int = 2) -> None:
         self._script = script
         self._nodes = [Node(None, f"node {number}") for number in range(nodes)]
         self._joining: list[Node] = []
         self._answers: deque[tuple[Node, Answer]] = deque()
-        self.asked: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, str]] = []
 
     def start(self, most: int) -> Node:
         self._joining = self._nodes[1:most]
         return self._nodes[0]
 
-    def ask(self, node: Node, asked: Asked) -> None:
-        self.asked.append((node.name, asked.case.id))
-        self._answers.append((node, self._script(node.name, asked)))
+    def send(self, node: Node, question: BackendQuestion) -> None:
+        self.sent.append((node.name, question.case.id))
+        self._answers.append((node, self._script(node.name, question)))
 
     def wait(self) -> list[tuple[Node, Answer]]:
         if self._joining:
@@ -79,25 +81,27 @@ def cases(make_case: MakeCase) -> list[Case]:
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 9])
 def test_records_come_in_the_order_of_a_serial_run(cases: list[Case], nodes: int) -> None:
-    cluster = FakeCluster(lambda node, asked: examined(asked), nodes)
+    cluster = FakeCluster(lambda node, question: examined(question), nodes)
     assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
-    assert sorted(case for _, case in cluster.asked) == list("abcdef")
-    assert len({node for node, _ in cluster.asked}) == min(nodes, 6)
+    assert sorted(case for _, case in cluster.sent) == list("abcdef")
+    assert len({node for node, _ in cluster.sent}) == min(nodes, 6)
 
 
 def test_a_plan_without_questions_asks_no_node() -> None:
-    assert list(executor(FakeCluster(lambda node, asked: None)).run()) == []
+    assert list(executor(FakeCluster(lambda node, question: None)).run()) == []
 
 
 def test_the_question_of_a_lost_node_goes_to_another_one(cases: list[Case]) -> None:
-    cluster = FakeCluster(lambda node, asked: Lost("power") if node == "node 1" else examined(asked))
+    cluster = FakeCluster(lambda node, question: Lost("power") if node == "node 1" else examined(question))
     assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
-    (lost,) = [case for node, case in cluster.asked if node == "node 1"]
-    assert [case for _, case in cluster.asked].count(lost) == 2
+    (lost,) = [case for node, case in cluster.sent if node == "node 1"]
+    assert [case for _, case in cluster.sent].count(lost) == 2
 
 
 def test_a_question_that_loses_every_node_is_crashed_and_the_others_are_examined(cases: list[Case]) -> None:
-    cluster = FakeCluster(lambda node, asked: Lost("out of memory") if asked.case.id == "b" else examined(asked))
+    cluster = FakeCluster(
+        lambda node, question: Lost("out of memory") if question.case.id == "b" else examined(question)
+    )
     records = list(executor(cluster, *cases, checks=("numerics", "lse")).run())
     assert ids(records) == [name for name in "abcdef" for _ in range(2)]
     crashed, skipped = (record for record in records if record.case_id == "b")
@@ -107,14 +111,14 @@ def test_a_question_that_loses_every_node_is_crashed_and_the_others_are_examined
 
 
 def test_a_node_that_refuses_a_backend_is_asked_nothing_more(cases: list[Case]) -> None:
-    cluster = FakeCluster(lambda node, asked: Refused(reason="another") if node == "node 1" else examined(asked))
+    cluster = FakeCluster(lambda node, question: Refused(reason="another") if node == "node 1" else examined(question))
     assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
-    assert [node for node, _ in cluster.asked].count("node 1") == 1
+    assert [node for node, _ in cluster.sent].count("node 1") == 1
 
 
 def test_a_run_ends_when_no_node_is_left(cases: list[Case]) -> None:
-    def script(node: str, asked: Asked) -> Answer:
-        return Refused(reason="another") if asked.case.id == "c" else examined(asked)
+    def script(node: str, question: BackendQuestion) -> Answer:
+        return Refused(reason="another") if question.case.id == "c" else examined(question)
 
     records = executor(FakeCluster(script, nodes=1), *cases).run()
     assert ids([next(records), next(records)]) == ["a", "b"]
@@ -124,7 +128,7 @@ def test_a_run_ends_when_no_node_is_left(cases: list[Case]) -> None:
 
 
 def test_a_fault_of_attncheck_on_a_node_ends_the_run(cases: list[Case]) -> None:
-    cluster = FakeCluster(lambda node, asked: HarnessFailure(error="KeyError: 3", traceback="here"))
+    cluster = FakeCluster(lambda node, question: HarnessFailure(error="KeyError: 3", traceback="here"))
     with pytest.raises(WorkerError) as refused:
         list(executor(cluster, *cases).run())
     assert str(refused.value) == snapshot("KeyError: 3 (in the process of fast)")
@@ -132,7 +136,7 @@ def test_a_fault_of_attncheck_on_a_node_ends_the_run(cases: list[Case]) -> None:
 
 def test_a_blind_case_is_named_once(cases: list[Case]) -> None:
     other = BackendDescription(info=BackendInfo(name="other", ref="other"))
-    cluster = FakeCluster(lambda node, asked: examined(asked, "blind" if asked.case.id == "a" else None))
+    cluster = FakeCluster(lambda node, question: examined(question, "blind" if question.case.id == "a" else None))
     head = RayExecutor(RunPlan(cases=tuple(cases), checks=("numerics",)), (BACKEND, other), cluster, ENVIRONMENT)
     assert len(list(head.run())) == 12
     assert list(map(str, head.blind)) == ["blind"]
@@ -145,15 +149,15 @@ def test_cases_that_share_a_graph_level_go_to_one_node(make_case: MakeCase, lose
     cases = [make_case(name=name, num_heads=8 if name[0] == "a" else 4) for name in names]
     lost: list[Any] = []
 
-    def script(node: str, asked: Asked) -> Answer:
-        if loses and asked.case.id == "a2" and not lost:
+    def script(node: str, question: BackendQuestion) -> Answer:
+        if loses and question.case.id == "a2" and not lost:
             lost.append(node)
             return Lost("power")
-        return examined(asked)
+        return examined(question)
 
     cluster = FakeCluster(script)
     assert ids(list(executor(cluster, *cases, checks=("cudagraph",)).run())) == list(names)
-    nodes = {name: [node for node, case in cluster.asked if case == name] for name in names}
+    nodes = {name: [node for node, case in cluster.sent if case == name] for name in names}
     assert nodes["b1"] == nodes["b2"]
     assert nodes["a2"][-1:] == nodes["a3"]
     assert (nodes["a1"] == nodes["a3"]) is not loses
@@ -174,8 +178,8 @@ def test_few_results_wait_for_a_slow_question(cases: list[Case], monkeypatch: py
     def is_first(answer: Answer) -> bool:
         return isinstance(answer, Examined) and b'"a"' in answer.records[0]
 
-    cluster = Slow(lambda node, asked: examined(asked))
+    cluster = Slow(lambda node, question: examined(question))
     records = executor(cluster, *cases).run()
     assert next(records).case_id == "a"
-    assert [case for _, case in cluster.asked] == ["a", "b", "c"]
+    assert [case for _, case in cluster.sent] == ["a", "b", "c"]
     assert ids(list(records)) == list("bcdef")

@@ -7,7 +7,7 @@ import pytest
 
 from attncheck.cases.model import Case
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.workers.schedule import Asked, Schedule
+from attncheck.harness.workers.schedule import BackendQuestion, Schedule
 from attncheck.reports.run_file.header import BackendInfo
 
 MakeCase = Callable[..., Case]
@@ -20,9 +20,9 @@ class Clock:
         return self.now
 
 
-def asked(ref: str, *cases: Case, check: str = "numerics") -> list[Asked]:
+def asked(ref: str, *cases: Case, check: str = "numerics") -> list[BackendQuestion]:
     backend = BackendDescription(info=BackendInfo(name=ref, ref=ref))
-    return [Asked(backend, case, (check,)) for case in cases]
+    return [BackendQuestion(backend, case, (check,)) for case in cases]
 
 
 def drained(schedule: Schedule, ref: str, lane: int) -> list[int]:
@@ -34,7 +34,7 @@ def drained(schedule: Schedule, ref: str, lane: int) -> list[int]:
 
 def test_questions_come_in_their_order_and_backends_too(make_case: MakeCase) -> None:
     cases = [make_case(name=name) for name in "xyz"]
-    gone = Asked(unloadable("gone", "gone", ("no library",)), cases[0], ("numerics",))
+    gone = BackendQuestion(unloadable("gone", "gone", ("no library",)), cases[0], ("numerics",))
     schedule = Schedule([gone, *asked("a", *cases), *asked("b", *cases)])
     assert schedule.to_begin(0) == "a"
     schedule.begin("a")

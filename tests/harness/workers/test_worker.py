@@ -167,7 +167,7 @@ def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: 
 def test_probes_are_shared_over_the_cases_of_the_run(folder: Path, told: dict[str, Any], shared: list[str]) -> None:
     description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
     examiner = _examiner(assignment().model_copy(update=told), description)
-    cases = examiner.plan.cases_asking("reference", "cudagraph")
+    cases = examiner.plan.cases_with("reference", "cudagraph")
     assert [case.id for case in cases] == shared
 
 
@@ -183,7 +183,7 @@ def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -
     )
     for suite in ("smoke", "interpreted"):
         description = BackendDescription(info=BackendInfo(name="mine", ref="mine"), default_suite=suite)
-        cases = _examiner(asked, description).plan.cases_asking("mine", "cudagraph")
+        cases = _examiner(asked, description).plan.cases_with("mine", "cudagraph")
         assert {case.suite for case in cases} == {suite}
 
 

@@ -67,7 +67,7 @@ def test_what_fails_is_an_error_on_github_and_what_cannot_be_told_a_warning(foun
     )
     assert errors[1].startswith("::error title=reference%3A smoke/slow%2C forward%3A +")
     assert len(warnings) == 1
-    assert "1 of 4 times are too noisy to compare" in warnings[0]
+    assert "1 of 4 times too noisy to compare" in warnings[0]
 
 
 def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:

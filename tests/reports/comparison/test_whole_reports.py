@@ -160,5 +160,5 @@ def test_github_adds_annotations_to_markdown(found: RunComparison) -> None:
 ::error title=reference%3A smoke/a and 1 more case%2C numerics%3A passed -> unsupported::no sinks
 ::error title=reference%3A smoke/slow%2C forward%3A +9.8%25 time::996 us -> 1,094 us (interval +8.6%25 to +11.1%25)
 ::error title=missing::1 case of reference: smoke/gone
-::warning title=1 of 4 times are too noisy to compare::such as reference, smoke/loud, forward: processes differ by 17.5%25 over 10 rounds; 611 a side would find 5.0%25
+::warning title=1 of 4 times too noisy to compare::such as reference, smoke/loud, forward: processes differ by 17.5%25 over 10 rounds; 611 a side would find 5.0%25
 """)

@@ -36,7 +36,7 @@ class Stopped:
     end: ProcessEnd
 
 
-def ask(
+def request_records(
     process: WorkerProcess,
     request: Examine,
     limit_of: Callable[[str, float], Limit],
