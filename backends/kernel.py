@@ -76,7 +76,7 @@ def kernel_backend(
     Without a writer the harness stores them, and the cache is not examined. The class's ``functions()`` returns
     ``functions``. The function reads a paged cache, so encoder layers are not supported.
 
-    ``cudagraph_support`` promises that a captured CUDA graph of the function (and of ``writer``) stays right for the
+    ``cudagraph_support`` declares that a captured CUDA graph of the function (and of ``writer``) stays right for the
     batches of that level. A replay runs no Python: the tensors of ``metadata``, the rows and the slots are refilled in
     place. So read lengths, tables and slots from these tensors on the device; values read from the ``_cpu`` twins are
     frozen. ``num_reqs``, ``num_actual_tokens`` and every shape keep their values of the capture, when ``max_query_len``

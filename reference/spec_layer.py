@@ -1,4 +1,4 @@
-"""The attention layer: its sizes and modifiers, and the numbers they stand for.
+"""The attention layer: its sizes and modifiers, and the numbers they resolve to.
 
 Defaults that need arithmetic (scale, slopes, sinks, window pair) are properties of :class:`LayerSpec`, the only place
 that resolves them. Part of :mod:`attncheck.reference.spec`; imports no torch.

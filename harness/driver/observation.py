@@ -33,7 +33,7 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 """Folders of installed libraries."""
 
 _TOOLS = frozenset({"torch", "triton", "numpy"})
-"""Packages whose exceptions say nothing about attention."""
+"""Packages whose exceptions are no findings about attention."""
 
 _DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
 """Modules that drive a backend but are not part of it."""
@@ -78,7 +78,7 @@ class Observation:
     breaches: tuple[str, ...] = ()
     """Output buffers whose guard memory was written to."""
     protocol: tuple[str, ...] = ()
-    """Other promises of the contract that were broken, such as returning the output buffer."""
+    """Other rules of the contract that were broken, such as returning the output buffer."""
 
 
 @dataclass(frozen=True)

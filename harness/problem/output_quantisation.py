@@ -1,6 +1,6 @@
 """The error of a quantised output: the smallest distance between the right answer and the numbers behind its codes.
 
-A code stands for every number that rounds to it. Its error is the distance of the right answer from that interval, and
+A code represents every number that rounds to it. Its error is the distance of the right answer from that interval, and
 0 inside. So the ordinary error budget applies, and rounding to a code alone is never an error.
 """
 

@@ -174,4 +174,4 @@ def test_interpreted_kernels_are_not_timed(monkeypatch):
     monkeypatch.setattr(ReferenceBackend, "required_environment", lambda _device: {"TRITON_INTERPRET": "1"})
     record = examined(load("reference"), "decode/page-edges.float16-NHD")
     assert record.outcome == "unsupported"
-    assert record.reasons == ("its kernels are interpreted here: their times say nothing",)
+    assert record.reasons == ("its kernels are interpreted here: their times are not those of a GPU",)

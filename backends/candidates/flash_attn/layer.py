@@ -50,7 +50,7 @@ class PackedBuilder(PagedBuilder):
     """Builder of :class:`PackedMetadata`.
 
     The sums are in one buffer, which the next ``build`` overwrites, so that a graph reads them at each replay. No CUDA
-    graph level is promised, since no graph has been captured yet.
+    graph level is declared, since no graph has been captured yet.
     """
 
     metadata_cls = PagedMetadata

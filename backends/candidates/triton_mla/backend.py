@@ -106,7 +106,7 @@ class TritonMLABuilder(LatentBuilder):
 
 
 def _allocate(width: int, device: torch.device) -> SplitScratch:
-    """Return scratch for as many programs as the device wants, for layers whose cache rows have ``width`` elements.
+    """Return scratch for the programs that fill the device, for layers whose cache rows have ``width`` elements.
 
     A step with more results per segment fills the device without being split.
     """

@@ -190,7 +190,7 @@ def _capability_reasons(their_backend: type[Any], found: Any) -> list[str]:
     try:
         # Without a GPU, query the lowest capability: a class that needs a GPU does not support it.
         is_supported = bool(supports(found or package.lowest_capability()))
-    except Exception as error:  # noqa: BLE001 (someone else's code, which asks the drivers of its own platform)
+    except Exception as error:  # noqa: BLE001 (someone else's code, which queries the drivers of its platform)
         return [f"supports_compute_capability of vLLM's class raised {type(error).__name__}: {error}"]
     if is_supported:
         return []

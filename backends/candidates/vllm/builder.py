@@ -27,8 +27,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.attention_chunk_size is not None:
             raise NotImplementedError(
-                f"attention_chunk_size {kv_cache_spec.attention_chunk_size}: vLLM plays chunks as virtual requests, "
-                "and tells no builder of them"
+                f"attention_chunk_size {kv_cache_spec.attention_chunk_size}: vLLM runs chunks as virtual requests, "
+                "and passes no chunk size to a builder"
             )
         layers = _their_layers(layer_names, vllm_config)
         self.config = self.their_config(vllm_config, layers, kv_cache_spec)

@@ -42,7 +42,7 @@ def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
     """
     try:
         theirs = select_class(argument)
-    except Exception:  # noqa: BLE001 (someone else's code; the registry says why it is not there)
+    except Exception:  # noqa: BLE001 (someone else's code; the registry reports why the import failed)
         return {}, ""
     columns: dict[str, Callable[[], Iterable[str]]] = {
         "layers": lambda: [_kind(theirs)],
@@ -154,7 +154,7 @@ def _chosen_by_platform() -> tuple[str, ...]:
             selector = package.module("vllm.v1.attention.selector").AttentionSelectorConfig
             config = selector(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=use_mla)
             path = str(platform.get_attn_backend_cls(None, config, num_heads=2))
-        except Exception:  # noqa: BLE001, S112 (someone else's code: it has no such class, or says so in its own way)
+        except Exception:  # noqa: BLE001, S112 (someone else's code: it has no such class, or raises its own exception)
             continue
         if path not in named:
             place, _, name = path.rpartition(".")

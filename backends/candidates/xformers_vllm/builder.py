@@ -1,7 +1,7 @@
 """The builder of ``xformers_vllm``: decodes first, and the library's bias constructed from lists at every step.
 
 Lengths are read back from the device twice per step; padding requests are part of the lists, with a query length of 0.
-Nothing that it builds outlives a step, so no graph can be captured, and none is promised.
+Nothing that it builds outlives a step, so no graph can be captured, and none is declared.
 """
 
 from typing import Any

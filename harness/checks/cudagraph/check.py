@@ -89,7 +89,7 @@ def judge_level(measurement: LevelMeasurement) -> Finding:
     figures = {"declared_level": declared.value, "measured_level": reached.value, "probes_passed": passed}
     is_unseen = broke is not None and isinstance(broke[1], UnmeasuredProbe)
     holds = declared.value <= reached.value
-    # NEVER promises nothing, so only a probe that ran, and broke or passed, confirms it.
+    # NEVER declares no capture, so only a probe that ran, and broke or passed, confirms it.
     if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
         notes = [*graph.notes]
         if reached.value > declared.value:

@@ -152,11 +152,11 @@ class CudaRecorder:
         self._memory = HeldMemory()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, because CUDA tensors know whether they are on the host."""
+        """Return a context that does nothing, because a tensor's device shows whether it is on the host."""
         return nullcontext()
 
     def mark_host(self, *tensors: Tensor) -> None:
-        """Do nothing, because CUDA tensors know whether they are on the host."""
+        """Do nothing, because a tensor's device shows whether it is on the host."""
 
     def record(self, prepare: Callable[[], Forward]) -> CudaRecording:
         """Warm up, rehearse and capture, each with a new result of ``prepare`` on the current stream.

@@ -76,7 +76,7 @@ class Recording(Protocol):
         """Replay for timing, without waiting for the device and without checking memory."""
 
     def reads(self, tensor: Tensor) -> bool | None:
-        """Return whether the graph was given the memory of ``tensor``, or None if the recorder cannot know this."""
+        """Return whether the graph was given the memory of ``tensor``, or None if that is unknown."""
 
     def host_reads(self) -> tuple[str, ...]:
         """Return what ``forward`` read from host memory during capture: legal, but frozen. Empty if unknown."""

@@ -123,7 +123,7 @@ def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[
         "required_environment", lambda: backend.backend.required_environment(str(device))
     )
     if ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version):
-        return ("its kernels are interpreted here: their times say nothing",)
+        return ("its kernels are interpreted here: their times are not those of a GPU",)
     return ()
 
 

@@ -173,7 +173,7 @@ class AnswerJudge:
                 return "the output was written after the clock had stopped: work is left to a thread, or another stream"
             sleep(_LATE_S / 20)
         if bool(still_unwritten(answer.output).all()):
-            return "nothing was written: what stood in the buffer before would have passed for the answer"
+            return "nothing was written: the earlier contents of the buffer would have counted as the answer"
         for back, earlier in enumerate(reversed(self._earlier), start=1):
             if bool((_shares(earlier, rows, answer.output) <= 1).all()):
                 calls = "the call before" if back == 1 else f"{back} calls before"
