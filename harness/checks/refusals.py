@@ -35,7 +35,7 @@ NOT_REFUSABLE = frozenset({"short_keys"})
 def check_declared(session: Session, seen: Observation | Raised) -> Finding:
     """Judge a declared case: it must run, and so must the profiling call, which is ``forward`` without metadata."""
     if isinstance(seen, Raised):
-        return broken_promise(seen)
+        return failure_of_declared(seen)
     pool_before = None if session.pool is None else session.pool.bytes().clone()
     idle = session.run_without_metadata()
     if isinstance(idle, Raised):
@@ -50,7 +50,7 @@ def check_declared(session: Session, seen: Observation | Raised) -> Finding:
     return Holds()
 
 
-def broken_promise(raised: Raised) -> Broken:
+def failure_of_declared(raised: Raised) -> Broken:
     """Return the failure of a declared case that the backend refused or that raised."""
     verb = "refused" if raised.is_refusal else "raised"
     return Broken(
@@ -109,7 +109,7 @@ def _check(case: CheckedCase) -> Finding:
     if case.undeclared:
         return _check_undeclared_case(case)
     session, seen = case.try_first_step()
-    finding = broken_promise(session) if isinstance(session, Raised) else check_declared(session, seen)
+    finding = failure_of_declared(session) if isinstance(session, Raised) else check_declared(session, seen)
     if isinstance(seen, Raised) or not _is_first_plain(case):
         return finding
     forms = check_undeclared_forms(case)

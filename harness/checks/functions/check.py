@@ -14,7 +14,7 @@ from attncheck.harness.checks.dump import dump_tensors
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.function_calls import FormError, Function
 from attncheck.harness.checks.functions import convolution, merging
-from attncheck.harness.checks.refusals import broken_promise
+from attncheck.harness.checks.refusals import failure_of_declared
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 
 
@@ -117,7 +117,7 @@ class FunctionChecks:
         try:
             examination.run()
         except StageError as failure:
-            return broken_promise(failure.raised)
+            return failure_of_declared(failure.raised)
         except FormError:
             pass
         return Holds()
