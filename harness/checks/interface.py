@@ -39,9 +39,9 @@ class SharedByChecks:
 
 @dataclass(frozen=True)
 class SelectedCases:
-    """The cases of a run. ``with_check(ref, check)`` returns those that run ``check`` on backend ``ref``, in order."""
+    """The cases of a run. ``cases_with(ref, check)`` returns those that run ``check`` on backend ``ref``, in order."""
 
-    with_check: Callable[[str, str], tuple[Case, ...]] = lambda _ref, _check: ()
+    cases_with: Callable[[str, str], tuple[Case, ...]] = lambda _ref, _check: ()
 
 
 class CheckedCase:

@@ -159,7 +159,7 @@ def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
 def _is_first_plain(case: CheckedCase) -> bool:
     """Return whether the case is the first plain, declared one of the run, so that forms run once per backend."""
     own, backend = case.problem.case, case.backend
-    selected = case.shared.get(SelectedCases, SelectedCases).with_check(case.loaded.ref, "refusals") or (own,)
+    selected = case.shared.get(SelectedCases, SelectedCases).cases_with(case.loaded.ref, "refusals") or (own,)
 
     def is_declared(each: Case) -> bool:
         return not declared_reasons(partial(backend.unsupported_reasons, each.layer, each.cache, each.batch))

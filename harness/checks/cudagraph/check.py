@@ -113,7 +113,7 @@ def _check(case: CheckedCase) -> Finding:
     cache = case.shared.get(TruthCache, lambda: TruthCache(case.device))
     levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device, cache))
     selected = case.shared.get(SelectedCases, SelectedCases)
-    return levels.examine(case.backend, case.problem.case, lambda: selected.with_check(case.loaded.ref, CUDAGRAPH))
+    return levels.examine(case.backend, case.problem.case, lambda: selected.cases_with(case.loaded.ref, CUDAGRAPH))
 
 
 def _not_applicable(case: Case, _features: frozenset[str]) -> NotExamined | None:
