@@ -218,7 +218,7 @@ def test_in_pytest_the_worst_fail_their_own_items(
         monkeypatch.delenv(name, raising=False)
     before = processes_in(folder)
     faults = [row for row in ROWS if row.name in WORST[:count]]
-    options = {"suite": ["small.yaml"], "device": ["cpu"], "check": ["numerics"], "case-timeout": ["3"]}
+    options = {"suite": ["small.yaml"], "device": ["cpu"], "check": ["numerics"], "case-timeout": ["6"]}
     options |= {
         "memory-limit": ["1GiB"],
         "pass-env": ["FAULT*"],

@@ -80,7 +80,7 @@ def judging_nothing() -> Iterator[None]:
 
 
 def _call(question: Any) -> None:
-    question.ask(*question.arguments.values())
+    question.function(*question.arguments.values())
 
 
 def kernels_of(capability: int, backend: str, suite: str, patterns: list[str]) -> list[Kernel]:
