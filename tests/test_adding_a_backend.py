@@ -37,8 +37,8 @@ def test_a_file_of_the_page_is_the_one_that_is_written(kind):
 
 def test_what_is_written_is_said(shell, tmp_path):
     assert shell(NEW[0], tmp_path)[0] == 0
-    (said,) = re.findall(r"^writes `(.*?)`.*`(.*?)`", TEXT, re.MULTILINE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(said)
+    (written,) = re.findall(r"^writes `(.*?)`.*`(.*?)`", TEXT, re.MULTILINE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_every_option_that_is_named_is_there():
     options = {option for name in ("run", "list") for each in command.commands[name].params for option in each.opts} | {
         option for each in command.commands["new"].commands["backend"].params for option in each.opts
     }
-    told = {word for code in re.findall(r"`(--[^`]*)`", TEXT) for word in shlex.split(code) if word.startswith("--")}
-    assert told
-    assert told <= options
+    named = {word for code in re.findall(r"`(--[^`]*)`", TEXT) for word in shlex.split(code) if word.startswith("--")}
+    assert named
+    assert named <= options
 
 
 @pytest.mark.parametrize(("file", "section"), re.findall(r"\]\(([\w.-]+)#?([\w-]*)\)", TEXT))

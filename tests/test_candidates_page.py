@@ -14,8 +14,8 @@ RUN = re.compile(r"^```console\n\$ (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_every_candidate_is_named() -> None:
-    told = re.findall(r"^\| `(\w+)(?::NAME)?` \|", TEXT, re.MULTILINE)
-    assert sorted(told) == sorted(
+    named = re.findall(r"^\| `(\w+)(?::NAME)?` \|", TEXT, re.MULTILINE)
+    assert sorted(named) == sorted(
         name for name in known_names() if name in {*builtin_names(), "xformers_vllm", *FAMILIES}
     )
 

@@ -60,8 +60,8 @@ def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: P
     path.write_text(FUNCTION, encoding="utf-8")
     assert load(f"{path}:Mine").backend.conventions.lse_base == "2"
     features = BACKENDS.partition("## Features")[2].partition("\n## ")[0]
-    told = re.findall(r"^\| `(\w+)` \|", features, re.MULTILINE)
-    assert sorted(told) == sorted(FEATURES)
+    documented = re.findall(r"^\| `(\w+)` \|", features, re.MULTILINE)
+    assert sorted(documented) == sorted(FEATURES)
     assert all(f"`{field.name}`" in BACKENDS for field in fields(Conventions))
 
 
@@ -80,17 +80,17 @@ def test_what_a_builder_is_offered_is_all_told() -> None:
     nodes = {name for name in offered if isinstance(getattr(config, name), ConfigNode)}
     inner = {f"{node}.{name}" for node in nodes for name in vars(getattr(config, node)) if not name.startswith("_")}
     rows = re.findall(r"^\| (`[a-z]+_config\b.*?) \|", BACKENDS, re.MULTILINE)
-    told = {name for row in rows for name in re.findall(r"`([\w.]+)", row)}
-    assert told == (offered - nodes) | inner | {"speculative_config"}
+    documented = {name for row in rows for name in re.findall(r"`([\w.]+)", row)}
+    assert documented == (offered - nodes) | inner | {"speculative_config"}
 
 
 def test_the_probes_of_the_levels_are_those_that_are_played() -> None:
     text = (DOCS / "cuda-graphs.md").read_text(encoding="utf-8")
-    told = []
+    documented = []
     for level, names in re.findall(r"^\| `([A-Z_]+)` \| (.*?) \|", text, re.MULTILINE):
         ranges = re.sub(r"`(\w+) (\d+)` to `\1 (\d+)`", _numbered, names)
-        told += [(level, name) for name in re.findall(r"`(.*?)`", ranges)]
-    assert told == [(probe.level.name, probe.name) for probe in PROBES]
+        documented += [(level, name) for name in re.findall(r"`(.*?)`", ranges)]
+    assert documented == [(probe.level.name, probe.name) for probe in PROBES]
 
 
 def _numbered(match: re.Match[str]) -> str:

@@ -67,7 +67,7 @@ class Row:
     name: str
     outcome: str
     recurrence: str
-    says: str
+    message: str
 
     @property
     def ref(self) -> str:
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def exit_code(self) -> int:
-        return 3 if self.says.startswith(OURSELVES) else int(self.outcome != "passed")
+        return 3 if self.message.startswith(OURSELVES) else int(self.outcome != "passed")
 
     @property
     def case(self) -> str:
@@ -88,11 +88,11 @@ class Row:
         if self.outcome == "passed":
             assert record == clean
             return
-        said = " ".join(
+        text = " ".join(
             record[each] for each in ("stage", "cause", "error_type", "message", "summary") if each in record
         )
-        assert record["outcome"] == self.outcome, said
-        assert self.says in said, self.name
+        assert record["outcome"] == self.outcome, text
+        assert self.message in text, self.name
         assert record.get("recurrence", "") == self.recurrence, self.name
 
 
@@ -103,8 +103,8 @@ def rows() -> list[Row]:
     for line in "".join(pages).splitlines():
         section = line[3:] if line.startswith("## ") else section
         if match := row.fullmatch(line):
-            name, outcome, recurrence, says = match.groups(default="")
-            found.append(Row(section, name, outcome, recurrence, says.replace("`", "")))
+            name, outcome, recurrence, message = match.groups(default="")
+            found.append(Row(section, name, outcome, recurrence, message.replace("`", "")))
     return found
 
 
@@ -232,7 +232,7 @@ def test_in_pytest_the_worst_fail_their_own_items(
     for row in faults:
         failure = found.pop(f"attncheck.small.{row.case}.{row.name}")
         assert (failure is None) == (row.outcome == "passed"), row.name
-        assert failure is None or row.says in " ".join((failure.text or "").split())
+        assert failure is None or row.message in " ".join((failure.text or "").split())
     assert set(found.values()) == {None}
     assert wait_for(lambda: processes_in(folder) <= before)
 

@@ -21,8 +21,8 @@ def test_the_fault_is_found_made_small_and_repeated(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     assert cli.main([*shlex.split(FUZZ), "--device", "cpu"]) == 1
-    told = capsys.readouterr().out
-    assert re.match(re.escape(SHOWN).replace(re.escape("..."), "(?s:.*?)"), told), told
+    printed = capsys.readouterr().out
+    assert re.match(re.escape(SHOWN).replace(re.escape("..."), "(?s:.*?)"), printed), printed
     (case,) = (tmp_path / "small").glob("*.yaml")
     assert case.with_suffix(".py").is_file()
     words = shlex.split(RUN.replace("small/*.yaml", str(case.relative_to(tmp_path))))

@@ -70,8 +70,8 @@ def test_the_support_table_is_of_all_candidates_and_all_cases_and_nothing_fell_s
     assert tuple(backend.name for backend in found.header.backends) == builtin_names()
     assert {record.outcome for record in found.records} == {"passed", "unsupported", "unavailable"}
     for suite in DEFAULT_SUITES:
-        asked = {(record.case_id, record.case_hash) for record in found.records if record.suite == suite}
-        assert asked == {(case.id, case.hash) for case in load_suite(suite)}, "make the run and its pages anew"
+        recorded = {(record.case_id, record.case_hash) for record in found.records if record.suite == suite}
+        assert recorded == {(case.id, case.hash) for case in load_suite(suite)}, "make the run and its pages anew"
     interpreted = {record.backend for record in found.records if record.suite == "interpreted"}
     assert interpreted == {"triton_unified", "xformers", "triton_mla"}
     passed = {record.backend for record in found.records if record.outcome == "passed"}

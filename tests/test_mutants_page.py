@@ -31,5 +31,5 @@ def test_entries_that_are_shown_are_some_of_the_catalogue():
 
 def test_every_key_of_an_entry_is_explained():
     keys = {field.alias or name for name, field in Mutant.model_fields.items()} - {"area"}
-    told = "".join(re.findall(r"^\| (`.*?) \|", TEXT, re.MULTILINE))
-    assert set(re.findall(r"`(\w+)`", told)) == keys
+    explained = "".join(re.findall(r"^\| (`.*?) \|", TEXT, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", explained)) == keys

@@ -69,7 +69,7 @@ NEEDS = {
     "short_keys": ((layer(), CacheSpec(), batch(3, 1)), "query_len 3 above seq_len 1", ()),
 }
 
-NOT_ASKED_BY_A_CASE = {
+NEEDED_BY_NO_CASE = {
     "lse": "an output a backend may offer",
     "cascade": "played by the harness where it is not declared",
     "alibi_sqrt": "no layer has it",
@@ -98,12 +98,12 @@ class Strict(AttentionBackend):
 
 
 def test_every_feature_is_asked_for_or_explained():
-    assert set(NEEDS) | set(NOT_ASKED_BY_A_CASE) == set(FEATURES)
+    assert set(NEEDS) | set(NEEDED_BY_NO_CASE) == set(FEATURES)
 
 
 @pytest.mark.parametrize("feature", NEEDS)
 def test_a_feature_is_required_and_its_absence_explained(feature):
-    case, asks, along = NEEDS[feature]
+    case, need, along = NEEDS[feature]
     assert required_features(*case) == {feature, *along}
 
     class Declaring(Strict):
@@ -116,7 +116,7 @@ def test_a_feature_is_required_and_its_absence_explained(feature):
             return []
 
     (reason,) = undeclared(Declaring, *case)
-    assert asks in reason
+    assert need in reason
     assert f"feature {feature!r} is not declared" in reason
     Declaring.features = frozenset({feature, *along})
     assert undeclared(Declaring, *case) == []

@@ -12,36 +12,36 @@ from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpe
 
 
 @pytest.fixture(params=["1", "0"])
-def told(request, monkeypatch):
+def is_interpreted(request, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", request.param)
     return request.param == "1"
 
 
-def test_a_version_is_marked_where_kernels_are_interpreted(told):
-    assert interpreter.is_interpreted() is told
-    assert interpreter.marked("1.2") == ("1.2, interpreted" if told else "1.2")
-    assert interpreter.marked("") == ("interpreted" if told else "")
+def test_a_version_is_marked_where_kernels_are_interpreted(is_interpreted):
+    assert interpreter.is_interpreted() is is_interpreted
+    assert interpreter.marked("1.2") == ("1.2, interpreted" if is_interpreted else "1.2")
+    assert interpreter.marked("") == ("interpreted" if is_interpreted else "")
 
 
-def test_a_gpu_compiles_them_unless_told_otherwise(told):
+def test_a_gpu_compiles_them_unless_told_otherwise(is_interpreted):
     assert interpreter.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
     assert interpreter.required_environment("cuda:1") == {}
     assert interpreter.default_suite("cpu") == "interpreted"
-    assert interpreter.default_suite("cuda") == ("interpreted" if told else "smoke")
+    assert interpreter.default_suite("cuda") == ("interpreted" if is_interpreted else "smoke")
 
 
-def test_why_they_cannot_run_is_told(told, monkeypatch):
+def test_why_they_cannot_run_is_told(is_interpreted, monkeypatch):
     versions = {"numpy": "2.3.5", "triton": "3.6.0"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert interpreter.unavailable_reasons("cuda") == []
     on_cpu = ["on a CPU Triton kernels are interpreted: set TRITON_INTERPRET=1 before Python starts"]
-    assert interpreter.unavailable_reasons("cpu") == ([] if told else on_cpu)
+    assert interpreter.unavailable_reasons("cpu") == ([] if is_interpreted else on_cpu)
     versions["numpy"] = "2.4.1"
     too_new = ["numpy 2.4.1: the interpreter of triton 3.6.0 needs numpy below 2.4"]
-    assert interpreter.unavailable_reasons("cpu") == (too_new if told else on_cpu)
+    assert interpreter.unavailable_reasons("cpu") == (too_new if is_interpreted else on_cpu)
     versions["triton"] = "3.7.0"
-    assert interpreter.unavailable_reasons("cpu") == ([] if told else on_cpu)
+    assert interpreter.unavailable_reasons("cpu") == ([] if is_interpreted else on_cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert interpreter.unavailable_reasons("cpu") == snapshot(["Triton is not installed"])
 

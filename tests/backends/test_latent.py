@@ -171,7 +171,7 @@ def test_the_cache_has_one_layout(backend):
 
 @pytest.mark.parametrize("backend", CANDIDATES)
 @pytest.mark.parametrize(
-    ("position", "value", "error", "said"),
+    ("position", "value", "error", "message"),
     [
         (3, 3, ValueError, "num_kv_heads 3, head_size 16: a latent cache has 1 and 16"),
         (1, 20, ValueError, "num_kv_heads 1, head_size 20: a latent cache has 1 and 16"),
@@ -183,10 +183,10 @@ def test_the_cache_has_one_layout(backend):
         (9, "layer.7", NotImplementedError, "kv_sharing is not supported"),
     ],
 )
-def test_what_the_constructor_refuses(backend, position, value, error, said):
+def test_what_the_constructor_refuses(backend, position, value, error, message):
     arguments = [*ARGUMENTS]
     arguments[position] = value
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         backend.get_impl_cls()(*arguments, **keywords())
 
 

@@ -78,10 +78,10 @@ def test_defaults_are_left_out_at_every_level() -> None:
     mla = MLASpec(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8)
     layer = LayerSpec(num_heads=4, num_kv_heads=1, head_size=48, mla=mla)
     path = PathSpec(name="spec_decode", options=SpecDecodeOptions())
-    asked = Case(
+    case = Case(
         suite="s", id="i", layer=layer, cache=CacheSpec(), batch=BatchSpec(requests=parse_batch("2q4s9"), path=path)
     )
-    assert question(asked) == {
+    assert question(case) == {
         "generator": 1,
         "layer": {
             "num_heads": 4,
@@ -92,8 +92,8 @@ def test_defaults_are_left_out_at_every_level() -> None:
         "requests": [{"query_len": 4, "seq_len": 9, "count": 2}],
         "path": {"name": "spec_decode"},
     }
-    by_name = replace(asked, batch=replace(asked.batch, path=PathSpec(name="spec_decode")))
-    assert by_name.hash == asked.hash
+    by_name = replace(case, batch=replace(case.batch, path=PathSpec(name="spec_decode")))
+    assert by_name.hash == case.hash
 
 
 def test_where_a_case_was_written_is_no_part_of_it() -> None:

@@ -18,8 +18,8 @@ def suite_cases() -> dict[str, Case]:
 @pytest.mark.parametrize("name", suite_names())
 def test_cases_of_a_suite_differ_in_keys_and_in_shape(name: str) -> None:
     cases = load_suite(name).cases
-    for told in ([tuple(sorted(keys_of(case).items())) for case in cases], [shape_of(case) for case in cases]):
-        alike = [case.id for case, own in zip(cases, told, strict=True) if told.count(own) > 1]
+    for outlines in ([tuple(sorted(keys_of(case).items())) for case in cases], [shape_of(case) for case in cases]):
+        alike = [case.id for case, own in zip(cases, outlines, strict=True) if outlines.count(own) > 1]
         assert alike == []
 
 

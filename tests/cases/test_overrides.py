@@ -100,16 +100,16 @@ def test_a_file_whose_name_ends_in_braces_is_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [("cache.block_size", "KEY=VALUE"), ("=3", "KEY=VALUE"), ("cache.block_size=", "KEY=VALUE")],
 )
-def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> None:
-    with pytest.raises(SelectionError, match=told):
+def test_a_setting_without_key_or_value_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(SelectionError, match=message):
         with_defaults("decode", [setting])
 
 
 @pytest.mark.parametrize(
-    ("braces", "told"),
+    ("braces", "message"),
     [
         (
             "{batch: q1}",
@@ -163,11 +163,11 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> N
     ],
 )
 def test_what_cannot_be_a_default_is_refused_by_the_suites_name(
-    plain: Callable[[str], str], braces: str, told: str
+    plain: Callable[[str], str], braces: str, message: str
 ) -> None:
     with pytest.raises(CaseFileError) as caught:
         load_suite(f"decode{braces}")
-    assert plain(str(caught.value)) == told
+    assert plain(str(caught.value)) == message
     assert "decode{" in str(caught.value)
 
 

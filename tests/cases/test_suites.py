@@ -175,8 +175,8 @@ def test_smoke_asks_about_every_modifier_and_shape() -> None:
     assert any(layer.logits_soft_cap and layer.head_size == 256 for layer in layers)
     assert any(layer.head_size == 80 and layer.dtype == "float16" for layer in layers)
     for modifier in ("sliding_window", "logits_soft_cap", "alibi", "sinks"):
-        asked = [case for case in smoke if getattr(case.layer, modifier)]
-        kinds = {kind for case in asked for kind in map(_kind, case.batch)}
+        modified = [case for case in smoke if getattr(case.layer, modifier)]
+        kinds = {kind for case in modified for kind in map(_kind, case.batch)}
         assert kinds >= {"decode", "extend", "prefill"}, modifier
 
 
@@ -220,11 +220,11 @@ def _kind(request: RequestSpec) -> str:
 
 
 def test_the_dimensions_that_bugs_live_in_are_asked() -> None:
-    asked = list(cases(*CHEAP))
-    layers = [case.layer for case in asked]
+    selected = list(cases(*CHEAP))
+    layers = [case.layer for case in selected]
     assert {layer.num_heads // layer.num_kv_heads for layer in layers} >= {1, 2, 4, 5, 7, 8, 16}
     assert {layer.head_size for layer in layers} >= {64, 72, 80, 96, 128, 192, 256}
-    assert {case.cache.block_size for case in asked} >= {1, 2, 8, 16, 32, 64, 128, 256, 544}
+    assert {case.cache.block_size for case in selected} >= {1, 2, 8, 16, 32, 64, 128, 256, 544}
     assert {layer.window for layer in layers} >= {(0, 0), (15, 0), (16, 0), (127, 0), (7, 7), (15, 15)}
     assert {request.query_len for case in cases("decode") for request in case.batch} >= set(range(1, 9))
     decodes = {request.total_len for case in cases("decode") for request in case.batch if request.query_len == 1}
@@ -233,7 +233,7 @@ def test_the_dimensions_that_bugs_live_in_are_asked() -> None:
         assert decodes >= {tile - 1, tile, tile + 1}
         prompts = {r.query_len for case in cases("prefill") for r in case.batch if r.context_len == 0}
         assert prompts >= {tile - 1, tile, tile + 1}
-    assert any(case.cache.first_block is not None and case.cache.first_block > 2**16 for case in asked)
+    assert any(case.cache.first_block is not None and case.cache.first_block > 2**16 for case in selected)
     heads = {(layer.num_heads, layer.num_kv_heads) for layer in layers}
     assert heads >= {(40, 8), (48, 8), (64, 8), (128, 8)}
     assert decodes >= {8192, 8193}
@@ -243,7 +243,7 @@ def test_the_dimensions_that_bugs_live_in_are_asked() -> None:
     rows = [case.batch.num_tokens for case in cases("prefill") if case.batch.max_query_len <= 128]
     assert max(rows) > 1024
     assert {case.batch.num_tokens for case in cases("chunked_prefill") if len(list(case.batch)) == 1} >= {128, 129}
-    ragged = [case for case in asked if case.batch.max_seq_len >= 100 * min(t for _, t in lengths(case.batch) if t)]
+    ragged = [case for case in selected if case.batch.max_seq_len >= 100 * min(t for _, t in lengths(case.batch) if t)]
     assert len(ragged) >= 3
 
 
@@ -275,17 +275,17 @@ def _factors(case: Case) -> Iterator[dict[str, object]]:
 
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_a_modifier_meets_every_pair_of_dimensions(name: str) -> None:
-    asked = [factors for case in cases(name) if getattr(case.layer, MODIFIERS[name]) for factors in _factors(case)]
+    covered = [factors for case in cases(name) if getattr(case.layer, MODIFIERS[name]) for factors in _factors(case)]
     for one, other in combinations(FACTORS, 2):
-        missing = set(product(FACTORS[one], FACTORS[other])) - {(f[one], f[other]) for f in asked}
+        missing = set(product(FACTORS[one], FACTORS[other])) - {(f[one], f[other]) for f in covered}
         assert not missing, (one, other)
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_a_modifier_meets_every_dtype_in_the_other_layout_in_batches_of_one_kind(name: str) -> None:
     pure = [list(_factors(case)) for case in cases(name) if case.cache.layout == "HND"]
-    asked = {(factors[0]["dtype"], factors[0]["kind"]) for factors in pure if len(factors) == 1}
-    assert asked >= set(product(FACTORS["dtype"], {"decode", "extend"}))
+    covered = {(factors[0]["dtype"], factors[0]["kind"]) for factors in pure if len(factors) == 1}
+    assert covered >= set(product(FACTORS["dtype"], {"decode", "extend"}))
 
 
 def test_a_window_has_rows_that_see_less_because_of_it() -> None:
@@ -310,12 +310,12 @@ def test_smoke_passes_the_limits_that_cost_little() -> None:
 
 
 def test_limits_are_passed_by_some_case() -> None:
-    asked = list(cases("limits"))
-    highest = [(case, (case.cache.first_block or 0)) for case in asked]
-    assert max(case.batch.max_seq_len for case in asked) > 2**16
-    assert any(2**15 < case.batch.max_seq_len < 2**16 for case in asked)
-    assert max(case.batch.num_tokens for case in asked) > 2**16
-    assert max(case.batch.num_requests * case.layer.num_heads for case in asked) > 2**16
+    selected = list(cases("limits"))
+    highest = [(case, (case.cache.first_block or 0)) for case in selected]
+    assert max(case.batch.max_seq_len for case in selected) > 2**16
+    assert any(2**15 < case.batch.max_seq_len < 2**16 for case in selected)
+    assert max(case.batch.num_tokens for case in selected) > 2**16
+    assert max(case.batch.num_requests * case.layer.num_heads for case in selected) > 2**16
     assert any(first < 2**24 < first + 10 for _, first in highest)
     assert any(first < 2**15 < first + 10 for _, first in highest)
     assert any(first < 2**16 < first + 10 for _, first in highest)
@@ -331,8 +331,8 @@ def test_limits_are_passed_by_some_case() -> None:
 
 
 def test_many_rows_have_keys_enough_to_be_split() -> None:
-    asked = [r for case in cases("long_rows") for r in case.batch if r.query_len > 64 and r.context_len > 512]
-    assert len(asked) > 10
+    requests = [r for case in cases("long_rows") for r in case.batch if r.query_len > 64 and r.context_len > 512]
+    assert len(requests) > 10
     windows = {case.layer.window[0] + 1 for case in cases("long_rows")}
     for edge in (64, 128, 256, 512):
         assert windows & {edge - 1, edge, edge + 1}, edge
@@ -340,9 +340,9 @@ def test_many_rows_have_keys_enough_to_be_split() -> None:
 
 
 def test_tables_ask_about_all_that_stands_around_pages_and_rows() -> None:
-    asked = [case.batch for case in cases("tables")]
-    assert {batch.path.name for batch in asked} == {"paged", "spec_decode", "local", "mla"}
-    assert any(b.block_table.null_pages and b.block_table.row_gap and b.block_table.extra_columns for b in asked)
-    assert max(b.block_table.extra_columns for b in asked) > 1024
-    assert any(b.padding.tokens and b.padding.unmapped_tokens and b.padding.key_rows for b in asked)
-    assert any(b.padding.key_rows and not b.padding.query_rows for b in asked)
+    batches = [case.batch for case in cases("tables")]
+    assert {batch.path.name for batch in batches} == {"paged", "spec_decode", "local", "mla"}
+    assert any(b.block_table.null_pages and b.block_table.row_gap and b.block_table.extra_columns for b in batches)
+    assert max(b.block_table.extra_columns for b in batches) > 1024
+    assert any(b.padding.tokens and b.padding.unmapped_tokens and b.padding.key_rows for b in batches)
+    assert any(b.padding.key_rows and not b.padding.query_rows for b in batches)

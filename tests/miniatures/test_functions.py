@@ -117,4 +117,4 @@ def test_every_miniature_is_expected_somewhere():
 def test_a_usual_fault_is_named(name, meaning):
     suite, check, _ = CAUGHT_BY[name]
     found = [r.meaning for r in records(suite)[name] if r.check == check and r.outcome == "failed"]
-    assert any(meaning in (said or "") for said in found), found
+    assert any(meaning in (each or "") for each in found), found

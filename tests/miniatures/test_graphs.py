@@ -193,8 +193,8 @@ def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
     record = record_of(file, name)
     assert record.outcome == "failed", record
     assert (record.graph.measured, record.graph.notes) == (measured, ())
-    told = f"{record.summary}; {record.meaning}"
-    assert [word for word in words if word not in told] == [], told
+    text = f"{record.summary}; {record.meaning}"
+    assert [word for word in words if word not in text] == [], text
 
 
 @pytest.mark.xdist_group("graphs_leaking.py")

@@ -241,24 +241,24 @@ def _forked(descriptor: int) -> tuple[Program, list[int]]:
         message, descriptors, _, _ = socket.recv_fds(requests, MOST_BYTES, 64)
         if not message:
             os._exit(0)
-        told, tells = os.pipe()
-        waits, goes = os.pipe()
+        pid_reader, pid_writer = os.pipe()
+        go_reader, go_writer = os.pipe()
         between = os.fork()
         if between == 0:
             process = os.fork()
             if process == 0:
                 requests.detach()
-                os.close(goes)
+                os.close(go_writer)
                 program = Program(**json.loads(message))
                 if program.leads:
                     os.setsid()  # before its parent can send a signal to its group
-                os.write(tells, str(os.getpid()).encode())
-                os.read(waits, 1)  # until the intermediate process has exited and the subreaper is the parent
+                os.write(pid_writer, str(os.getpid()).encode())
+                os.read(go_reader, 1)  # until the intermediate process has exited and the subreaper is the parent
                 return program, descriptors
             os._exit(0)
         os.waitpid(between, 0)
-        requests.send(os.read(told, 64))
-        for number in (told, tells, waits, goes, *descriptors):
+        requests.send(os.read(pid_reader, 64))
+        for number in (pid_reader, pid_writer, go_reader, go_writer, *descriptors):
             os.close(number)
 
 

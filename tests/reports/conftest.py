@@ -58,14 +58,14 @@ def graph(make: Callable[..., Record]) -> Callable[..., Record]:
 
 
 @pytest.fixture
-def asked(header: RunHeader) -> RunHeader:
+def graph_header(header: RunHeader) -> RunHeader:
     return header.model_copy(update={"checks": ("numerics", "cudagraph")})
 
 
 @pytest.fixture
-def as_markdown(tmp_path: Path, asked: RunHeader, write_run: Callable[..., Path]) -> Callable[..., str]:
+def as_markdown(tmp_path: Path, graph_header: RunHeader, write_run: Callable[..., Path]) -> Callable[..., str]:
     def render(*records: Record) -> str:
         path = tmp_path / f"graphs-{len(list(tmp_path.iterdir()))}.jsonl"
-        return markdown.render_run(read_run(write_run(path, asked, *records)))
+        return markdown.render_run(read_run(write_run(path, graph_header, *records)))
 
     return render

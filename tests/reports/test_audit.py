@@ -37,7 +37,7 @@ def levels(measured: str | None, *outcomes: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, asked: RunHeader, make: Callable[..., Record], write_run: Callable[..., Path]) -> Run:
+def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], write_run: Callable[..., Path]) -> Run:
     """A run of ``vllm:*`` of which ONE was examined, TWO has no level, and THREE cannot run."""
     surveyed = (
         SurveyedBackend(name="vllm:ONE", declared=DECLARED, level="UNIFORM_BATCH"),
@@ -49,7 +49,7 @@ def run(tmp_path: Path, asked: RunHeader, make: Callable[..., Record], write_run
         BackendInfo(name=f"vllm:{name}", ref=f"vllm:{name}", version="9.9", features=features)
         for name, features in (("ONE", ("sinks",)), ("TWO", ()))
     )
-    header = asked.model_copy(
+    header = graph_header.model_copy(
         update={"backends": backends, "surveyed": surveyed, "command": ("attncheck", "run", "--backend", "vllm:*")}
     )
 

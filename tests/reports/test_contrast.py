@@ -13,7 +13,7 @@ def cases(key: str, *values: Value) -> list[Keys]:
     return [{} if value is None else {key: value} for value in values]
 
 
-def told(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value, ...]]]:
+def conditions_of(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value, ...]]]:
     assert contrast is not None
     return [(each.key, each.bound, each.values) for each in contrast.conditions]
 
@@ -57,7 +57,7 @@ def test_one_key_tells_failing_cases_from_passing_ones(
     wrong: tuple[Value, ...], right: tuple[Value, ...], condition: tuple[str, tuple[Value, ...]], text: str
 ) -> None:
     contrast = contrast_of(cases("size", *wrong), cases("size", *right))
-    assert told(contrast) == [("size", *condition)]
+    assert conditions_of(contrast) == [("size", *condition)]
     assert contrast is not None
     assert (contrast.wrong, contrast.right, contrast.exceptions) == (len(wrong), len(right), 0)
     assert str(contrast) == text
@@ -73,14 +73,14 @@ def test_two_keys_tell_cases_apart_that_neither_does_alone() -> None:
     wrong = [{"heads": heads, "dtype": "fp8", "size": 64} for heads in (10, 10)]
     right = [{"heads": 10, "dtype": "bf16", "size": 64}, {"heads": 8, "dtype": "fp8", "size": 64}]
     contrast = contrast_of(wrong, right)
-    assert sorted(told(contrast)) == [("dtype", "", ("fp8",)), ("heads", "", (10,))]
+    assert sorted(conditions_of(contrast)) == [("dtype", "", ("fp8",)), ("heads", "", (10,))]
     assert str(contrast).endswith(" in all 2 that fail; in none that passes")
 
 
 def test_three_keys_are_the_most() -> None:
     wrong = [{"a": True, "b": True, "c": True}]
     right = [{"a": True, "b": True}, {"a": True, "c": True}, {"b": True, "c": True}]
-    assert [key for key, _, _ in told(contrast_of(wrong, right))] == ["a", "b", "c"]
+    assert [key for key, _, _ in conditions_of(contrast_of(wrong, right))] == ["a", "b", "c"]
     four = [dict.fromkeys("abcd", True)]
     rest = [{key: True for key in "abcd" if key != other} for other in "abcd"]
     assert contrast_of(four, rest) is None
@@ -90,7 +90,7 @@ def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer() ->
     wrong = cases("window", 9, 9)
     right = [*cases("window", 9), *cases("window", *[None] * 9)]
     contrast = contrast_of(wrong, right)
-    assert told(contrast) == [("window", "", (9,))]
+    assert conditions_of(contrast) == [("window", "", (9,))]
     assert contrast is not None
     assert contrast.exceptions == 1
     assert str(contrast) == "window is 9 in all 2 that fail; in 1 of 10 that pass"
@@ -106,7 +106,7 @@ def test_a_few_failing_cases_have_further_explanations() -> None:
     wrong = [{"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}]
     right = [{"cache.block_size": 16}]
     contrast = contrast_of(wrong, right)
-    assert told(contrast) == [("layer.sinks", "", (True,))]
+    assert conditions_of(contrast) == [("layer.sinks", "", (True,))]
     assert contrast is not None
     assert [each.key for each in contrast.alternatives] == ["cache.block_size", "inputs"]
     assert str(contrast).endswith(" (as well: cache.block_size is 8; inputs is zeros)")
@@ -130,13 +130,13 @@ def test_one_and_true_are_told_apart() -> None:
     assert str(contrast_of(cases("sinks", True, True), cases("sinks", 2))).startswith("sinks in all 2")
     contrast = contrast_of(cases("alibi", True, True), cases("alibi", 1))
     assert contrast is not None
-    assert told(contrast) == [("alibi", "", (True,))]
+    assert conditions_of(contrast) == [("alibi", "", (True,))]
 
 
 def test_values_of_several_types_are_compared() -> None:
     wrong = cases("cache.k_scale", 0.5, "2 values", 0.5)
     contrast = contrast_of(wrong, cases("cache.k_scale", None, 1, True, "per head"))
-    assert told(contrast) == [("cache.k_scale", "", (0.5, "2 values"))]
+    assert conditions_of(contrast) == [("cache.k_scale", "", (0.5, "2 values"))]
 
 
 def test_a_bound_does_not_hold_for_what_is_no_number() -> None:
@@ -171,7 +171,7 @@ def test_three_hundred_cases_take_a_fifth_of_a_second() -> None:
     before = process_time()
     contrast = contrast_of(wrong, right)
     assert process_time() - before < 0.2
-    assert {key for key, _, _ in told(contrast)} == {"layer.sinks", "cache.block_size"}
+    assert {key for key, _, _ in conditions_of(contrast)} == {"layer.sinks", "cache.block_size"}
 
 
 def test_forty_conditions_without_an_answer_take_less_than_a_second() -> None:
@@ -195,7 +195,7 @@ def test_failing_cases_of_two_causes_are_two_parts() -> None:
         {"window": 9},
     ]
     parts = parts_of(wrong, right)
-    assert [(told(contrast), positions) for contrast, positions in parts] == [
+    assert [(conditions_of(contrast), positions) for contrast, positions in parts] == [
         ([("window", "", (9,))], [0, 2, 4]),
         ([("heads", "", (10,))], [1, 3]),
     ]

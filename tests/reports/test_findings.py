@@ -32,7 +32,7 @@ def with_cases(header: RunHeader) -> Callable[..., RunHeader]:
     return build
 
 
-def told(found: tuple[Finding, ...]) -> list[tuple[str, list[str], list[str]]]:
+def listed(found: tuple[Finding, ...]) -> list[tuple[str, list[str], list[str]]]:
     return [(each.title, [case.removeprefix("smoke/") for case in each.cases], list(each.checks)) for each in found]
 
 
@@ -55,7 +55,7 @@ def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, hea
         make("failed", case_id="b", check="containment", summary=ROWS, meaning=WINDOW),
         make("passed", case_id="c"),
     ]
-    assert told(findings(records, header)) == [
+    assert listed(findings(records, header)) == [
         (WINDOW, ["a", "b"], ["numerics", "containment"]),
         ("3 slots are wrong", ["a", "b"], ["cache_write"]),
     ]
@@ -73,7 +73,7 @@ def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHe
             meaning="the scale is 2: a reference with this fault gives the same output in all rows",
         ),
     ]
-    assert told(findings(records, header)) == [("the scale is 2", ["a", "b", "c"], ["numerics"])]
+    assert listed(findings(records, header)) == [("the scale is 2", ["a", "b", "c"], ["numerics"])]
 
 
 @pytest.mark.parametrize("check", ["lse", "features", "invariance"])
@@ -89,7 +89,7 @@ def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, 
         make("failed", case_id="b", check=check, summary=ROWS, meaning=None),
     ]
     (joined, apart) = findings(records, header)
-    assert told((joined, apart)) == [(WINDOW, ["a"], [check, "numerics"]), ("7 of 40 rows are wrong", ["b"], [check])]
+    assert listed((joined, apart)) == [(WINDOW, ["a"], [check, "numerics"]), ("7 of 40 rows are wrong", ["b"], [check])]
     assert joined.example.check == "numerics"
 
 
@@ -120,7 +120,7 @@ def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, h
         ),
         make("failed", case_id="a", check="cache_write", summary="3 slots are wrong", meaning="keys are rounded"),
     ]
-    assert [title for title, _, _ in told(findings(records, header))] == ["keys are rounded", WINDOW]
+    assert [title for title, _, _ in listed(findings(records, header))] == ["keys are rounded", WINDOW]
 
 
 def test_a_pattern_of_wrong_rows_is_in_the_title_and_no_cause(make: Make, header: RunHeader) -> None:
@@ -138,7 +138,7 @@ def test_one_exception_at_one_line_is_one_finding(make: Make, header: RunHeader)
         make("errored", case_id="e", error_type="IndexError", stage="build", message="index 7"),
         make("errored", case_id="f", error_type="IndexError", stage="forward", message="index 7"),
     ]
-    assert told(findings(records, header)) == [
+    assert listed(findings(records, header)) == [
         ("IndexError at mine.py:12 in forward: index 6", ["edge"], ["numerics", "lse", "cache_write"]),
         ("IndexError at mine.py:13 in forward: no such kernel", ["b"], ["numerics"]),
         ("KeyError at mine.py:12 in forward: no such kernel", ["c"], ["numerics"]),
@@ -213,7 +213,7 @@ def test_failures_without_an_explanation_are_split_where_keys_tell_them_apart(
     records += [make("failed", case_id="w1", check="containment", summary=ROWS)]
     records += [make("passed", case_id=name, check=check) for name in good for check in ("numerics", "containment")]
     found = [finding for finding in findings(records, with_cases(**keys, **good)) if finding.words == UNEXPLAINED]
-    assert told(tuple(found)) == [
+    assert listed(tuple(found)) == [
         (UNEXPLAINED, ["w0", "w1", "w2"], ["numerics"]),
         (UNEXPLAINED, ["h0", "h1"], ["numerics"]),
     ]
@@ -292,8 +292,8 @@ def test_a_case_of_the_same_name_in_another_suite_is_another(make: Make, with_ca
 
 def test_of_very_many_findings_none_is_held_against_the_cases_that_pass(make: Make, header: RunHeader) -> None:
     passed = [make("passed", case_id=f"right-{n}", needs=("head_size=64",)) for n in range(20)]
-    for count, is_told in ((CONTRASTED, True), (CONTRASTED + 1, False)):
+    for count, has_contrast in ((CONTRASTED, True), (CONTRASTED + 1, False)):
         failed = [make("failed", case_id=f"c{n}", finding=f"f{n}", needs=("sinks",)) for n in range(count)]
         found = findings([*passed, *failed], header)
         assert len(found) == count
-        assert {finding.contrast is not None for finding in found} == {is_told}
+        assert {finding.contrast is not None for finding in found} == {has_contrast}

@@ -137,14 +137,14 @@ def test_figures_of_a_share_are_not_told_beside_those_of_all_probes(graph: Make)
 
 
 def test_of_shared_probes_each_report_tells_where_all_were_played(
-    graph: Make, asked: RunHeader, as_markdown: Callable[..., str]
+    graph: Make, graph_header: RunHeader, as_markdown: Callable[..., str]
 ) -> None:
     records = [graph("passed", GOOD, case_id="a"), graph("passed", SHARED | {"probes": SHARED["probes"][1:]})]
-    told = "probes are shared out over layers and caches; that of smoke/a played all of them"
-    assert told in " ".join(terminal.render(asked, records, verbose=True).split())
-    assert "shared out" not in terminal.render(asked, records)
+    note = "probes are shared out over layers and caches; that of smoke/a played all of them"
+    assert note in " ".join(terminal.render(graph_header, records, verbose=True).split())
+    assert "shared out" not in terminal.render(graph_header, records)
     text = as_markdown(*records)
-    assert told in text
+    assert note in text
     assert f"| decode, one bucket | {SINGLE} | passed |" in text
 
 
@@ -154,11 +154,11 @@ def test_records_without_levels_are_no_rows(make: Make, graph: Make) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["passed", "failed", "unsupported", "xfailed", "xpassed"])
-def test_every_outcome_that_has_levels_shows_them(graph: Make, asked: RunHeader, outcome: str) -> None:
-    assert "CUDA-graph levels" in terminal.render(asked, [graph(outcome, GOOD)])
+def test_every_outcome_that_has_levels_shows_them(graph: Make, graph_header: RunHeader, outcome: str) -> None:
+    assert "CUDA-graph levels" in terminal.render(graph_header, [graph(outcome, GOOD)])
 
 
-def test_the_terminal_lists_the_backends_of_each_level(graph: Make, asked: RunHeader) -> None:
+def test_the_terminal_lists_the_backends_of_each_level(graph: Make, graph_header: RunHeader) -> None:
     records = [
         *(graph("passed", ROOMY, case_id=f"a{i}") for i in range(3)),
         graph("unsupported", UNSEEN, case_id="b"),
@@ -166,7 +166,7 @@ def test_the_terminal_lists_the_backends_of_each_level(graph: Make, asked: RunHe
         graph("errored", None, backend="Wrong", case_id="c"),
         graph("passed", GOOD, case_id="d"),
     ]
-    text = terminal.render(asked, records)
+    text = terminal.render(graph_header, records)
     assert text.partition("CUDA-graph levels (recorder: emulated)\n")[2].split("\n\n")[0].splitlines() == [
         f"  declared {SINGLE}, measured UNIFORM_BATCH: reference",
         f"  declared {SINGLE}, measured cannot tell: reference",
@@ -176,23 +176,23 @@ def test_the_terminal_lists_the_backends_of_each_level(graph: Make, asked: RunHe
     ]
     assert text.index("examined") < text.index("finding 1 of 2, Wrong") < text.index("CUDA-graph levels (")
     assert "broke at" not in text
-    assert "--section graph-levels" in terminal.render(asked, records, run_file=Path("run.jsonl"))
+    assert "--section graph-levels" in terminal.render(graph_header, records, run_file=Path("run.jsonl"))
 
 
-def test_real_graphs_need_no_word_about_the_emulation(graph: Make, asked: RunHeader) -> None:
-    text = terminal.render(asked, [graph("passed", GOOD | {"recorder": "cuda"})])
+def test_real_graphs_need_no_word_about_the_emulation(graph: Make, graph_header: RunHeader) -> None:
+    text = terminal.render(graph_header, [graph("passed", GOOD | {"recorder": "cuda"})])
     assert "CUDA-graph levels (recorder: cuda)" in text
     assert "emulated" not in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_levels_keep_to_the_width_without_a_loss(graph: Make, asked: RunHeader, width: int) -> None:
+def test_levels_keep_to_the_width_without_a_loss(graph: Make, graph_header: RunHeader, width: int) -> None:
     records = [
         graph("passed", ROOMY),
         graph("failed", BROKEN, backend="Wrong"),
         graph("unsupported", UNSEEN, case_id="b"),
     ]
-    text = terminal.render(asked, records, width=width, verbose=True)
+    text = terminal.render(graph_header, records, width=width, verbose=True)
     text = text[text.index("CUDA-graph levels\n") :]
     assert max(map(len, text.splitlines())) <= width
     shown = " ".join(text.split())
@@ -201,17 +201,17 @@ def test_levels_keep_to_the_width_without_a_loss(graph: Make, asked: RunHeader, 
         assert words in shown
     assert "head-room could declare UNIFORM_BATCH" in shown
     for verbose in (False, True):
-        coloured = terminal.render(asked, records, width=width, color=True, verbose=verbose)
-        plain = terminal.render(asked, records, width=width, verbose=verbose)
+        coloured = terminal.render(graph_header, records, width=width, color=True, verbose=verbose)
+        plain = terminal.render(graph_header, records, width=width, verbose=verbose)
         assert re.sub(r"\033\[\d+m", "", coloured) == plain
 
 
-def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, asked: RunHeader) -> None:
+def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, graph_header: RunHeader) -> None:
     records = [graph("passed", ROOMY), graph("failed", BROKEN, backend="Wrong"), graph("passed", UNSEEN, case_id="b")]
-    text = terminal.render(asked, records, color=True)
+    text = terminal.render(graph_header, records, color=True)
     assert "\033[32mUNIFORM_BATCH\033[0m" in text
     assert f"\033[31m{SINGLE}\033[0m" in text
-    assert re.sub(r"\033\[\d+m", "", text) == terminal.render(asked, records)
+    assert re.sub(r"\033\[\d+m", "", text) == terminal.render(graph_header, records)
 
 
 def test_a_run_of_other_checks_has_no_levels(make: Make, header: RunHeader, as_markdown: Callable[..., str]) -> None:
@@ -219,31 +219,31 @@ def test_a_run_of_other_checks_has_no_levels(make: Make, header: RunHeader, as_m
     assert "CUDA-graph" not in as_markdown(make("passed"))
 
 
-def test_a_failure_that_many_cases_share_is_told_once(graph: Make, asked: RunHeader) -> None:
+def test_a_failure_that_many_cases_share_is_told_once(graph: Make, graph_header: RunHeader) -> None:
     other = levels("UNIFORM_BATCH", "NEVER", "failed")
     records = [
         *(graph("failed", BROKEN, backend="Wrong", case_id=f"c{i}", summary=SUMMARY) for i in range(18)),
         graph("failed", other, backend="Wrong", case_id="d", summary="declared UNIFORM_BATCH, measured NEVER"),
     ]
-    shared, own = findings(records, asked)
+    shared, own = findings(records, graph_header)
     assert (len(shared.cases), shared.example.case) == (18, "smoke/c0")
     assert own.cases == ("smoke/d",)
-    assert terminal.render(asked, records).count("repeat: ") == 2
+    assert terminal.render(graph_header, records).count("repeat: ") == 2
 
 
-def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, asked: RunHeader) -> None:
+def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, graph_header: RunHeader) -> None:
     found = {why: levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed", reason=why) for why in ("7", "9")}
     records = [graph("failed", one, case_id=why, summary=f"{SUMMARY}: {why}") for why, one in found.items()]
-    (finding,) = findings(records, asked)
+    (finding,) = findings(records, graph_header)
     assert finding.cases == ("smoke/7", "smoke/9")
-    text = terminal.render(asked, records)
+    text = terminal.render(graph_header, records)
     assert f"{SUMMARY}: 7" in " ".join(text.split())
     assert text.count("repeat: ") == 1
 
 
-def test_the_terminal_says_what_is_proven_at_least(graph: Make, asked: RunHeader) -> None:
+def test_the_terminal_says_what_is_proven_at_least(graph: Make, graph_header: RunHeader) -> None:
     found = levels("NEVER", None, "passed", "passed", "not examined", reason="hidden work")
-    text = " ".join(terminal.render(asked, [graph("passed", found)], verbose=True).split())
+    text = " ".join(terminal.render(graph_header, [graph("passed", found)], verbose=True).split())
     assert f"at least {SINGLE}; stopped at 1+K tokens (UNIFORM_BATCH): hidden work" in text
     assert f"could declare {SINGLE}" in text
 
@@ -290,9 +290,9 @@ def test_markdown_keeps_long_reasons_whole(graph: Make, as_markdown: Callable[..
     assert as_markdown(graph("passed", levels("NEVER", "NEVER", "failed", reason=LONG))).count("the end") == 2
 
 
-def test_reasons_stay_text(graph: Make, asked: RunHeader, as_markdown: Callable[..., str]) -> None:
+def test_reasons_stay_text(graph: Make, graph_header: RunHeader, as_markdown: Callable[..., str]) -> None:
     record = graph("passed", levels("NEVER", "NEVER", "failed", reason="\x1b[2J<b>\nnext | cell"))
-    assert "\x1b" not in terminal.render(asked, [record])
+    assert "\x1b" not in terminal.render(graph_header, [record])
     text = as_markdown(record)
     assert "<b>" not in text
     assert "\\| cell |" in text
@@ -302,9 +302,11 @@ def test_a_text_of_just_the_width_is_not_cut() -> None:
     assert (phrases.cut("abcdef", 6), phrases.cut("abcdefg", 6)) == ("abcdef", "abc...")
 
 
-def test_a_run_file_written_before_there_were_levels_is_read(tmp_path: Path, make: Make, asked: RunHeader) -> None:
+def test_a_run_file_written_before_there_were_levels_is_read(
+    tmp_path: Path, make: Make, graph_header: RunHeader
+) -> None:
     path = tmp_path / "old.jsonl"
-    with RunWriter(path, asked) as writer:
+    with RunWriter(path, graph_header) as writer:
         writer.add(make("passed"))
     text = path.read_text()
     assert '"graph":null' in text

@@ -30,22 +30,22 @@ def broken(declared: str, reason: str = "figures 7", *, behind: int = 3) -> dict
 
 
 def test_places_of_one_violation_are_joined_wherever_a_reason_is_told(
-    graph: Make, asked: RunHeader, as_markdown: AsMarkdown
+    graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
 ) -> None:
     record = graph("failed", broken("ALWAYS", PLACES), summary=f"declared ALWAYS: {PLACES}")
-    for text in (terminal.render(asked, [record]), as_markdown(record)):
+    for text in (terminal.render(graph_header, [record]), as_markdown(record)):
         assert "wrong.py:9, 12 in forward" in text
         assert "wrong.py:12 in" not in text
 
 
-def test_how_a_backend_was_measured_is_told_once(graph: Make, asked: RunHeader, as_markdown: AsMarkdown) -> None:
+def test_how_a_backend_was_measured_is_told_once(graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown) -> None:
     note = "over huge numbers, since NaN | leaks"
     records = [
         graph("passed", broken(declared) | {"notes": [note]}, backend="Wrong", case_id=declared)
         for declared in (SINGLE, "NEVER")
     ]
-    assert note not in terminal.render(asked, records)
-    assert terminal.render(asked, records, verbose=True).count(note) == 1
+    assert note not in terminal.render(graph_header, records)
+    assert terminal.render(graph_header, records, verbose=True).count(note) == 1
     text = as_markdown(graph("passed", broken(SINGLE)), *records)
     assert text.count("huge") == 1
     assert "\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n" in text
@@ -155,15 +155,15 @@ def test_markdown_tells_one_error_of_many_cases_once(make: Make, as_markdown: As
 
 
 def test_the_column_of_errors_is_there_when_any_was_measured(
-    make: Make, graph: Make, asked: RunHeader, as_markdown: AsMarkdown
+    make: Make, graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
 ) -> None:
     for records, count in (
         ([graph("passed", broken("NEVER"))], 0),
         ([graph("passed", broken("NEVER")), make("passed", backend="Wrong", figures={BUDGET_SHARE: 0.5})], 1),
     ):
-        assert terminal.render(asked, records).count("allowed") == count
+        assert terminal.render(graph_header, records).count("allowed") == count
         assert as_markdown(*records).count("worst error / allowed") == count
-    table = terminal.render(asked, [graph("passed", broken("NEVER"))]).split("\n\n")[1]
+    table = terminal.render(graph_header, [graph("passed", broken("NEVER"))]).split("\n\n")[1]
     assert [row.split() for row in table.splitlines()] == [
         ["backend", "cudagraph", "not"],
         ["examined"],

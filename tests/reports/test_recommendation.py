@@ -19,14 +19,16 @@ from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Record
 
-Ask = Callable[..., dict[str, Suitability]]
+Recommendations = Callable[..., dict[str, Suitability]]
 
 
 @pytest.fixture
-def ask(header: Any) -> Ask:
+def recommendations(header: Any) -> Recommendations:
     """``ask("sinks,lse", *records)``: the answer of each backend, the best first."""
 
-    def asked(needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any) -> Any:
+    def by_backend(
+        needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any
+    ) -> Any:
         names = dict.fromkeys(record.backend for record in records)
         backends = tuple(BackendInfo(name=name, ref=name, features=features.get(name, ())) for name in names)
         stated = header.model_copy(update={"backends": backends})
@@ -36,16 +38,16 @@ def ask(header: Any) -> Ask:
         answers = need_answers(wanted, found, cases, stated)
         return {each.backend: each for each in recommend(wanted, found, cases, answers, times or {})}
 
-    return asked
+    return by_backend
 
 
 def standings(found: dict[str, Suitability]) -> dict[str, str]:
     return {name: each.standing for name, each in found.items()}
 
 
-def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ask: Ask, make: Any) -> None:
+def test_a_case_that_needs_all_proves_more_than_a_case_for_each(recommendations: Recommendations, make: Any) -> None:
     both = ("sinks", "block_size=32")
-    found = ask(
+    found = recommendations(
         "sinks,block_size=32",
         make("passed", backend="Each", case_id="a", needs=("sinks",)),
         make("passed", backend="Each", case_id="b", needs=("block_size=32",)),
@@ -60,24 +62,26 @@ def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ask: Ask, make: 
     assert found["Half"].why == "block_size=32: no case"
 
 
-def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ask: Ask, make: Any) -> None:
+def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(
+    recommendations: Recommendations, make: Any
+) -> None:
     ignored = {"finding": "the sinks are ignored", "meaning": "the sinks are ignored", "concerns": ("sinks",)}
     records = [
         make("failed", backend="Liar", case_id="a", needs=("sinks", "lse"), **ignored),
         make("passed", backend="Liar", case_id="b", needs=("lse",)),
         make("failed", backend="Liar", case_id="c", needs=("sinks",), **ignored),
     ]
-    liar = ask("sinks,lse", *records)["Liar"]
+    liar = recommendations("sinks,lse", *records)["Liar"]
     assert (liar.standing, liar.right, liar.wrong) == ("wrong", 0, 1)
     assert [finding.title for finding in liar.findings] == ["the sinks are ignored"]
-    assert ask("sinks", *records)["Liar"].wrong == 2
+    assert recommendations("sinks", *records)["Liar"].wrong == 2
     # A false claim of a need that is not asked for explains the failure.
-    lse = ask("lse", *records)["Liar"]
+    lse = recommendations("lse", *records)["Liar"]
     assert (lse.standing, lse.right, lse.why) == ("right", 1, "fails only with sinks")
 
 
-def test_a_failure_that_no_false_claim_explains_counts(ask: Ask, make: Any) -> None:
-    found = ask(
+def test_a_failure_that_no_false_claim_explains_counts(recommendations: Recommendations, make: Any) -> None:
+    found = recommendations(
         "lse",
         make("passed", case_id="a", needs=("lse", "head_size=64")),
         make("passed", case_id="b", needs=("lse",)),
@@ -87,8 +91,8 @@ def test_a_failure_that_no_false_claim_explains_counts(ask: Ask, make: Any) -> N
     assert (only.standing, only.why) == ("wrong", "wrong in 1 of 3")
 
 
-def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(ask: Ask, make: Any) -> None:
-    found = ask(
+def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(recommendations: Recommendations, make: Any) -> None:
+    found = recommendations(
         "lse,sinks",
         make("passed", case_id="a", needs=("lse",)),
         make("failed", case_id="b", needs=("sinks",)),
@@ -97,9 +101,9 @@ def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(ask: Ask, make: 
     assert (only.standing, only.why) == ("wrong", "sinks: wrong in 1 of 1")
 
 
-def test_declared_alone_and_refused_are_told_apart(ask: Ask, make: Any) -> None:
+def test_declared_alone_and_refused_are_told_apart(recommendations: Recommendations, make: Any) -> None:
     out = {"case_id": "a", "needs": ("sinks",)}
-    found = ask(
+    found = recommendations(
         "sinks",
         make("unavailable", backend="Away", **out),
         make("unavailable", backend="Other", **out),
@@ -119,7 +123,9 @@ def test_declared_alone_and_refused_are_told_apart(ask: Ask, make: Any) -> None:
     assert found["Refusing"].why == "sinks: refused (1)"
 
 
-def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ask: Ask, make: Any) -> None:
+def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(
+    recommendations: Recommendations, make: Any
+) -> None:
     records = [
         make("passed", backend=name, case_id=case, needs=("lse",))
         for name in ("Slow", "Fast", "Untimed")
@@ -127,7 +133,7 @@ def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ask: Ask
     ]
     case = records[0].case.replace("/a", "/{}").format
     times = {("Slow", case("a")): 4e3, ("Slow", case("b")): 9e3, ("Fast", case("a")): 1e3, ("Fast", case("b")): 4e3}
-    found = ask("lse", *records, times=times | {("Slow", case("c")): 1.0})
+    found = recommendations("lse", *records, times=times | {("Slow", case("c")): 1.0})
     assert list(found) == ["Fast", "Slow", "Untimed"]
     assert [found[name].median_ns for name in found] == [pytest.approx(2e3), pytest.approx(6e3), None]
     assert found["Fast"].timed == 2
@@ -137,7 +143,9 @@ def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ask: Ask
     ("needs", "words"),
     [("sink", "did you mean 'sinks'?"), ("block_size=33", r"known: block_size=8, block_size=32\)")],
 )
-def test_an_unknown_need_is_an_error_with_what_there_is(ask: Ask, make: Any, needs: str, words: str) -> None:
+def test_an_unknown_need_is_an_error_with_what_there_is(
+    recommendations: Recommendations, make: Any, needs: str, words: str
+) -> None:
     record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))
     with pytest.raises(UnknownNameError, match=words):
-        ask(needs, record)
+        recommendations(needs, record)

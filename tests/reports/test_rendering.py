@@ -283,7 +283,7 @@ def test_errors_of_the_run_turn_a_good_table_into_a_failure(write: Write, make: 
 
 def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Write, make: Make) -> None:
     meanings = [f"the window is {keys} too long" for keys in ("one key", "two keys", "a page")]
-    records = [make("failed", **FAILURE | {"case_id": f"c{n}", "meaning": told}) for n, told in enumerate(meanings, 1)]
+    records = [make("failed", **FAILURE | {"case_id": f"c{n}", "meaning": text}) for n, text in enumerate(meanings, 1)]
     sections = sections_of(markdown.render_run(read_run(write(*records))))
     assert [title for title in sections if title.startswith("Wrong: ")] == [f"Wrong: {meaning}" for meaning in meanings]
     for number, meaning in enumerate(meanings, 1):
@@ -350,7 +350,7 @@ def test_kernels_that_a_library_chose_stand_below_the_table(header: RunHeader, m
     ]
     lines = terminal.render(header, records, verbose=True).splitlines()
     assert "Kernels of reference: flash (2 cases), a | b (1 case)" in lines
-    told = markdown.render_run(read_run(write(*records)))
-    assert "- Kernels of reference: flash (2 cases), a \\| b (1 case)\n" in told
+    report = markdown.render_run(read_run(write(*records)))
+    assert "- Kernels of reference: flash (2 cases), a \\| b (1 case)\n" in report
     assert "ernels of" not in terminal.render(header, records[2:], verbose=True)
     assert "Kernels of" not in markdown.render_run(read_run(write(records[2], name="two.jsonl")))

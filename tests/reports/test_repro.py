@@ -34,10 +34,10 @@ def test_a_seed_of_its_own_is_said(make: Make) -> None:
 def test_what_a_process_must_be_started_with_stands_first(make: Make, header: RunHeader) -> None:
     required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
     backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
-    asked = header.model_copy(update={"backends": backends})
-    line = repro_command(make("failed", backend="Wrong"), asked)
+    run_header = header.model_copy(update={"backends": backends})
+    line = repro_command(make("failed", backend="Wrong"), run_header)
     assert line.startswith("TRITON_INTERPRET=1 FLAGS='a b;c' attncheck run --backend ./wrong.py:Wrong ")
-    assert repro_command(make("failed"), asked).startswith("attncheck run --backend reference ")
+    assert repro_command(make("failed"), run_header).startswith("attncheck run --backend reference ")
 
 
 def test_a_crash_on_a_gpu_is_repeated_with_launches_that_wait(make: Make, header: RunHeader) -> None:

@@ -163,8 +163,8 @@ def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
     tmp_path: Path, write: Write, make: Make, header: RunHeader
 ) -> None:
     """Run files from before have no findings and no cases either."""
-    asked = header.model_copy(update={"checks": ("numerics", "refusals"), "notes": ("on battery",)})
-    with RunWriter(tmp_path / "old.jsonl", asked) as writer:
+    run_header = header.model_copy(update={"checks": ("numerics", "refusals"), "notes": ("on battery",)})
+    with RunWriter(tmp_path / "old.jsonl", run_header) as writer:
         writer.add(make("failed", summary="7 of 40 rows are wrong, the first is row 3"))
         writer.add(make("passed", check="refusals"))
     lines = lines_of(tmp_path / "old.jsonl")

@@ -27,8 +27,8 @@ def outside(make: Any) -> Any:
     def records(
         case: str, *needs: str, claim: dict[str, Any] | None, reasons: tuple[str, ...] = ("no",)
     ) -> list[Record]:
-        told = [make("unsupported", case_id=case, needs=needs, reasons=reasons)]
-        return told if claim is None else [*told, make(**claim, case_id=case, needs=needs, check="refusals")]
+        refusals = [make("unsupported", case_id=case, needs=needs, reasons=reasons)]
+        return refusals if claim is None else [*refusals, make(**claim, case_id=case, needs=needs, check="refusals")]
 
     return records
 

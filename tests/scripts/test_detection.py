@@ -19,18 +19,18 @@ def detection(monkeypatch):
 
 
 def test_all_suites_are_asked_for_what_smoke_misses(detection, monkeypatch):
-    asked = []
+    calls = []
 
     def caught(mutants, suites, _jobs):
         names = [mutant.name for mutant in mutants]
-        asked.append((names, bool(suites)))
+        calls.append((names, bool(suites)))
         return set(names[:-1]) if not suites else set(names)
 
     monkeypatch.setattr(detection, "_caught", caught)
     monkeypatch.setattr(detection, "_found_by_others", lambda refs, _jobs: {name: set() for name in detection.OTHERS})
     measured = detection.measure(1)
     names = measured["mutants"]
-    assert asked == [(names, False), (names[-1:], True)]
+    assert calls == [(names, False), (names[-1:], True)]
     assert len(measured["caught"]["smoke"]) == len(names) - 1
     assert set(measured["caught"]["every suite"]) == set(names)
     assert not {mutant.name for mutant in catalogue() if mutant.is_provider} & set(names)

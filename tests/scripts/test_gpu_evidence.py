@@ -72,7 +72,7 @@ def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_report
     assert "failed: 1 backend, 1 case, 1 result: 1 failed" in log
 
 
-def asked(tmp_path, **options):
+def options_of(tmp_path, **options):
     """What the command line asks by default, on a machine with a GPU."""
     given = {"device": "cuda", "backend": "*", "rounds": 5, "limit": 60.0, "deadline": float("inf")}
     return Namespace(folder=tmp_path, **{**given, **options})
@@ -81,8 +81,8 @@ def asked(tmp_path, **options):
 def test_a_command_that_takes_too_long_or_does_not_exist_stops_no_other(script, tmp_path):
     sleeps = [sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(60)"]
     works = [sys.executable, "-c", "print('done')"]
-    script._run(("x", [sleeps, ["no-such-program"], works]), asked(tmp_path, limit=2.0))
-    script._run(("y", [works]), asked(tmp_path, deadline=0.0))
+    script._run(("x", [sleeps, ["no-such-program"], works]), options_of(tmp_path, limit=2.0))
+    script._run(("y", [works]), options_of(tmp_path, deadline=0.0))
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert [line.split(" | ")[1].rpartition(",")[0] for line in page.splitlines()] == [
         "stopped after 2 s",
@@ -98,7 +98,7 @@ def runs(script, tmp_path):
     """By step, the parameters of its ``attncheck run`` on a GPU, as the command line reads them."""
     commands = typer.main.get_command(app).commands
     found = {}
-    for name, chain in (step for part in script.PARTS for step in script._chains(part, asked(tmp_path))):
+    for name, chain in (step for part in script.PARTS for step in script._chains(part, options_of(tmp_path))):
         for words in (words for words in chain if "attncheck" in words):
             command, *rest = words[words.index("attncheck") + 1 :]
             if command in ("report", "compare"):  # the files they read are not there yet
@@ -122,7 +122,7 @@ def test_every_candidate_and_every_suite_is_asked_on_the_gpu(script, runs):
 def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
     known = {case.id for case in load_suite("interpreted")}
     assert [set(params["case"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [set()] * 3
-    for _, chain in script._chains("memcheck", asked(Path("x"))):
+    for _, chain in script._chains("memcheck", options_of(Path("x"))):
         assert any(word.endswith("compute-sanitizer") for word in chain[0])
 
 

@@ -105,13 +105,13 @@ def test_the_exit_code_of_the_run_is_that_of_the_step_and_an_output(runner: Runn
     assert Path(runner.outputs["run-file"]).exists() == (code != 2)
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [("hang", 124, "after 0.005 minutes"), ("crash", 139, "")])
+@pytest.mark.parametrize(("end", "code", "message"), [("hang", 124, "after 0.005 minutes"), ("crash", 139, "")])
 def test_a_run_that_hangs_or_dies_ends_the_step_and_leaves_its_file(
-    runner: Runner, end: str, code: int, said: str
+    runner: Runner, end: str, code: int, message: str
 ) -> None:
     found, printed = runner.examine(end=end, MINUTES="0.005")
     assert found == code
-    assert said in printed
+    assert message in printed
     assert runner.outputs["exit-code"] == str(code)
     assert runner.step("report", RUN_FILE=runner.outputs["run-file"])[0] == 0
     assert [call[0] for call in runner.calls] == ["run", "report", "report", "report"]

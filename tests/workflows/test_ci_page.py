@@ -37,11 +37,11 @@ def run(tmp_path_factory, shell):
     """``run(command)``: in a folder with a backend of one's own, and the run files that the GPU workflow leaves."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "known.yaml").write_text(FILES["known.yaml"], encoding="utf-8")
-    asked = "attncheck run --backend torch_sdpa --suite decode --case single"
+    run_command = "attncheck run --backend torch_sdpa --suite decode --case single"
     made = [
         "attncheck new backend my_backend && rm test_my_backend.py",  # which pytest would collect
-        f"{asked} --check numerics --output results/correctness.jsonl",
-        f"{asked} --check timing --rounds 2 --time-limit 0.01 --output results/timing.jsonl && cp -r results base",
+        f"{run_command} --check numerics --output results/correctness.jsonl",
+        f"{run_command} --check timing --rounds 2 --time-limit 0.01 --output results/timing.jsonl && cp -r results base",
     ]
     for command in made:
         code, printed = shell(command, folder)

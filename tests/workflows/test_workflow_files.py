@@ -211,8 +211,8 @@ def test_the_last_green_run_is_the_newest_of_the_default_branch_of_this_reposito
     )
     expected = {"": ([], [fork]), "7": ([old], [old, gone, topic, fork]), "8": ([old, new], [new, old])}
     for found, wanted in ((found, wanted) for wanted, many in expected.items() for found in many):
-        told, env = json.dumps({"artifacts": found}), {**os.environ, "BRANCH": "main"}
-        done = subprocess.run(["jq", "-r", newest], input=told, env=env, capture_output=True, text=True, check=True)
+        listing, env = json.dumps({"artifacts": found}), {**os.environ, "BRANCH": "main"}
+        done = subprocess.run(["jq", "-r", newest], input=listing, env=env, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == wanted
 
 

@@ -54,16 +54,16 @@ def test_a_module_that_does_not_import_is_a_reason() -> None:
 
 
 @pytest.mark.parametrize("backend", [UnifiedBackend, TritonMLABackend])
-@pytest.mark.parametrize(("capability", "is_told"), [((7, 5), True), ((8, 0), False)])
+@pytest.mark.parametrize(("capability", "is_unavailable"), [((7, 5), True), ((8, 0), False)])
 def test_kernels_of_bfloat16_are_compiled_for_no_gpu_before_ampere(
-    backend: type[AttentionBackend], capability: tuple[int, int], is_told: bool, monkeypatch: pytest.MonkeyPatch
+    backend: type[AttentionBackend], capability: tuple[int, int], is_unavailable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
-    expected = ["bfloat16 on compute capability 7.5: Triton needs 8.0"] if is_told else []
-    asked = {("bfloat16", "auto"): expected, ("float16", "bfloat16"): expected, ("float16", "auto"): []}
-    for (dtype, stored), reasons in asked.items():
+    expected = ["bfloat16 on compute capability 7.5: Triton needs 8.0"] if is_unavailable else []
+    reasons_of = {("bfloat16", "auto"): expected, ("float16", "bfloat16"): expected, ("float16", "auto"): []}
+    for (dtype, stored), reasons in reasons_of.items():
         layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=16, dtype=dtype)
         cache = CacheSpec(kv_cache_dtype=stored)
         assert backend.unavailable_case_reasons("cuda:0", layer, cache, batch) == reasons

@@ -52,16 +52,15 @@ def share(batch, size, rank, interleave, block_size, seed=0):
     return (*caches, table)
 
 
-def ask(batch, params, size, rank, interleave=1, block_size=4, **options):
+def attend_rank(batch, params, size, rank, interleave=1, block_size=4, **options):
     caches = share(batch, size, rank, interleave, block_size)
     options = {"dcp_size": size, "dcp_rank": rank, "cp_kv_cache_interleave_size": interleave, **options}
     return dcp_rank_attention(batch.query, *caches, batch.seq_lens, batch.query_start_loc, params, **options)
 
 
-def ask_all(batch, params, size, interleave=1, block_size=4, **options):
-    return merge_many(
-        *zip(*(ask(batch, params, size, r, interleave, block_size, **options) for r in range(size)), strict=True)
-    )
+def attend_all(batch, params, size, interleave=1, block_size=4, **options):
+    states = (attend_rank(batch, params, size, rank, interleave, block_size, **options) for rank in range(size))
+    return merge_many(*zip(*states, strict=True))
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
@@ -69,8 +68,8 @@ def ask_all(batch, params, size, interleave=1, block_size=4, **options):
 def test_merged_ranks_are_the_whole(size, interleave, layer, make_batch, dense, same_state):
     batch = make_batch(QUERY_LENS, SEQ_LENS, layer)
     want = dense(batch, layer)
-    same_state(ask_all(batch, layer, size, interleave), want)
-    same_state(ask_all(batch, layer, size, interleave, q_tile=2, kv_tile=3), want)
+    same_state(attend_all(batch, layer, size, interleave), want)
+    same_state(attend_all(batch, layer, size, interleave, q_tile=2, kv_tile=3), want)
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
@@ -84,8 +83,8 @@ def test_a_rank_attends_to_its_own_keys(layer, make_batch, same_state):
             return visible(layer, q_pos, k_pos) & (k_pos // 2 % 3 == rank)
 
         want = batch.attend(layer, mask_fn=mine, include_sinks=rank == 0)
-        same_state(ask(batch, layer, 3, rank, 2), want)
-        same_state(ask(batch, layer, 3, rank, 2, q_tile=3, kv_tile=2), want)
+        same_state(attend_rank(batch, layer, 3, rank, 2), want)
+        same_state(attend_rank(batch, layer, 3, rank, 2, q_tile=3, kv_tile=2), want)
 
 
 @settings(max_examples=40, deadline=None)
@@ -98,7 +97,7 @@ def test_merged_equals_global(data, size, interleave, pages, make_batch, same_st
     query_lens = data.draw(st.lists(st.integers(0, 4), min_size=len(seq_lens), max_size=len(seq_lens)))
     batch = make_batch(query_lens, seq_lens, layer)
     tiles = {"q_tile": data.draw(st.integers(1, 5)), "kv_tile": data.draw(st.integers(1, 9))}
-    same_state(ask_all(batch, layer, size, interleave, pages * interleave, **tiles), batch.attend(layer))
+    same_state(attend_all(batch, layer, size, interleave, pages * interleave, **tiles), batch.attend(layer))
 
 
 @settings(max_examples=40, deadline=None)
@@ -135,11 +134,11 @@ def test_one_rank_is_paged_attention(make_batch, same_state):
 def test_a_rank_without_keys(make_batch):
     layer = replace(PLAIN, sinks=SINKS)
     batch = make_batch((2, 1), (3, 1), layer)
-    out, lse = ask(batch, layer, 4, 3, block_size=2)
+    out, lse = attend_rank(batch, layer, 4, 3, block_size=2)
     assert not out.any()
     assert (lse == -math.inf).all()
     batch = make_batch((2,), (0,), layer, unowned_rows=0)
-    out, lse = ask(batch, layer, 2, 0)
+    out, lse = attend_rank(batch, layer, 2, 0)
     assert not out.any()
     assert lse.tolist() == [list(SINKS)] * 2
 

@@ -143,17 +143,17 @@ def test_a_reference_window_keeps_the_prefix(make_batch, same_state):
 
 def test_a_mask_function_is_told_request_and_absolute_positions(make_batch):
     batch = make_batch((5, 0, 3), (9, 0, 12), PLAIN)
-    asked = {}
+    positions = {}
 
     def spy(request, q_pos, k_pos):
         assert q_pos.shape[1] == k_pos.shape[0] == 1
-        rows, keys = asked.setdefault(request, (set(), set()))
+        rows, keys = positions.setdefault(request, (set(), set()))
         rows.update(q_pos.flatten().tolist())
         keys.update(k_pos.flatten().tolist())
         return visible(PLAIN, q_pos, k_pos)
 
     batch.attend(PLAIN, mask_fn=spy, q_tile=2, kv_tile=5)
-    assert asked == {0: ({4, 5, 6, 7, 8}, set(range(9))), 2: ({9, 10, 11}, set(range(12)))}
-    asked.clear()
+    assert positions == {0: ({4, 5, 6, 7, 8}, set(range(9))), 2: ({9, 10, 11}, set(range(12)))}
+    positions.clear()
     batch.attend(PLAIN, mask_fn=spy, kv_range=(3, 7))
-    assert asked[0][1] == asked[2][1] == {3, 4, 5, 6}
+    assert positions[0][1] == positions[2][1] == {3, 4, 5, 6}

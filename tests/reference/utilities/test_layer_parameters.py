@@ -25,13 +25,13 @@ def config(**impls):
 
 
 def test_parameters_of_the_layers_asked_for_in_their_order():
-    asked = config(
+    vllm_config = config(
         a=Special(sliding_window=(127, 0), logits_soft_cap=30.0, scale=0.125, sinks=torch.zeros(2)),
         b=Impl(scale=0.5),
         c=Impl(sliding_window=(-1, -1), logits_soft_cap=None, sinks=None, scale=0.5),
     )
     names = ["c", "n", "a", "b"]
-    found = get_per_layer_parameters(asked, names, Impl)
+    found = get_per_layer_parameters(vllm_config, names, Impl)
     assert list(found.items()) == [
         ("c", PerLayerParameters(-1, None, 0.5, has_sinks=False)),
         ("a", PerLayerParameters(127, 30.0, 0.125, has_sinks=True)),
@@ -39,7 +39,7 @@ def test_parameters_of_the_layers_asked_for_in_their_order():
     ]
     assert {(p.has_same_window_lefts, p.has_same_all_params) for p in found.values()} == {(None, None)}
     assert names == ["c", "n", "a", "b"]
-    assert get_per_layer_parameters(asked, [], Impl) == {}
+    assert get_per_layer_parameters(vllm_config, [], Impl) == {}
 
 
 @pytest.mark.parametrize(("window", "left"), [((0, 0), 0), ([5, -1], 5), (None, -1)])

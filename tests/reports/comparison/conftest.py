@@ -69,8 +69,8 @@ def timed(make: Callable[..., Record]) -> Callable[..., list[Record]]:
         def one(index: int) -> Record:
             latencies = [latency(forward[index])]
             latencies += [latency(build[index], part="build")] if build else []
-            told = {"latencies": [each.model_dump(mode="json") for each in latencies]} | (timing or {})
-            return make("passed", check="timing", round=index, figures={}, timing=told, **fields)
+            data = {"latencies": [each.model_dump(mode="json") for each in latencies]} | (timing or {})
+            return make("passed", check="timing", round=index, figures={}, timing=data, **fields)
 
         return [one(index) for index in range(len(forward))]
 
@@ -84,12 +84,12 @@ def run_of(tmp_path: Path, header: RunHeader, write_run: Callable[..., Path]) ->
     def run(records: Sequence[Record], *, name: str = "", is_cut: bool = False, **fields: Any) -> Run:
         infos = [BackendInfo(name=each, ref=each, version="0.1.0") for each in BACKENDS]
         named = {record.backend for record in records}
-        told: dict[str, Any] = {
+        described: dict[str, Any] = {
             "backends": tuple(info for info in infos if info.name in named),
             "checks": ("numerics", "cudagraph", "timing"),
             "rounds": 1 + max((record.round for record in records), default=0),
         }
-        whole = header.model_copy(update=told | fields)
+        whole = header.model_copy(update=described | fields)
         digest = whole.environment.digest
         path = tmp_path / (name or f"run-{len(list(tmp_path.iterdir()))}.jsonl")
         same = {"environment": digest, "seed": whole.seed}

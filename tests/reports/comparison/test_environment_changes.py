@@ -22,8 +22,8 @@ def test_every_field_that_differs_is_told(run_of: RunOf, timed: Timed, around: A
     new = run_of(
         timed(around(1e6, rounds=7)), backends=(_info(version="2", features=("lse",)),), environment=environment, seed=3
     )
-    told = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
-    assert told == {
+    changes = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
+    assert changes == {
         "torch": ("2.13.0+cpu", "2.14.0"),
         "git_commit": ("none", "abc"),
         "tf32": ("no", "yes"),
@@ -45,8 +45,8 @@ def test_conventions_and_what_a_process_was_started_with_are_told(run_of: RunOf,
         timed(around(1e6)),
         backends=(_info(conventions={"lse_base": "2", "batch_invariant": True}, required_environment={"A": "1"}),),
     )
-    told = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
-    assert told == {"reference: lse_base": ("e", "2"), "reference: started with": ("none", "A=1")}
+    changes = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
+    assert changes == {"reference: lse_base": ("e", "2"), "reference: started with": ("none", "A=1")}
 
 
 def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of: RunOf, timed: Timed, around: Around) -> None:
@@ -66,7 +66,7 @@ def ceilings(rate: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("base", "new", "said"),
+    ("base", "new", "message"),
     [
         (state(), state(throttle_reasons=("sw_power_cap",)), "held back in 10 of 10 timings of NEW: sw_power_cap"),
         (state(sm_clock_mhz=1980), state(sm_clock_mhz=1900), "the SM clock is 4.0% lower in NEW"),
@@ -77,12 +77,12 @@ def ceilings(rate: float) -> dict[str, Any]:
     ],
 )
 def test_a_machine_that_became_slower_is_warned_of(
-    run_of: RunOf, timed: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], said: str
+    run_of: RunOf, timed: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], message: str
 ) -> None:
     runs = [run_of(timed(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
     warnings = compare_runs(*runs).warnings
-    assert len(warnings) == bool(said)
-    assert all(said in warning for warning in warnings)
+    assert len(warnings) == bool(message)
+    assert all(message in warning for warning in warnings)
 
 
 def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
@@ -123,7 +123,7 @@ def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, timed:
 
 
 @pytest.mark.parametrize(
-    ("base", "new", "told"),
+    ("base", "new", "expected"),
     [
         (("flash",), ("flash",), {}),
         (("flash",), ("cudnn", "flash"), {"reference: kernels": ("flash", "cudnn, flash")}),
@@ -134,7 +134,7 @@ def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, timed:
 def test_other_kernels_of_a_library_are_told_where_both_runs_know_them(
     base: tuple[str, ...],
     new: tuple[str, ...],
-    told: dict[str, tuple[str, str]],
+    expected: dict[str, tuple[str, str]],
     run_of: RunOf,
     timed: Timed,
     around: Around,
@@ -143,4 +143,4 @@ def test_other_kernels_of_a_library_are_told_where_both_runs_know_them(
         return run_of([record.model_copy(update={"chosen_kernels": kernels}) for record in timed(around(1e6))])
 
     changes = compare_runs(run(base), run(new)).environments
-    assert {each.field: (each.base, each.new) for each in changes} == told
+    assert {each.field: (each.base, each.new) for each in changes} == expected

@@ -100,7 +100,7 @@ def test_what_a_backend_says_is_neither_markup_nor_a_command(
     text = terminal.render_comparison(hostile)
     markdown = md.render_comparison(hostile)
     log = github.annotations(hostile)
-    assert all("\x1b" not in told for told in (text, markdown, *log))
+    assert all("\x1b" not in report for report in (text, markdown, *log))
     assert "<script" not in markdown
     assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
     assert all("\n" not in line for line in log)

@@ -65,7 +65,7 @@ def test_between_the_least_effect_and_the_margin_nothing_is_told(speed: MakeSpee
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reason"),
     [
         ({"rounds": 4}, "too few rounds: 10 in BASE, 4 in NEW"),
         ({"clock": "graph"}, "clock: host in BASE, graph in NEW"),
@@ -73,12 +73,12 @@ def test_between_the_least_effect_and_the_margin_nothing_is_told(speed: MakeSpee
     ],
 )
 def test_what_was_measured_otherwise_is_not_compared(
-    speed: MakeSpeed, around: Around, fields: dict[str, object], said: str
+    speed: MakeSpeed, around: Around, fields: dict[str, object], reason: str
 ) -> None:
     rounds = fields.pop("rounds", 10)
     change = one(speed(around(1e6)), speed(around(2e6, rounds=rounds), **fields))
     assert (change.verdict, change.low, change.high) == ("cannot tell", None, None)
-    assert change.reason.startswith(said)
+    assert change.reason.startswith(reason)
     assert not change.is_regression
 
 

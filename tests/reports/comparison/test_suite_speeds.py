@@ -71,8 +71,8 @@ def test_a_coarse_clock_widens_the_interval(speed: Speeds) -> None:
 
 def test_every_suite_and_part_has_a_sentence_of_its_own(speed: Speeds) -> None:
     times = [1e6 * (1 + 0.001 * index) for index in range(6)]
-    asked = [("decode/a", "forward"), ("decode/b", "forward"), ("decode/a", "build"), ("smoke/a", "forward")]
-    made = [SpeedPair("a", *(speed(times, case=case, part=part) for _ in "12")) for case, part in asked]
+    measured = [("decode/a", "forward"), ("decode/b", "forward"), ("decode/a", "build"), ("smoke/a", "forward")]
+    made = [SpeedPair("a", *(speed(times, case=case, part=part) for _ in "12")) for case, part in measured]
     found = compare_suites(made, EFFECT)
     assert [(each.suite, each.part, each.cases) for each in found] == [
         ("decode", "forward", 2),

@@ -34,8 +34,8 @@ def run(tmp_path: Path, header: RunHeader, make: Make, write_run: Callable[..., 
         make("failed", case_id="a", check="cudagraph", figures={}, graph=levels),
         make("passed", case_id="d", check="timing", figures={}, timing=timing),
     )
-    asked = header.model_copy(update={"checks": ("numerics", "lse", "cudagraph", "timing")})
-    return read_run(write_run(tmp_path / "run.jsonl", asked, *records))
+    run_header = header.model_copy(update={"checks": ("numerics", "lse", "cudagraph", "timing")})
+    return read_run(write_run(tmp_path / "run.jsonl", run_header, *records))
 
 
 def keys_of(value: Any, under: str = "") -> Iterator[str]:
@@ -49,10 +49,10 @@ def keys_of(value: Any, under: str = "") -> Iterator[str]:
 def test_a_run_has_every_table(run: Run) -> None:
     document = json.loads(runs_document([run, run]))
     assert (document["format"], document["kind"], len(document["runs"])) == (1, "runs", 2)
-    told = document["runs"][0]
-    assert (told["run"], told["verdict"], told["complete"]) == (run.path, "failed", True)
-    assert told["header"]["environment"]["torch"] == "2.13.0+cpu"
-    assert told["summary"][0] == {
+    data = document["runs"][0]
+    assert (data["run"], data["verdict"], data["complete"]) == (run.path, "failed", True)
+    assert data["header"]["environment"]["torch"] == "2.13.0+cpu"
+    assert data["summary"][0] == {
         "backend": "reference",
         "check": "numerics",
         "outcomes": {"passed": 1, "failed": 1},
@@ -60,22 +60,22 @@ def test_a_run_has_every_table(run: Run) -> None:
         "fell_short": 1,
         "worst_budget_share": "Infinity",
     }
-    assert [each["reasons"] for each in told["not_examined"]] == [["head_size 80 is not one of 64, 128"]]
-    (sinks,) = (row for row in told["support"] if row["feature"] == "sinks")
+    assert [each["reasons"] for each in data["not_examined"]] == [["head_size 80 is not one of 64, 128"]]
+    (sinks,) = (row for row in data["support"] if row["feature"] == "sinks")
     assert (sinks["verdict"], sinks["right"], sinks["short"]) == ("short", 1, 1)
-    (level,) = told["graph_levels"]
+    (level,) = data["graph_levels"]
     assert (level["declared"], level["measured"], level["cases"]) == ("ALWAYS", "NEVER", ["smoke/a"])
     assert level["broke_at"]["name"] == "decode"
-    (speed,) = told["speeds"]
+    (speed,) = data["speeds"]
     assert (speed["case"], speed["part"], speed["rounds"]) == ("smoke/d", "forward", 1)
     assert speed["median_ns"] == pytest.approx(2e6)
-    assert [row["outcome"] for row in told["records"]] == [record.outcome for record in run.records]
-    assert told["records"][1]["budget_share"] == "NaN"
+    assert [row["outcome"] for row in data["records"]] == [record.outcome for record in run.records]
+    assert data["records"][1]["budget_share"] == "NaN"
 
 
 def test_an_unfinished_run_has_no_verdict(run: Run) -> None:
-    (told,) = json.loads(runs_document([Run(run.path, run.header, run.records[:1])]))["runs"]
-    assert (told["verdict"], told["complete"]) == ("unfinished", False)
+    (data,) = json.loads(runs_document([Run(run.path, run.header, run.records[:1])]))["runs"]
+    assert (data["verdict"], data["complete"]) == ("unfinished", False)
 
 
 def test_a_comparison_is_told_whole(run: Run) -> None:

@@ -73,12 +73,12 @@ def test_an_error_is_shown_at_the_line_of_the_author(
 ) -> None:
     line = AUTHOR.format(path)
     stack = f"Current thread 0x0 (most recent call first):\n  {LIBRARY}\n  {line.replace(', in', ' in')}"
-    said = {
+    fields = {
         "errored": {"traceback": f"Traceback:\n  {line}\n  {LIBRARY}"},
         "crashed": {"output": stack.replace(", in", " in")},
         "failed": {"check": "refusals", "details": [f"Traceback:\n  {LIBRARY}\n  {line}"]},
     }[outcome]
-    (command,) = github.annotations([run_of(header, make(outcome, **said))], root).splitlines()
+    (command,) = github.annotations([run_of(header, make(outcome, **fields))], root).splitlines()
     properties = COMMAND.fullmatch(command)["properties"]
     assert ("file=" in properties, "line=" in properties) == (file is not None,) * 2
     if file is not None:
@@ -167,14 +167,14 @@ HOSTILE = "::set-output name=x::1\n  ::error::owned\r::add-mask::a\nwell ##[erro
 
 @pytest.mark.parametrize("outcome", ["failed", "errored", "crashed", "unsupported", "xfailed"])
 def test_no_report_holds_a_line_that_the_runner_obeys(make: Make, header: RunHeader, outcome: str) -> None:
-    said = {
+    fields = {
         "failed": {"summary": HOSTILE, "meaning": HOSTILE, "details": [HOSTILE]},
         "errored": {"message": HOSTILE, "traceback": HOSTILE},
         "crashed": {"output": HOSTILE},
         "unsupported": {"reasons": [HOSTILE]},
         "xfailed": {"summary": HOSTILE, "reason": HOSTILE},
     }[outcome]
-    run = run_of(header, make(outcome, **said))
+    run = run_of(header, make(outcome, **fields))
     assert "owned" in markdown.render_run(run)
     for text in (github.summary([run]), markdown.render_run(run), terminal.render_run(run)):
         assert not OBEYED.search(text), text

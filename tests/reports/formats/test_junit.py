@@ -55,7 +55,7 @@ def the_case(root: ET.Element) -> ET.Element:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "tag", "said"),
+    ("outcome", "tag", "message"),
     [
         ("passed", None, ""),
         ("failed", "failure", "7 of 40 rows"),
@@ -68,14 +68,14 @@ def the_case(root: ET.Element) -> ET.Element:
         ("xpassed", "failure", "passed, though expected to fail: known; remove or narrow this expectation"),
     ],
 )
-def test_every_outcome_is_told(make: Make, header: RunHeader, outcome: str, tag: str | None, said: str) -> None:
+def test_every_outcome_is_told(make: Make, header: RunHeader, outcome: str, tag: str | None, message: str) -> None:
     case = the_case(document(header, make(outcome)))
     assert case.attrib["classname"] == "attncheck.smoke.edge.reference"
     assert case.attrib["name"] == "numerics"
     assert [child.tag for child in case] == ([] if tag is None else [tag])
     if tag is not None:
-        assert said in (case[0].text or "")  # all that GitLab shows
-        assert case[0].attrib["message"] == said
+        assert message in (case[0].text or "")  # all that GitLab shows
+        assert case[0].attrib["message"] == message
     if tag == "skipped":
         assert case[0].attrib["type"] == outcome
     if tag in ("failure", "error"):
@@ -100,9 +100,9 @@ def test_suites_are_by_suite_and_backend_and_times_add_up(make: Make, header: Ru
     assert found == [("smoke.reference", "2", 0.75), ("smoke.Wrong", "1", 1.0), ("mine.reference", "1", 2.0)]
     assert [suite.get("id") for suite in root] == ["0", "1", "2"]
     assert (root.get("tests"), root.get("failures"), float(root.get("time", ""))) == ("4", "1", 3.75)
-    told = {each.get("name"): each.get("value") for each in root[1].iter("property")}
-    assert (told["torch"], told["seed"], told["device_name"]) == ("2.13.0+cpu", "0", "a cpu")
-    assert told["conventions"] == "lse_base: 2, batch_invariant: yes"
+    properties = {each.get("name"): each.get("value") for each in root[1].iter("property")}
+    assert (properties["torch"], properties["seed"], properties["device_name"]) == ("2.13.0+cpu", "0", "a cpu")
+    assert properties["conventions"] == "lse_base: 2, batch_invariant: yes"
 
 
 def test_rounds_are_one_test_with_the_worst_of_them(make: Make, header: RunHeader) -> None:

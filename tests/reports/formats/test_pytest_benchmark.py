@@ -62,13 +62,13 @@ def test_a_benchmark_says_of_what_it_is(timed: Make, timing_header: RunHeader) -
     work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
     record = timed({"forward": 1e6}, work=work, timing={"ceilings": CEILINGS, "cache": "cold"})
     (found,) = converted(timing_header, record)["benchmarks"]
-    told = found["extra_info"]
-    assert told["backend_version"] == "0.1.0"
-    assert told["case_hash"] == "0123456789ab"
-    assert (told["clock"], told["cache"], told["is_settled"]) == ("events", "cold", True)
-    assert told["interval_s"] == pytest.approx([0.98e-3, 1.02e-3])
-    assert told["bytes_per_s"] == pytest.approx(2e11)
-    assert told["roofline_share"] == pytest.approx(0.2)
+    info = found["extra_info"]
+    assert info["backend_version"] == "0.1.0"
+    assert info["case_hash"] == "0123456789ab"
+    assert (info["clock"], info["cache"], info["is_settled"]) == ("events", "cold", True)
+    assert info["interval_s"] == pytest.approx([0.98e-3, 1.02e-3])
+    assert info["bytes_per_s"] == pytest.approx(2e11)
+    assert info["roofline_share"] == pytest.approx(0.2)
 
 
 def test_the_machine_is_told(timed: Make, timing_header: RunHeader) -> None:
@@ -77,8 +77,8 @@ def test_the_machine_is_told(timed: Make, timing_header: RunHeader) -> None:
     )
     header = timing_header.model_copy(update={"environment": gpu})
     found = converted(header, timed({"forward": 1e6}, timing={"device": {"max_sm_clock_mhz": 1980}}))
-    told = found["machine_info"]["attncheck"]
-    assert (told["device"], told["device_name"], told["driver"], told["max_sm_clock_mhz"]) == (
+    machine = found["machine_info"]["attncheck"]
+    assert (machine["device"], machine["device_name"], machine["driver"], machine["max_sm_clock_mhz"]) == (
         "cuda",
         "NVIDIA H200",
         "570.1",

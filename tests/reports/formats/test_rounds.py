@@ -16,7 +16,7 @@ from attncheck.reports.terminal import run as terminal
 Make = Callable[..., Record]
 
 
-def asked(make: Make, *outcomes: str, **fields: object) -> list[Record]:
+def round_records(make: Make, *outcomes: str, **fields: object) -> list[Record]:
     return [make(outcome, check="timing", round=index, **fields) for index, outcome in enumerate(outcomes)]
 
 
@@ -34,17 +34,17 @@ def asked(make: Make, *outcomes: str, **fields: object) -> list[Record]:
     ],
 )
 def test_the_worst_outcome_of_its_rounds_counts_once(make: Make, outcomes: tuple[str, ...], worst: str) -> None:
-    summary = summarise(asked(make, *outcomes))
+    summary = summarise(round_records(make, *outcomes))
     assert summary.total.counts == ((worst, 1),)
     assert summary.most_rounds == len(outcomes)
 
 
 def test_questions_stay_apart_and_in_order(make: Make) -> None:
     records = [
-        *asked(make, "passed", "failed", case_id="b"),
-        *asked(make, "passed", "passed", case_id="a"),
+        *round_records(make, "passed", "failed", case_id="b"),
+        *round_records(make, "passed", "passed", case_id="a"),
         make("passed", case_id="b"),
-        *asked(make, "errored", "failed", case_id="b", backend="Wrong"),
+        *round_records(make, "errored", "failed", case_id="b", backend="Wrong"),
     ]
     found = [(each.record.case_id, each.record.outcome, each.rounds, each.short) for each in worst_rounds(records)]
     assert found == [("b", "failed", 2, 1), ("a", "passed", 2, 0), ("b", "passed", 1, 0), ("b", "errored", 2, 2)]
@@ -64,7 +64,7 @@ def test_the_worst_share_of_the_budget_is_over_all_rounds(make: Make, shares: tu
 
 def test_reports_tell_a_failure_of_several_rounds_once(make: Make, header: RunHeader) -> None:
     header = header.model_copy(update={"checks": ("timing",), "rounds": 4})
-    records = asked(make, "failed", "passed", "failed", "failed")
+    records = round_records(make, "failed", "passed", "failed", "failed")
     text = terminal.render(header, records)
     assert text.count("repeat: ") == 1
     assert "  example: smoke/edge, check timing (in 3 of 4 rounds)\n" in text

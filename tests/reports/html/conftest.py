@@ -53,7 +53,7 @@ def latency(
 
 def record(kind: type[Record] = Passed, **fields: object) -> Record:
     """A record with everything that is not told filled in."""
-    told = {
+    defaults = {
         "suite": "decode",
         "case_id": "edge",
         "case_hash": "0123456789ab",
@@ -66,7 +66,7 @@ def record(kind: type[Record] = Passed, **fields: object) -> Record:
         "attncheck_version": "0.1.0",
         "needs": NEEDS,
     }
-    return kind(**(told | fields))
+    return kind(**(defaults | fields))
 
 
 def run_of(records: Iterable[Record], *, path: str = "run.jsonl", is_complete: bool = True, **header: object) -> Run:
@@ -74,7 +74,7 @@ def run_of(records: Iterable[Record], *, path: str = "run.jsonl", is_complete: b
     records = tuple(records)
     suites = dict.fromkeys(each.suite for each in records)
     names = dict.fromkeys(each.backend for each in records)
-    told = {
+    defaults = {
         "started": "2026-01-01T00:00:00+00:00",
         "environment": ENVIRONMENT,
         "suites": tuple(
@@ -88,7 +88,7 @@ def run_of(records: Iterable[Record], *, path: str = "run.jsonl", is_complete: b
         "backends": tuple(BackendInfo(name=name, ref=name, version="0.1.0", features=("lse",)) for name in names),
     }
     footer = RunFooter(finished="2026-01-01T00:10:00+00:00", counts=count_outcomes(records)) if is_complete else None
-    return Run(path, RunHeader(**(told | header)), records, footer)
+    return Run(path, RunHeader(**(defaults | header)), records, footer)
 
 
 def timed_records(
@@ -122,11 +122,11 @@ def timed_records(
                     found.append(record(check="timing", timing=timing, round=round_, duration_s=0.2, **common))
                 figures = {"rows": 8, "budget_share": share}
                 if share > 1:
-                    told = {
+                    failure = {
                         "summary": "3 of 8 rows are wrong, the first is row 2",
                         "meaning": "the window is one key too long",
                     }
-                    found.append(record(Failed, figures=figures, **told, **common))
+                    found.append(record(Failed, figures=figures, **failure, **common))
                 else:
                     found.append(record(figures=figures, duration_s=0.01, **common))
                 found.append(record(Unsupported, check="lse", reasons=("feature 'lse' is not declared",), **common))
@@ -167,21 +167,21 @@ def hostile_run() -> Run:
             notes=(text,),
         )
         who = {"backend": text, "suite": text, "needs": (text, f"{text}={text}"), "backend_version": text}
-        told = {"summary": text, "meaning": text, "details": (text,)}
+        failure = {"summary": text, "meaning": text, "details": (text,)}
         long = {"summary": f"{text} {'long ' * 20000}"} if not index else {}
         figures = {text: 1.0, "budget_share": 2.0}
         found += [
             record(Passed, case_id=f"{text} passed", notes=(text,), figures=figures, **who),
             record(Passed, case_id=f"{text} timed", check="timing", timing=times, **who),
-            record(Failed, case_id=f"{text} failed", figures=figures, **(told | long), **who),
-            record(Failed, case_id=f"{text} graph", check="cudagraph", graph=levels, **told, **who),
+            record(Failed, case_id=f"{text} failed", figures=figures, **(failure | long), **who),
+            record(Failed, case_id=f"{text} graph", check="cudagraph", graph=levels, **failure, **who),
             record(
                 Errored, case_id=f"{text} errored", stage=text, error_type=text, message=text, traceback=text, **who
             ),
             record(Crashed, case_id=f"{text} crashed", stage=text, cause=text, output=text, **who),
             record(Unsupported, case_id=f"{text} unsupported", reasons=(text,), **who),
             record(XFailed, case_id=f"{text} expected", underlying="failed", summary=text, reason=text, **who),
-            record(Failed, case_id=text, check="utilities", **told, **who),
+            record(Failed, case_id=text, check="utilities", **failure, **who),
         ]
     run = run_of(
         found,
@@ -235,7 +235,7 @@ class Parsed(HTMLParser):
     def shown(self) -> str:
         """All text that a reader without JavaScript sees."""
         return " ".join(
-            " ".join("".join(said).split()) for tag, said in self.texts.items() if tag not in ("script", "style")
+            " ".join("".join(text).split()) for tag, text in self.texts.items() if tag not in ("script", "style")
         )
 
     @property

@@ -232,8 +232,8 @@ def test_without_a_script_the_summary_is_readable(show: Any, run: Any) -> None:
     page = show(run, java_script_enabled=False)
     assert page.get_by_text("Browsing the records takes JavaScript").is_visible()
     assert page.locator("button:visible, select:visible").count() == 0
-    for told in ("failed", "7 of 40 rows", "the window is one key too long"):
-        assert page.get_by_text(told).first.is_visible()
+    for text in ("failed", "7 of 40 rows", "the window is one key too long"):
+        assert page.get_by_text(text).first.is_visible()
     assert page.locator("svg.chart").first.is_visible()
 
 

@@ -34,11 +34,11 @@ def test_nothing_is_left_that_a_browser_obeys(text: str) -> None:
 
 def test_texts_stand_there_as_they_are(parse: Any, hostile: Any, hostile_texts: tuple[str, ...]) -> None:
     parsed = parse(hostile)
-    for told in hostile_texts:
-        cleaned = "".join(c if unicodedata.category(c) not in ("Cc", "Cf") else "?" for c in told)
+    for text in hostile_texts:
+        cleaned = "".join(c if unicodedata.category(c) not in ("Cc", "Cf") else "?" for c in text)
         assert cleaned in parsed.data["backends"]
         assert re.sub(r"\s+", " ", cleaned) in parsed.shown
-    assert any(r"$\frac{1}{0}$" in said for said in parsed.texts["text"])  # within a chart
+    assert any(r"$\frac{1}{0}$" in chart_text for chart_text in parsed.texts["text"])  # within a chart
 
 
 def test_a_long_message_is_told_once_and_whole_where_it_is_asked_for(parse: Any, hostile: Any) -> None:

@@ -40,8 +40,8 @@ def test_sections_come_in_the_order_a_reader_wants(parse: Any, timed: Any, run_w
         "2 backends, 9 cases, 49 results: 32 passed, 1 failed, 16 unsupported (the worst of 2 rounds counts)"
         in parsed.shown
     )
-    for told in ("a gpu, compute capability 9.0, driver 580.1", "3 of 8 rows", "feature 'lse' is not declared"):
-        assert told in parsed.shown
+    for text in ("a gpu, compute capability 9.0, driver 580.1", "3 of 8 rows", "feature 'lse' is not declared"):
+        assert text in parsed.shown
     assert "attncheck run --backend one --suite decode --case bad --check numerics --device cuda" in parsed.shown
 
 
@@ -51,8 +51,8 @@ def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any,
     left = record_of(Unsupported, case_id="bad", backend="slow", suite="lengths", reasons=("no sinks",))
     run = run_with([*timed(["quick", "right", "slow"], LENGTHS, rounds=5), failed, absent, left], command=("a", "b *"))
     parsed = parse(run)
-    said = [" ".join(text.split()) for text in parsed.texts["p"]]
-    assert said.index("in every case tried") < said.index("1 finding in 1 of 9 cases")  # the right ones come first
+    lines = [" ".join(text.split()) for text in parsed.texts["p"]]
+    assert lines.index("in every case tried") < lines.index("1 finding in 1 of 9 cases")  # the right ones come first
     covered = [text for text in parsed.texts["span"] if " of 9" in text]
     assert covered[:2] == ["8 of 9", "9 of 9"]  # slow was not asked the case that needs sinks
     assert "sinks (1 of 1 case wrong)" in parsed.texts["span"]

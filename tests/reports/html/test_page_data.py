@@ -18,7 +18,7 @@ def data_of(run: Run) -> Any:
 
 
 @pytest.fixture
-def told(record_of: Any, run_with: Any) -> Any:
+def body_of(record_of: Any, run_with: Any) -> Any:
     """The body of the only record, with what the page is told of it besides."""
 
     def body(*args: Any, **fields: Any) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def test_every_record_is_there_under_its_case(record_of: Any, run_with: Any) -> 
         for _, backend, suite, case, *_, records in data["groups"]
         for check, outcome, _, _, _, repro in records
     ]
-    asked = [(r.backend, r.suite, r.case_id, r.check, r.outcome) for r in run.records]
-    assert sorted(row[:-1] for row in rebuilt) == sorted(asked)
+    recorded = [(r.backend, r.suite, r.case_id, r.check, r.outcome) for r in run.records]
+    assert sorted(row[:-1] for row in rebuilt) == sorted(recorded)
     assert [data["repros"][row[-1]] for row in rebuilt[:2]] == [repro_command(r, run.header) for r in run.records[:2]]
     assert len(data["groups"]) == 4
     assert len(data["bodies"]) == 2  # nothing to say of those that passed, and one reason
@@ -62,13 +62,13 @@ def test_every_record_is_there_under_its_case(record_of: Any, run_with: Any) -> 
     assert data["needs"][data["groups"][-1][4]] == "sinks"
 
 
-def test_each_outcome_tells_what_it_has(told: Any) -> None:
-    assert told(notes=("careful",), figures={"rows": 3}) == {
+def test_each_outcome_tells_what_it_has(body_of: Any) -> None:
+    assert body_of(notes=("careful",), figures={"rows": 3}) == {
         "outcome": "passed",
         "notes": ["careful"],
         "figures": {"rows": 3},
     }
-    failed = told(Failed, summary="7 rows", meaning="off by one", details=("row 3",), figures={"budget_share": 18.4})
+    failed = body_of(Failed, summary="7 rows", meaning="off by one", details=("row 3",), figures={"budget_share": 18.4})
     assert failed == {
         "outcome": "failed",
         "what": "7 rows",
@@ -77,26 +77,26 @@ def test_each_outcome_tells_what_it_has(told: Any) -> None:
         "figures": {"budget_share": 18.4},
         "share": 18.4,
     }
-    errored = told(Errored, stage="forward", error_type="ValueError", message="no\nsuch", traceback="File 1\n  no")
+    errored = body_of(Errored, stage="forward", error_type="ValueError", message="no\nsuch", traceback="File 1\n  no")
     assert errored["what"] == "ValueError in forward: no"
     assert (errored["message"], errored["trail"]) == ("no\nsuch", "File 1\n  no")
-    assert told(Crashed, stage="check lse", cause="killed by SIGABRT", output="x") == {
+    assert body_of(Crashed, stage="check lse", cause="killed by SIGABRT", output="x") == {
         "outcome": "crashed",
         "what": "killed by SIGABRT during check lse",
         "trail": "x",
     }
-    assert told(Unsupported, reasons=("one", "two"), by="attncheck")["reasons"] == ["one", "two"]
-    assert told(XFailed, underlying="crashed", summary="died", reason="known")["expected"] == "known"
-    assert "out of date" in told(XPassed, reason="out of date")["what"]
+    assert body_of(Unsupported, reasons=("one", "two"), by="attncheck")["reasons"] == ["one", "two"]
+    assert body_of(XFailed, underlying="crashed", summary="died", reason="known")["expected"] == "known"
+    assert "out of date" in body_of(XPassed, reason="out of date")["what"]
 
 
 @pytest.mark.parametrize(("share", "shown"), [(float("nan"), "inf"), (float("inf"), "inf"), (0.123456789, 0.123457)])
-def test_figures_that_json_cannot_say_are_words(told: Any, share: float, shown: object) -> None:
-    body = told(figures={"budget_share": share})
+def test_figures_that_json_cannot_say_are_words(body_of: Any, share: float, shown: object) -> None:
+    body = body_of(figures={"budget_share": share})
     assert body["share"] == shown
 
 
-def test_samples_are_told_by_their_quarters(told: Any, timed: Any, run_with: Any) -> None:
+def test_samples_are_told_by_their_quarters(body_of: Any, timed: Any, run_with: Any) -> None:
     (first, *_) = timed(["one"], (512,))
     data = data_of(run_with([first]))
     part, clock, median, *_, count, quarters, settled, moved, _ = data["bodies"][0]["timing"]["parts"][0]
@@ -124,6 +124,6 @@ def test_a_speed_is_told_once_over_its_rounds(timed: Any, run_with: Any) -> None
 
 
 @pytest.mark.parametrize("character", ["\x1b", "\x07", "\x7f", "\u202e"])
-def test_what_a_reader_would_obey_is_taken_out(told: Any, character: str) -> None:
-    found = told(notes=(f"a{character}b",), figures={f"c{character}": 1})
+def test_what_a_reader_would_obey_is_taken_out(body_of: Any, character: str) -> None:
+    found = body_of(notes=(f"a{character}b",), figures={f"c{character}": 1})
     assert (found["notes"], found["figures"]) == (["a?b"], {"c?": 1})

@@ -61,8 +61,8 @@ def test_a_graph_level_is_right_where_the_declared_one_is_true(record_of: Any) -
     def levels(declared: Any, measured: Any) -> Any:
         graph = GraphLevels(declared=declared, measured=measured, recorder="emulated", probes=())
         kind = Passed if declared == measured else Failed
-        told = {} if kind is Passed else {"summary": "below"}
-        return level_rows([record_of(kind, check="cudagraph", graph=graph, backend="one", **told)])
+        failure = {} if kind is Passed else {"summary": "below"}
+        return level_rows([record_of(kind, check="cudagraph", graph=graph, backend="one", **failure)])
 
     def cell(rows: Any) -> Any:
         (line,) = support_matrix([], {"one": ()}, rows).lines

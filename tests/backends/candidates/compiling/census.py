@@ -70,7 +70,7 @@ def judging_nothing() -> Iterator[None]:
             (interpreter, "unavailable_reasons", lambda device: []),
             (measurement, "recorder_for", Recorder),
             (probe_play, "step_fault", lambda *seen: None),
-            (ProbeProblems, "truth", lambda *asked: None),
+            (ProbeProblems, "truth", lambda *given: None),
             (numerics, "check_numerics", lambda *seen, explains=True: Holds({})),
             (cache_write, "judge_pool", lambda *seen: Holds({})),
             (block_moves, "_judge", _call),

@@ -221,12 +221,12 @@ def pretend_cuda() -> None:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1]
-    if asked.startswith("["):
+    argument = sys.argv[1]
+    if argument.startswith("["):
         with tempfile.TemporaryDirectory() as folder:
             os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             pretend_cuda()
-            printed = compile_calls([Call(**call) for call in json.loads(asked)])
+            printed = compile_calls([Call(**call) for call in json.loads(argument)])
     else:
-        printed = [asdict(call) for call in calls_of(asked)]
+        printed = [asdict(call) for call in calls_of(argument)]
     sys.stdout.write(json.dumps(printed))

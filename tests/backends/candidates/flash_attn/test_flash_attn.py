@@ -70,10 +70,10 @@ def test_what_the_library_is_asked_is_the_question(
     step = make_written_step(FlashAttnBackend, layer, requests, cache=cache, padding=(2, 3), gain=2.0)
     step.run()
     assert_right(step, from_position_zero(step))
-    ((called, asked),) = flash_attn_calls
+    ((called, given),) = flash_attn_calls
     is_uniform = len({n for n, _ in requests}) == 1 and requests[0][0] <= 16 and layer.attn_type not in ENCODERS
     assert called == ("flash_attn_with_kvcache" if is_uniform else "flash_attn_varlen_func")
-    assert (asked.get("block_table") is None) == (layer.attn_type in ENCODERS)
+    assert (given.get("block_table") is None) == (layer.attn_type in ENCODERS)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -100,32 +100,32 @@ def test_any_lengths_windows_and_caps(
 def test_the_arguments_of_a_mixed_step_are_these(make_written_step, flash_attn_calls):
     step = make_written_step(FlashAttnBackend, replace(PLAIN, sliding_window=9), [(2, 300), (5, 5)], padding=(1, 0))
     step.run()
-    ((called, asked),) = flash_attn_calls
+    ((called, given),) = flash_attn_calls
     assert called == "flash_attn_varlen_func"
-    assert asked["cu_seqlens_q"].tolist() == [0, 2, 7, 7]
-    assert asked["cu_seqlens_k"].tolist() == [0, 300, 305, 305]
-    assert asked["block_table"] is step.common.block_table_tensor
-    assert asked["k"].data_ptr() == step.kv_cache.data_ptr()  # in place
-    assert asked["k"].shape == asked["v"].shape == (40, 256, 2, 24)
-    assert asked["v"].data_ptr() == step.kv_cache[1].data_ptr()
-    assert (asked["max_seqlen_q"], asked["max_seqlen_k"]) == (step.common.max_query_len, step.common.max_seq_len)
-    assert (asked["window_size"], asked["causal"], asked["softmax_scale"]) == ((8, 0), True, 0.3)
-    assert (asked["softcap"], asked["alibi_slopes"]) == (0.0, None)
+    assert given["cu_seqlens_q"].tolist() == [0, 2, 7, 7]
+    assert given["cu_seqlens_k"].tolist() == [0, 300, 305, 305]
+    assert given["block_table"] is step.common.block_table_tensor
+    assert given["k"].data_ptr() == step.kv_cache.data_ptr()  # in place
+    assert given["k"].shape == given["v"].shape == (40, 256, 2, 24)
+    assert given["v"].data_ptr() == step.kv_cache[1].data_ptr()
+    assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (step.common.max_query_len, step.common.max_seq_len)
+    assert (given["window_size"], given["causal"], given["softmax_scale"]) == ((8, 0), True, 0.3)
+    assert (given["softcap"], given["alibi_slopes"]) == (0.0, None)
 
 
 def test_the_arguments_of_a_decode_step_are_these(make_written_step, flash_attn_calls):
     layer = replace(PLAIN, alibi=True, logits_soft_cap=7.0)
     step = make_written_step(FlashAttnBackend, layer, [(2, 300), (2, 5)], padding=(1, 3))
     step.run()
-    ((called, asked),) = flash_attn_calls
+    ((called, given),) = flash_attn_calls
     assert called == "flash_attn_with_kvcache"
-    assert asked["q"].shape == (2, 2, 6, 24)
-    assert torch.equal(asked["q"][1, 0], step.query[2])
-    assert asked["cache_seqlens"].tolist() == [300, 5]
-    assert torch.equal(asked["block_table"], step.common.block_table_tensor[:2])
-    assert (asked["window_size"], asked["causal"], asked["softcap"]) == ((-1, -1), True, 7.0)
-    assert asked["alibi_slopes"].tolist() == pytest.approx(layer.alibi_slopes, rel=1e-7)
-    assert not {"k", "v", "rotary_cos"} & set(asked)  # nothing is appended, nothing rotated
+    assert given["q"].shape == (2, 2, 6, 24)
+    assert torch.equal(given["q"][1, 0], step.query[2])
+    assert given["cache_seqlens"].tolist() == [300, 5]
+    assert torch.equal(given["block_table"], step.common.block_table_tensor[:2])
+    assert (given["window_size"], given["causal"], given["softcap"]) == ((-1, -1), True, 7.0)
+    assert given["alibi_slopes"].tolist() == pytest.approx(layer.alibi_slopes, rel=1e-7)
+    assert not {"k", "v", "rotary_cos"} & set(given)  # nothing is appended, nothing rotated
 
 
 def test_a_bound_that_is_not_reached_makes_no_step_uniform(make_written_step, flash_attn_calls, assert_right):
@@ -199,8 +199,8 @@ def test_devices_are_not_mixed(modifiers, requests, make_written_step, flash_att
 )
 def test_what_the_kernels_cannot_do_is_said_and_refused(modifiers, reason, make_step, flash_attn_calls):
     layer, cache = replace(PLAIN, **modifiers), CacheSpec(block_size=256)
-    (said,) = FlashAttnBackend.unsupported_reasons(layer, cache, BatchSpec(requests=(RequestSpec(query_len=1),)))
-    assert said == reason
+    (found,) = FlashAttnBackend.unsupported_reasons(layer, cache, BatchSpec(requests=(RequestSpec(query_len=1),)))
+    assert found == reason
     step = make_step(FlashAttnBackend, layer, [(1, 3)], cache=cache)
     with pytest.raises((ValueError, NotImplementedError)):
         step.run()

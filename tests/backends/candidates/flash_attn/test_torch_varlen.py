@@ -105,9 +105,9 @@ def test_what_the_operator_is_asked_is_the_question(
     step = make_written_step(TorchVarlenBackend, layer, requests, cache=cache, padding=(2, 3), gain=2.0)
     step.run()
     assert_right(step)
-    (_, asked), *others = aten_calls
+    (_, given), *others = aten_calls
     assert not others
-    reads_pages = asked["block_table"] is not None
+    reads_pages = given["block_table"] is not None
     has_pages = layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
     assert reads_pages == (has_pages and block_size == 256 and not is_old)
 
@@ -133,16 +133,16 @@ def test_the_arguments_are_these(make_written_step, aten_calls):
     layer = replace(PLAIN, sliding_window=9)
     step = make_written_step(TorchVarlenBackend, layer, [(2, 300), (5, 5)], padding=(1, 0))
     step.run()
-    ((_, asked),) = aten_calls
-    assert asked["cum_seq_q"].tolist() == [0, 2, 7, 7]
-    assert asked["cum_seq_k"].tolist() == [0, 300, 305, 305]
-    assert asked["seqused_k"].tolist() == [300, 5, 0]
-    assert torch.equal(asked["block_table"], step.common.block_table_tensor)
-    assert asked["key"].data_ptr() == step.kv_cache.data_ptr()  # in place
-    assert asked["key"].shape == (40, 256, 2, 24)
-    assert (asked["max_q"], asked["max_k"]) == (step.common.max_query_len, step.common.max_seq_len)
-    assert (asked["window_size_left"], asked["window_size_right"], asked["is_causal"]) == (8, 0, False)
-    assert (asked["scale"], asked["num_splits"]) == (0.3, 1)
+    ((_, given),) = aten_calls
+    assert given["cum_seq_q"].tolist() == [0, 2, 7, 7]
+    assert given["cum_seq_k"].tolist() == [0, 300, 305, 305]
+    assert given["seqused_k"].tolist() == [300, 5, 0]
+    assert torch.equal(given["block_table"], step.common.block_table_tensor)
+    assert given["key"].data_ptr() == step.kv_cache.data_ptr()  # in place
+    assert given["key"].shape == (40, 256, 2, 24)
+    assert (given["max_q"], given["max_k"]) == (step.common.max_query_len, step.common.max_seq_len)
+    assert (given["window_size_left"], given["window_size_right"], given["is_causal"]) == (8, 0, False)
+    assert (given["scale"], given["num_splits"]) == (0.3, 1)
 
 
 def test_a_plain_causal_step_is_recognised_as_one(make_written_step, aten_calls):
@@ -201,8 +201,8 @@ def test_a_step_without_rows_asks_nothing(make_written_step, aten_calls):
 def test_what_the_kernels_cannot_do_is_said_and_refused(modifiers, reason, make_step):
     layer = replace(PLAIN, **modifiers)
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
-    (said,) = TorchVarlenBackend.unsupported_reasons(layer, CacheSpec(), batch)
-    assert said == reason
+    (found,) = TorchVarlenBackend.unsupported_reasons(layer, CacheSpec(), batch)
+    assert found == reason
     step = make_step(TorchVarlenBackend, layer, [(1, 3)])
     with pytest.raises((ValueError, NotImplementedError)):
         step.run()

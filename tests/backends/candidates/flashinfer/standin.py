@@ -148,14 +148,14 @@ class Wrapper:
         assert given["return_lse"] == (lse is not None)
         assert len(query) == (len(self.offsets) - 1 if self.name == DECODE else int(self.offsets[-1]))
         key, value, exists = self._gathered(keys, pages, settings)
-        stands = exists.sum(1) - 1
+        row_positions = exists.sum(1) - 1
         if self.name != DECODE:  # where a request has one row, no other belongs to it
             row = torch.arange(len(query), device=self.device)
             request = torch.searchsorted(self.offsets[1:].long(), row, right=True)
-            stands = (stands - self.offsets[1:] + 1)[request] + row
+            row_positions = (row_positions - self.offsets[1:] + 1)[request] + row
             key, value, exists = key[request], value[request], exists[request]
         scale = settings["sm_scale"] * (given["k_scale"] or 1.0)
-        row_out, row_lse = documented(query, key, value, exists, stands, settings | {"sm_scale": scale})
+        row_out, row_lse = documented(query, key, value, exists, row_positions, settings | {"sm_scale": scale})
         out.copy_(row_out)
         if given["v_scale"] is not None:
             out.mul_(given["v_scale"])  # behind the kernel, on what it rounded
@@ -206,7 +206,7 @@ class Wrapper:
 
 
 def documented(
-    query: Tensor, key: Tensor, value: Tensor, exists: Tensor, stands: Tensor, settings: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, exists: Tensor, row_positions: Tensor, settings: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Attention as the library documents it: ``(out, lse)`` of ``n`` rows over ``m`` keys each, the LSE to base 2.
 
@@ -216,9 +216,9 @@ def documented(
     position = torch.arange(exists.shape[1], device=query.device)
     seen = exists
     if settings.get("causal"):
-        seen = seen & (position <= stands[:, None])
+        seen = seen & (position <= row_positions[:, None])
     if settings["window_left"] >= 0:
-        seen = seen & (position >= stands[:, None] - settings["window_left"])
+        seen = seen & (position >= row_positions[:, None] - settings["window_left"])
     key, value = (given.masked_fill(~seen[:, :, None, None], 0) for given in (key, value))  # NaN there is not looked at
     query_nhgd = query.double().unflatten(1, (settings["num_kv_heads"], -1))
     scores = torch.einsum("nhgd,nkhd->nhgk", query_nhgd, key).flatten(1, 2) * settings["sm_scale"]

@@ -27,7 +27,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
         importlib.import_module,
     )
 
-    def ask(
+    def reasons_of(
         *,
         version: str | None = backend_module.PINNED,
         capability: tuple[int, int] | None = (9, 0),
@@ -66,7 +66,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
             (tmp_path / "bin" / "nvcc").touch()
         return FlashInferBackend.unavailable_reasons("cuda")
 
-    return ask
+    return reasons_of
 
 
 def test_where_all_is_well_nothing_speaks_against_it(reasons: Reasons) -> None:

@@ -4,9 +4,9 @@ import torch
 
 from attncheck.backends.candidates.flashinfer.planner import page_indices
 
-NOBODYS = 10**6
+UNOWNED = 10**6
 
-TABLE = torch.tensor([[7, 2, NOBODYS], [NOBODYS] * 3, [4, 9, NOBODYS], [5, NOBODYS, NOBODYS]], dtype=torch.int32)
+TABLE = torch.tensor([[7, 2, UNOWNED], [UNOWNED] * 3, [4, 9, UNOWNED], [5, UNOWNED, UNOWNED]], dtype=torch.int32)
 
 
 def test_pages_stand_in_a_row_and_the_last_one_is_as_full_as_it_is() -> None:
@@ -30,7 +30,7 @@ def test_requests_are_named_by_their_rows_of_the_table() -> None:
 
 def test_no_entry_behind_a_request_s_pages_is_taken() -> None:
     for length in range(9):
-        assert NOBODYS not in page_indices(TABLE, 4, [0, 2], [length, length]).indices.tolist()
+        assert UNOWNED not in page_indices(TABLE, 4, [0, 2], [length, length]).indices.tolist()
 
 
 def test_requests_without_a_single_key_have_no_pages() -> None:

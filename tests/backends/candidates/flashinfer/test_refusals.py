@@ -52,12 +52,12 @@ def test_a_layer_is_refused_with_the_reason(layer: dict[str, Any], words: str) -
 
 
 def test_cross_attention_to_nothing_is_refused_with_the_reason() -> None:
-    def asked(encoder_len: int) -> list[str]:
+    def reasons_for(encoder_len: int) -> list[str]:
         batch = BatchSpec(requests=(RequestSpec(query_len=2, seq_len=9, encoder_len=encoder_len),))
         return reasons(batch, attn_type="encoder_decoder")
 
-    assert asked(3) == []
-    assert asked(0) == ["encoder_len 0: rows of a request without keys"]
+    assert reasons_for(3) == []
+    assert reasons_for(0) == ["encoder_len 0: rows of a request without keys"]
 
 
 @pytest.mark.parametrize(

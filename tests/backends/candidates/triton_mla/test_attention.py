@@ -77,8 +77,8 @@ def make_step(
         out, lse = dense(query.double(), keys.double() * k_scale, rank, causal)
         starts.append(starts[-1] + query_len)
         queries, outs, lses = [*queries, query], [*outs, out], [*lses, lse]
-    nobody = torch.full((2, heads, rank + rotary), torch.nan, dtype=dtype)
-    query = torch.cat([*queries, nobody]).to(DEVICE)
+    unowned = torch.full((2, heads, rank + rotary), torch.nan, dtype=dtype)
+    query = torch.cat([*queries, unowned]).to(DEVICE)
     numbers = {
         "block_table": tables,
         "seq_lens": torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
@@ -86,7 +86,7 @@ def make_step(
         "k_scale": torch.tensor([k_scale]),
     }
     placed: dict[str, Any] = {name: tensor.to(DEVICE) for name, tensor in numbers.items()}
-    unseen = nobody.double()
+    unseen = unowned.double()
     return Step(
         *query.split([rank, rotary], -1),
         cache.to(DEVICE),

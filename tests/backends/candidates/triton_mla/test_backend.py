@@ -41,8 +41,8 @@ def impl_of(rank: int, rotary: int):
     ],
 )
 def test_cases_are_answered_right(suite: str, cases: list[str], checks: tuple[str, ...]) -> None:
-    asked = select(load_suite(suite).cases, cases)
-    examiner = Examiner(RunPlan(cases=asked, backends=(load("triton_mla"),), checks=checks, device=DEVICE))
+    selected = select(load_suite(suite).cases, cases)
+    examiner = Examiner(RunPlan(cases=selected, backends=(load("triton_mla"),), checks=checks, device=DEVICE))
     records = list(examiner.run())
     assert {record.check for record in records} == set(checks)
     assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]

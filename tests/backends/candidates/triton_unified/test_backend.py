@@ -40,8 +40,8 @@ DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
     ids=str,
 )
 def test_cases_are_answered_right(cases: list[str], checks: tuple[str, ...]) -> None:
-    asked = select(load_suite("interpreted").cases, cases)
-    examiner = Examiner(RunPlan(cases=asked, backends=(load("triton_unified"),), checks=checks, device=str(DEVICE)))
+    selected = select(load_suite("interpreted").cases, cases)
+    examiner = Examiner(RunPlan(cases=selected, backends=(load("triton_unified"),), checks=checks, device=str(DEVICE)))
     fallen = [record for record in examiner.run() if record.outcome not in {"passed", "unsupported"}]
     assert not fallen
 
@@ -105,7 +105,7 @@ def indices(*numbers: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"query": rows(3, 2, 8)}, snapshot("unified attention: query has shape (3, 2, 8), not [rows, 2, 16]")),
         (
@@ -159,7 +159,7 @@ def indices(*numbers: int) -> torch.Tensor:
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_what_does_not_go_together_is_refused(changed: dict[str, Any], told: str) -> None:
+def test_what_does_not_go_together_is_refused(changed: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "query": rows(3, 2, 16),
         "key_cache": rows(4, 16, 1, 16),
@@ -173,7 +173,7 @@ def test_what_does_not_go_together_is_refused(changed: dict[str, Any], told: str
     }
     with pytest.raises(ValueError) as refused:
         unified_attention(**arguments | changed)
-    assert str(refused.value) == told
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_names_modules_and_files_name_a_class(vllm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ("OTHER", snapshot("unknown backend of vLLM 9.9 'OTHER' (known: ...)")),
         ("FLASK", snapshot("unknown backend of vLLM 9.9 'FLASK'; did you mean 'FLASH'? (known: ...)")),
@@ -155,14 +155,14 @@ def test_names_modules_and_files_name_a_class(vllm, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_driven_is_refused_by_name(plain, vllm, argument, said):
+def test_what_cannot_be_driven_is_refused_by_name(plain, vllm, argument, message):
     with pytest.raises(ValueError) as refused:
         select(argument)
-    assert plain(str(refused.value)) == said
+    assert plain(str(refused.value)) == message
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("FLASH", snapshot("No module named 'flash'")),
         (
@@ -173,10 +173,10 @@ def test_what_cannot_be_driven_is_refused_by_name(plain, vllm, argument, said):
         ),
     ],
 )
-def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(plain, vllm, name, said):
+def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(plain, vllm, name, message):
     with pytest.raises(ImportError) as refused:
         select(name)
-    assert plain(str(refused.value)) == said
+    assert plain(str(refused.value)) == message
 
 
 class Older:
@@ -251,8 +251,8 @@ def test_what_a_row_raises_is_a_reason_where_a_part_is_not_there(tmp_path, monke
         ),
     }
     for reason, call in lacking.items():
-        (told,) = absent_part("writer", raised(call))
-        assert told.startswith(reason)
+        (found,) = absent_part("writer", raised(call))
+        assert found.startswith(reason)
     assert absent_part("writer", raised(lambda: {}["key"])) == []
     assert absent_part("forward", raised(lambda: torch.ones(2) @ torch.ones(3))) == []
 

@@ -82,33 +82,33 @@ def test_a_function_of_a_module_without_triton_is_not_told(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("value", "told"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
-def test_the_variable_is_read_as_triton_reads_it(monkeypatch, value, told):
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
+def test_the_variable_is_read_as_triton_reads_it(monkeypatch, value, expected):
     monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert is_interpreted() is told
+    assert is_interpreted() is expected
 
 
 def test_a_launcher_is_answered_for_the_cpu_alone_and_for_as_long_as_it_runs(monkeypatch):
-    def asked(device=None):
-        return ("asked", device)
+    def original(device=None):
+        return ("original", device)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", original)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with launches():
         assert torch.cuda.get_device_capability(torch.device("cpu")) == (9, 0)
-        assert torch.cuda.get_device_capability(torch.device("cuda:1")) == ("asked", torch.device("cuda:1"))
-        assert torch.cuda.get_device_capability() == ("asked", None)
-    assert torch.cuda.get_device_capability is asked
+        assert torch.cuda.get_device_capability(torch.device("cuda:1")) == ("original", torch.device("cuda:1"))
+        assert torch.cuda.get_device_capability() == ("original", None)
+    assert torch.cuda.get_device_capability is original
     with pytest.raises(KeyError), launches():
         raise KeyError
-    assert torch.cuda.get_device_capability is asked
+    assert torch.cuda.get_device_capability is original
 
 
 def test_compiled_kernels_are_launched_as_they_are(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    asked = torch.cuda.get_device_capability
+    original = torch.cuda.get_device_capability
     with launches():
-        assert torch.cuda.get_device_capability is asked
+        assert torch.cuda.get_device_capability is original
 
 
 def test_what_the_interpreter_gets_wrong_is_named_with_its_value():

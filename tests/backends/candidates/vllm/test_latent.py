@@ -72,34 +72,34 @@ def batch(*lengths, drafts=None, **padding):
     return BatchSpec(requests=requests, padding=PaddingSpec(**padding), path=path)
 
 
-def reasons(asked, *, layer=LAYER, dtype="auto"):
-    return Candidate.unsupported_reasons(layer, CacheSpec(kv_cache_dtype=dtype), asked)
+def reasons(spec, *, layer=LAYER, dtype="auto"):
+    return Candidate.unsupported_reasons(layer, CacheSpec(kv_cache_dtype=dtype), spec)
 
 
-@pytest.mark.parametrize("asked", [batch((1, 9), (1, 3), requests=2, tokens=2), batch((5, 9), (1, 3))])
-def test_decodes_with_a_request_for_each_row_of_padding_are_asked(asked):
-    assert reasons(asked) == []
+@pytest.mark.parametrize("spec", [batch((1, 9), (1, 3), requests=2, tokens=2), batch((5, 9), (1, 3))])
+def test_decodes_with_a_request_for_each_row_of_padding_are_asked(spec):
+    assert reasons(spec) == []
 
 
-@pytest.mark.parametrize("asked", [batch((1, 9), requests=2, tokens=3), batch((5, 5), (1, 3), requests=1, tokens=1)])
-def test_padding_that_no_graph_of_vllm_s_has_is_not_asked(asked):
-    (reason,) = reasons(asked)
-    assert f"{asked.padding.tokens} padding tokens: vLLM pads decodes of one length alone" in reason
+@pytest.mark.parametrize("spec", [batch((1, 9), requests=2, tokens=3), batch((5, 5), (1, 3), requests=1, tokens=1)])
+def test_padding_that_no_graph_of_vllm_s_has_is_not_asked(spec):
+    (reason,) = reasons(spec)
+    assert f"{spec.padding.tokens} padding tokens: vLLM pads decodes of one length alone" in reason
 
 
 def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch):
-    asked = batch((3, 9), (3, 5), drafts=2, requests=1, tokens=3)
-    assert len(reasons(asked)) == 1
+    spec = batch((3, 9), (3, 5), drafts=2, requests=1, tokens=3)
+    assert len(reasons(spec)) == 1
     monkeypatch.setattr(Theirs, "get_builder_cls", staticmethod(lambda: TakesDrafts))
-    assert reasons(asked) == []
-    assert len(reasons(replace(asked, padding=PaddingSpec(requests=1, tokens=1)))) == 1
+    assert reasons(spec) == []
+    assert len(reasons(replace(spec, padding=PaddingSpec(requests=1, tokens=1)))) == 1
 
 
 def test_rows_without_a_slot_are_asked_where_graphs_are(monkeypatch):
-    asked = batch((1, 9), (4, 9), unmapped_tokens=3)
-    assert reasons(asked) == snapshot(["rows that no slot is for: vLLM's runner pads no rows on a CPU"])
+    spec = batch((1, 9), (4, 9), unmapped_tokens=3)
+    assert reasons(spec) == snapshot(["rows that no slot is for: vLLM's runner pads no rows on a CPU"])
     monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: True)
-    assert reasons(asked) == []
+    assert reasons(spec) == []
 
 
 def test_rows_that_see_later_ones_come_in_blocks_of_one_length():
@@ -109,8 +109,8 @@ def test_rows_that_see_later_ones_come_in_blocks_of_one_length():
     assert "one" in reason
 
 
-def unavailable(asked, dtype="fp8"):
-    return Candidate.unavailable_case_reasons("cpu", LAYER, CacheSpec(kv_cache_dtype=dtype), asked)
+def unavailable(spec, dtype="fp8"):
+    return Candidate.unavailable_case_reasons("cpu", LAYER, CacheSpec(kv_cache_dtype=dtype), spec)
 
 
 def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu(monkeypatch):
@@ -131,10 +131,10 @@ def test_a_layer_without_a_latent_cache_is_refused_for_that_alone():
     assert len(reasons(batch((5, 9), (1, 3), requests=1, tokens=1), layer=plain)) == 1
 
 
-@pytest.mark.parametrize(("asked", "rows"), [(None, 4096), (16, 16), (17, 32), (1, 16)])
-def test_the_workspace_is_the_case_s_in_whole_pages(asked, rows):
+@pytest.mark.parametrize(("size", "rows"), [(None, 4096), (16, 16), (17, 32), (1, 16)])
+def test_the_workspace_is_the_case_s_in_whole_pages(size, rows):
     builder = type("Made", (VLLMLatentBuilder,), {"their_backend": Theirs})
-    made = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=asked))
+    made = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=size))
     assert made.determine_chunked_prefill_workspace_size(None) == rows
     assert Builder.determine_chunked_prefill_workspace_size(None) == 4096
 

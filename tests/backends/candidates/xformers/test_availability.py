@@ -63,9 +63,9 @@ def test_a_gpu_has_to_be_young_and_a_missing_extension_is_told(is_loaded, capabi
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("xformers._cpp_lib._built_with_cuda", is_loaded)
-    told = XFormersBackend.unavailable_reasons("cuda:0")
-    assert any("compute capability 7.5, and the kernels need 8.0" in reason for reason in told) == (capability < (8, 0))
-    assert len(told) == (capability < (8, 0))
+    found = XFormersBackend.unavailable_reasons("cuda:0")
+    assert any("compute capability 7.5, and the kernels need 8.0" in text for text in found) == (capability < (8, 0))
+    assert len(found) == (capability < (8, 0))
     assert ("its compiled extension not loaded" in XFormersBackend.version()) == (not is_loaded)
 
 
@@ -107,12 +107,12 @@ def test_the_launch_on_a_gpu_is_the_library_s_own(monkeypatch):
         pytest.skip("; ".join(reasons))
     from attncheck.backends.candidates.xformers.operator import operator_for
 
-    asked = {"is_paged": True, "B": 1, "Kkv": 128, "Kq": 128, "Mq": 1, "split_k": 1}
-    asked |= {"M": 40, "attn_bias": None, "k_fp8_scale_shift": None}
-    assert operator_for(48).get_extra_args(**asked)["BLOCK_M"] == 16
+    arguments = {"is_paged": True, "B": 1, "Kkv": 128, "Kq": 128, "Mq": 1, "split_k": 1}
+    arguments |= {"M": 40, "attn_bias": None, "k_fp8_scale_shift": None}
+    assert operator_for(48).get_extra_args(**arguments)["BLOCK_M"] == 16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    on_hopper = operator_for(48).get_extra_args(**asked)
+    on_hopper = operator_for(48).get_extra_args(**arguments)
     assert (on_hopper["BLOCK_M"], on_hopper["BLOCK_N"]) == (64, 16)
 
 

@@ -190,14 +190,14 @@ def test_pages_that_no_tile_divides_have_no_cache():
     assert "16" in str(refused.value)
 
 
-@pytest.mark.parametrize(("modifiers", "is_asked"), [({}, False), ({"sliding_window": 3}, True)])
-def test_bfloat16_is_asked_where_the_interpreter_can_multiply_it(modifiers, is_asked, monkeypatch):
+@pytest.mark.parametrize(("modifiers", "is_available"), [({}, False), ({"sliding_window": 3}, True)])
+def test_bfloat16_is_asked_where_the_interpreter_can_multiply_it(modifiers, is_available, monkeypatch):
     layer, batch = replace(PLAIN, dtype="bfloat16", **modifiers), BatchSpec(requests=(RequestSpec(query_len=1),))
-    asked = ("cpu", layer, CacheSpec(), batch)
-    assert XFormersBackend.unsupported_reasons(*asked[1:]) == []
-    assert (XFormersBackend.unavailable_case_reasons(*asked) == []) == is_asked
+    arguments = ("cpu", layer, CacheSpec(), batch)
+    assert XFormersBackend.unsupported_reasons(*arguments[1:]) == []
+    assert (XFormersBackend.unavailable_case_reasons(*arguments) == []) == is_available
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert XFormersBackend.unavailable_case_reasons(*asked) == []
+    assert XFormersBackend.unavailable_case_reasons(*arguments) == []
 
 
 @pytest.mark.parametrize(

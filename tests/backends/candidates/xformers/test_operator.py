@@ -71,18 +71,18 @@ def test_a_page_that_no_tile_divides_is_refused(page_size):
 @pytest.mark.parametrize("page_size", [16, 48, 64])
 @pytest.mark.parametrize("group", [1, 4])
 def test_decodes_around_the_edges_of_pages(page_size, group):
-    asked = step([1, page_size - 1, page_size, page_size + 1], page_size, group)
-    assert_right(decode(*asked), truth(*asked))
+    arguments = step([1, page_size - 1, page_size, page_size + 1], page_size, group)
+    assert_right(decode(*arguments), truth(*arguments))
 
 
 def test_keys_split_into_parts_of_which_a_short_request_fills_one():
-    asked = step([200, 3], 16, group=2, kv_heads=1)
-    assert_right(decode(*asked), truth(*asked))
+    arguments = step([200, 3], 16, group=2, kv_heads=1)
+    assert_right(decode(*arguments), truth(*arguments))
 
 
 def test_head_size_128_needs_no_gpu():
-    asked = step([5, 20], 16, head_size=128, kv_heads=1)
-    assert_right(decode(*asked), truth(*asked))
+    arguments = step([5, 20], 16, head_size=128, kv_heads=1)
+    assert_right(decode(*arguments), truth(*arguments))
 
 
 def test_a_row_without_keys_is_zero_whatever_its_query_and_its_pages():
@@ -95,10 +95,10 @@ def test_a_row_without_keys_is_zero_whatever_its_query_and_its_pages():
 
 
 def test_without_a_log_sum_exp_the_output_is_the_same():
-    asked = step([3, 17], 16)
-    out = torch.full_like(asked[0], torch.nan)
-    paged_decode(*asked, SCALE, out, None)
-    assert torch.equal(out, decode(*asked)[0])
+    arguments = step([3, 17], 16)
+    out = torch.full_like(arguments[0], torch.nan)
+    paged_decode(*arguments, SCALE, out, None)
+    assert torch.equal(out, decode(*arguments)[0])
 
 
 def test_the_bias_is_the_step_s_own_tensors():

@@ -158,20 +158,20 @@ def test_a_pool_of_fewer_than_256_slots_keeps_split_k_off_the_list(make_step):
     assert NAMED not in str(caught.value)
 
 
-@pytest.mark.parametrize(("backend", "name"), [(XFormersAttentionBackend, "asked"), (XFormersAutoBackend, "found")])
+@pytest.mark.parametrize(("backend", "name"), [(XFormersAttentionBackend, "requested"), (XFormersAutoBackend, "found")])
 def test_the_operator_that_ran_is_named(backend, name, make_step, monkeypatch):
     """The library is asked for its choice once a shape, after a call that has succeeded."""
-    asked, dispatched = SimpleNamespace(NAME="asked"), []
+    requested, dispatched = SimpleNamespace(NAME="requested"), []
 
     def attend(query, key, value, *, attn_bias, p, scale, op):
-        assert op is (asked if name == "asked" else None)
+        assert op is (requested if name == "requested" else None)
         return query
 
     def dispatch(given, needs_gradient):
         dispatched.append((given.query.shape, needs_gradient))
         return SimpleNamespace(NAME="found")
 
-    monkeypatch.setattr(impl_module, "operator_for", lambda page_size: asked)
+    monkeypatch.setattr(impl_module, "operator_for", lambda page_size: requested)
     monkeypatch.setattr(impl_module, "memory_efficient_attention_forward", attend)
     monkeypatch.setattr(impl_module, "_dispatch_fw", dispatch)
     step = make_step(backend, PLAIN, DECODES)
@@ -180,7 +180,7 @@ def test_the_operator_that_ran_is_named(backend, name, make_step, monkeypatch):
     step.run()
     step.run()
     assert impl.chosen_kernels == {name}
-    assert dispatched == ([] if name == "asked" else [((1, 2, 2, 2, 32), False)])
+    assert dispatched == ([] if name == "requested" else [((1, 2, 2, 2, 32), False)])
 
 
 def test_the_kernel_of_prefills_is_named_too(make_step):

@@ -29,11 +29,11 @@ class LatentBatch:
     query_start_loc: Tensor
     tokens: tuple[Tensor, ...]
 
-    def ask(self, function: Callable[..., Any], params: MLAParams, **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(self, function: Callable[..., Any], params: MLAParams, **options: Any) -> tuple[Tensor, Tensor]:
         tables = (self.block_table, self.seq_lens, self.query_start_loc)
         return function(self.q_nope, self.q_pe, self.kv_cache, self.w_uk, self.w_uv, *tables, params, **options)
 
-    def ask_latent(self, function: Callable[..., Any], params: MLAParams, **options: Any) -> tuple[Tensor, Tensor]:
+    def attend_latent(self, function: Callable[..., Any], params: MLAParams, **options: Any) -> tuple[Tensor, Tensor]:
         """The decode kernel on queries projected here."""
         q_latent = torch.einsum("thp,lhp->thl", self.q_nope, self.w_uk)
         tables = (self.block_table, self.seq_lens, self.query_start_loc)

@@ -60,16 +60,16 @@ tiles = st.fixed_dictionaries({"q_tile": st.integers(1, 6), "kv_tile": st.intege
 @given(data=st.data())
 def test_naive_equals_absorbed(data, make_latent, same_state):
     batch, layer = data.draw(questions(make_latent))
-    naive = batch.ask(mla_attention_naive, layer, **data.draw(tiles))
-    same_state(batch.ask(mla_attention_absorbed, layer, **data.draw(tiles)), naive)
+    naive = batch.attend(mla_attention_naive, layer, **data.draw(tiles))
+    same_state(batch.attend(mla_attention_absorbed, layer, **data.draw(tiles)), naive)
 
 
 @quick
 @given(data=st.data(), workspace=st.integers(1, 15))
 def test_chunked_equals_unchunked(data, workspace, make_latent, same_state):
     batch, layer = data.draw(questions(make_latent))
-    whole = batch.ask(mla_attention_naive, layer)
-    same_state(batch.ask(mla_attention_chunked, layer, workspace=workspace, **data.draw(tiles)), whole)
+    whole = batch.attend(mla_attention_naive, layer)
+    same_state(batch.attend(mla_attention_chunked, layer, workspace=workspace, **data.draw(tiles)), whole)
 
 
 @quick
@@ -91,10 +91,10 @@ def test_the_latent_kernel_is_paged_attention(data, make_latent, same_state):
     keys = batch.kv_cache[:, :, None]
     tables = (batch.block_table, batch.seq_lens, batch.query_start_loc)
     want = paged_attention(query, keys, keys[..., :latent], *tables, paged)
-    state = batch.ask_latent(mla_latent_attention, layer, **data.draw(tiles))
+    state = batch.attend_latent(mla_latent_attention, layer, **data.draw(tiles))
     same_state(state, want)
     out = torch.einsum("thl,lhv->thv", state[0], batch.w_uv)
-    same_state((out, state[1]), batch.ask(mla_attention_absorbed, layer))
+    same_state((out, state[1]), batch.attend(mla_attention_absorbed, layer))
 
 
 @quick
@@ -103,8 +103,8 @@ def test_parts_merge_to_the_whole(data, cut, other, make_latent, same_state):
     batch, layer = data.draw(questions(make_latent))
     edges = [0, *sorted((cut, other)), 10**9]
     for form in FORMS:
-        parts = [batch.ask(form, layer, kv_range=span) for span in pairwise(edges)]
-        same_state(merge_many(*zip(*parts, strict=True)), batch.ask(form, layer))
+        parts = [batch.attend(form, layer, kv_range=span) for span in pairwise(edges)]
+        same_state(merge_many(*zip(*parts, strict=True)), batch.attend(form, layer))
 
 
 def padded(tensor, axis, extra):
@@ -120,24 +120,24 @@ def test_padding_is_neutral(data, extra, make_latent, same_state):
     layer = replace(layer, scale=layer.softmax_scale)
     latent = layer.kv_lora_rank
     for form in FORMS:
-        out, lse = batch.ask(form, layer)
+        out, lse = batch.attend(form, layer)
         values = replace(batch, w_uv=padded(batch.w_uv, 2, extra))
-        wide, same = values.ask(form, replace(layer, v_head_dim=layer.v_head_dim + extra))
+        wide, same = values.attend(form, replace(layer, v_head_dim=layer.v_head_dim + extra))
         assert not wide[..., layer.v_head_dim :].any()
         same_state((wide[..., : layer.v_head_dim], same), (out, lse))
 
         heads = {name: padded(getattr(batch, name), 1, extra) for name in ("q_nope", "q_pe", "w_uk", "w_uv")}
-        wide, more = replace(batch, **heads).ask(form, replace(layer, num_heads=layer.num_heads + extra))
+        wide, more = replace(batch, **heads).attend(form, replace(layer, num_heads=layer.num_heads + extra))
         same_state((wide[:, : layer.num_heads], more[:, : layer.num_heads]), (out, lse))
 
         nope = {name: padded(getattr(batch, name), 2, extra) for name in ("q_nope", "w_uk")}
         size = layer.qk_nope_head_dim + extra
-        same_state(replace(batch, **nope).ask(form, replace(layer, qk_nope_head_dim=size)), (out, lse))
+        same_state(replace(batch, **nope).attend(form, replace(layer, qk_nope_head_dim=size)), (out, lse))
 
         c, k_pe = batch.kv_cache[..., :latent], batch.kv_cache[..., latent:]
         ranks = {name: padded(getattr(batch, name), 0, extra) for name in ("w_uk", "w_uv")}
         ranks["kv_cache"] = torch.cat([padded(c, 2, extra), k_pe], dim=-1)
-        same_state(replace(batch, **ranks).ask(form, replace(layer, kv_lora_rank=latent + extra)), (out, lse))
+        same_state(replace(batch, **ranks).attend(form, replace(layer, kv_lora_rank=latent + extra)), (out, lse))
 
 
 @pytest.mark.parametrize(("nope", "rope"), [(3, 0), (0, 3)], ids=["without rope", "rope only"])
@@ -155,7 +155,7 @@ def test_degenerate_sizes_are_plain_attention(data, nope, rope, make_latent, sam
     ends = torch.tensor([0, *map(len, batch.tokens)]).cumsum(0)
     want = varlen_attention(query, keys, values, batch.query_start_loc, ends, AttentionParams(3, 3, 3, 2))
     for form in FORMS:
-        same_state(batch.ask(form, layer), want)
+        same_state(batch.attend(form, layer), want)
 
 
 def test_steps_and_places(make_latent, repage_latent, same_state):
@@ -163,9 +163,9 @@ def test_steps_and_places(make_latent, repage_latent, same_state):
     layer = MLAParams(3, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4)
     batch = make_latent((4,), (11,), layer, unowned_rows=0)
     for form in FORMS:
-        out, lse = batch.ask(form, layer)
-        same_state(repage_latent(batch, 4, seed=5).ask(form, layer), (out, lse), tolerance=0)
-        same_state(repage_latent(batch, 3, seed=5).ask(form, layer), (out, lse))
+        out, lse = batch.attend(form, layer)
+        same_state(repage_latent(batch, 4, seed=5).attend(form, layer), (out, lse), tolerance=0)
+        same_state(repage_latent(batch, 3, seed=5).attend(form, layer), (out, lse))
         for row in range(4):
             rows = slice(row, row + 1)
             step = replace(
@@ -175,7 +175,7 @@ def test_steps_and_places(make_latent, repage_latent, same_state):
                 seq_lens=torch.tensor([8 + row]),
                 query_start_loc=torch.tensor([0, 1]),
             )
-            same_state(step.ask(form, layer), (out[rows], lse[rows]))
+            same_state(step.attend(form, layer), (out[rows], lse[rows]))
 
 
 @quick
@@ -186,11 +186,11 @@ def test_float8_rows_have_one_scale(data, k_scale, make_latent, same_state):
     codes = (batch.kv_cache * 8).to(E4M3)
     coded, values = replace(batch, kv_cache=codes), replace(batch, kv_cache=dequantize_fp8(codes, k_scale))
     for form in FORMS:
-        want = values.ask(form, layer)
-        same_state(coded.ask(form, layer, k_scale=k_scale), want, tolerance=0)
-        same_state(coded.ask(form, layer, k_scale=torch.tensor([k_scale], dtype=torch.float64)), want, tolerance=0)
+        want = values.attend(form, layer)
+        same_state(coded.attend(form, layer, k_scale=k_scale), want, tolerance=0)
+        same_state(coded.attend(form, layer, k_scale=torch.tensor([k_scale], dtype=torch.float64)), want, tolerance=0)
         twice = replace(batch, kv_cache=values.kv_cache * 2)
-        same_state(coded.ask(form, layer, k_scale=2 * k_scale), twice.ask(form, layer), tolerance=0)
-        same_state(values.ask(form, layer, k_scale=k_scale), want, tolerance=0)
-    latent = coded.ask_latent(mla_latent_attention, layer, k_scale=k_scale)
-    same_state(latent, values.ask_latent(mla_latent_attention, layer), tolerance=0)
+        same_state(coded.attend(form, layer, k_scale=2 * k_scale), twice.attend(form, layer), tolerance=0)
+        same_state(values.attend(form, layer, k_scale=k_scale), want, tolerance=0)
+    latent = coded.attend_latent(mla_latent_attention, layer, k_scale=k_scale)
+    same_state(latent, values.attend_latent(mla_latent_attention, layer), tolerance=0)

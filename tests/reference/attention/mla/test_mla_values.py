@@ -48,7 +48,7 @@ def form(request):
     "layer", [LAYER, replace(LAYER, scale=0.9), replace(LAYER, causal=False)], ids=["default", "scale", "non-causal"]
 )
 def test_agrees_with_the_loops(batch, form, layer, latent_dense, same_state):
-    same_state(batch.ask(form, layer), latent_dense(batch, layer))
+    same_state(batch.attend(form, layer), latent_dense(batch, layer))
 
 
 def test_keys_of_a_range(make_latent, latent_dense, same_state):
@@ -56,7 +56,7 @@ def test_keys_of_a_range(make_latent, latent_dense, same_state):
     for span in ((0, 4), (3, 9), (8, 10**6), (5, 5)):
         want = latent_dense(batch, LAYER, span)
         for form in (mla_attention_naive, mla_attention_absorbed):
-            same_state(batch.ask(form, LAYER, kv_range=span, kv_tile=2), want)
+            same_state(batch.attend(form, LAYER, kv_range=span, kv_tile=2), want)
 
 
 def test_the_latent_kernel_returns_weighted_latents(make_latent, same_state):
@@ -106,7 +106,7 @@ def test_any_dtypes_and_strides(form, make_latent, latent_dense, same_state):
         tokens=tuple(rows.half().double() for rows in batch.tokens),
     )
     want = replace(views, q_nope=views.q_nope.double(), q_pe=views.q_pe.double(), w_uk=views.w_uk.double())
-    state = views.ask(form, LAYER)
+    state = views.attend(form, LAYER)
     assert state[0].dtype == state[1].dtype == torch.float64
     same_state(state, latent_dense(want, LAYER))
 
@@ -114,7 +114,7 @@ def test_any_dtypes_and_strides(form, make_latent, latent_dense, same_state):
 def test_nothing_is_modified(form, make_latent):
     batch = make_latent((3, 1), (9, 6), LAYER)
     before = {name: getattr(batch, name).clone() for name in ("q_nope", "q_pe", "kv_cache", "w_uk", "w_uv")}
-    batch.ask(form, LAYER)
+    batch.attend(form, LAYER)
     for name, tensor in before.items():
         assert torch.equal(getattr(batch, name).nan_to_num(7.0), tensor.nan_to_num(7.0))
 
@@ -167,8 +167,8 @@ def test_a_kernels_error_is_that_of_its_dtype(form, make_latent):
     low = replace(
         batch, **{name: getattr(batch, name).to(BF16) for name in ("q_nope", "q_pe", "kv_cache", "w_uk", "w_uv")}
     )
-    truth, _ = low.ask(form, LAYER)
-    out, _ = low.ask(form, LAYER, precision=Precision.kernel(BF16))
+    truth, _ = low.attend(form, LAYER)
+    out, _ = low.attend(form, LAYER, precision=Precision.kernel(BF16))
     assert torch.equal(out, out.to(BF16).float())
     error = (out - truth).norm() / truth.norm()
     assert 1e-4 < error < 2e-2

@@ -93,9 +93,9 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(data, layers, batches
             assert torch.equal(lse[row], sinks)
         else:
             assert lse[row].isfinite().all()
-    nobody = slice(int(batch.query_start_loc[-1]), None)
-    assert (out[nobody] == 0).all()
-    assert (lse[nobody] == -torch.inf).all()
+    unowned = slice(int(batch.query_start_loc[-1]), None)
+    assert (out[unowned] == 0).all()
+    assert (lse[unowned] == -torch.inf).all()
 
 
 @settings(max_examples=40)

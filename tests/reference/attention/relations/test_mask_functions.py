@@ -139,10 +139,10 @@ def test_a_mask_is_asked_about_real_keys_only_and_each_pair_once(data, layers, b
     """No key at ``j >= seq_len``, no row of nobody, absolute positions, every (row, key) pair exactly once."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
-    asked = []
+    pairs = []
 
     def spy(request, q_pos, k_pos):
-        asked.extend((request, q, k) for q in q_pos[:, 0].tolist() for k in k_pos[0].tolist())
+        pairs.extend((request, q, k) for q in q_pos[:, 0].tolist() for k in k_pos[0].tolist())
         return visible(params, q_pos, k_pos)
 
     batch.attend(params, mask_fn=spy, **data.draw(tiles))
@@ -152,4 +152,4 @@ def test_a_mask_is_asked_about_real_keys_only_and_each_pair_once(data, layers, b
         for row in range(batch.rows(r).start, batch.rows(r).stop)
         for j in range(len(keys))
     ]
-    assert sorted(asked) == sorted(want)
+    assert sorted(pairs) == sorted(want)
