@@ -35,7 +35,7 @@ def test_a_file_of_the_page_is_the_one_that_is_written(kind):
     assert written["test_mine.py"].replace("vllm:", "") == TEST
 
 
-def test_what_is_written_is_said(shell, tmp_path):
+def test_every_written_file_is_documented(shell, tmp_path):
     assert shell(NEW[0], tmp_path)[0] == 0
     (written,) = re.findall(r"^writes `(.*?)`.*`(.*?)`", TEXT, re.MULTILINE)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
@@ -46,7 +46,7 @@ def test_what_is_written_is_said(shell, tmp_path):
     [(FUNCTION, FUNCTION_RUN), pytest.param(CLASSES, CLASSES_RUN, marks=pytest.mark.slow)],
     ids=["function", "classes"],
 )
-def test_a_file_is_right_and_prints_what_is_said(shell, assert_printed, tmp_path, file, run):
+def test_a_file_is_right_and_prints_what_the_page_shows(shell, assert_printed, tmp_path, file, run):
     (tmp_path / "mine.py").write_text(file, encoding="utf-8")
     command, output = run
     code, printed = shell(command, tmp_path)
@@ -64,7 +64,7 @@ def test_the_test_collects_each_check_of_each_case(shell, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_failure_is_told_as_is_said_and_can_be_repeated(shell, assert_printed, tmp_path):
+def test_the_failure_is_reported_as_the_page_shows_and_can_be_repeated(shell, assert_printed, tmp_path):
     assert FUNCTION.count(RIGHT) == 1
     (tmp_path / "mine.py").write_text(FUNCTION.replace(RIGHT, WRONG), encoding="utf-8")
     command, output = FAILING_RUN

@@ -21,7 +21,7 @@ def test_every_candidate_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_an_interpreted_candidate_runs_as_is_said(shell, assert_printed, tmp_path: Path) -> None:
+def test_an_interpreted_candidate_runs_as_the_page_states(shell, assert_printed, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="nothing is interpreted without Triton")
     ((command, output),) = RUN.findall(TEXT)
     code, printed = shell(command, tmp_path)
@@ -30,7 +30,7 @@ def test_an_interpreted_candidate_runs_as_is_said(shell, assert_printed, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_kernel_of_triton_runs_as_is_said(shell, assert_printed, tmp_path: Path) -> None:
+def test_a_kernel_of_triton_runs_as_the_page_states(shell, assert_printed, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="nothing is interpreted without Triton")
     (file,) = re.findall(r"^```python\n(.*?)^```$", TRITON, re.MULTILINE | re.DOTALL)
     (tmp_path / "mine.py").write_text(file, encoding="utf-8")

@@ -55,7 +55,7 @@ def test_the_expectation_files_are_some(tmp_path: Path) -> None:
     assert bounded.expectation.within.values == ("nan",)
 
 
-def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: Path) -> None:
+def test_the_backend_is_one_and_every_feature_and_convention_is_documented(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(FUNCTION, encoding="utf-8")
     assert load(f"{path}:Mine").backend.conventions.lse_base == "2"
@@ -73,7 +73,7 @@ def test_a_level_by_the_config_goes_with_the_backend_of_a_function(tmp_path: Pat
     assert builder.get_cudagraph_support(None, SimpleNamespace(sliding_window=8)).name == "NEVER"
 
 
-def test_what_a_builder_is_offered_is_all_told() -> None:
+def test_what_a_builder_is_offered_is_all_documented() -> None:
     drafts = PathSpec(name="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=1))
     config = vllm_config(LAYER, CACHE, torch.float32, max_model_len=1, max_num_seqs=1, max_tokens=1, path=drafts)
     offered = {name for name in vars(config) if not name.startswith("_")}
@@ -161,7 +161,7 @@ def test_the_navigation_names_every_page_once() -> None:
 
 
 @pytest.mark.parametrize("page", sorted({path.name for path in DOCS.glob("*.md")} - GENERATED))
-def test_a_page_that_is_written_by_hand_is_short_and_says_what_it_is_for(page: str) -> None:
+def test_a_page_that_is_written_by_hand_is_short_and_states_its_purpose(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert len(text.split()) <= LONGEST
     title, purpose = [line for line in text.splitlines() if line][:2]

@@ -21,7 +21,7 @@ COMMANDS = re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_understood_and_asks_what_is_there(command, monkeypatch):
+def test_a_command_is_parsed_and_names_existing_files_and_cases(command, monkeypatch):
     program, *words = shlex.split(command)
     if program == "scripts/gpu-evidence":
         monkeypatch.syspath_prepend(str(ROOT / "scripts"))

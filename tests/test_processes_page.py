@@ -11,7 +11,7 @@ TEXT = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("crashes.m
 (APART, OUTPUT), (HERE, _) = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
-def test_a_crash_is_told_as_is_said(shell, assert_printed, tmp_path):
+def test_a_crash_is_reported_as_the_page_shows(shell, assert_printed, tmp_path):
     (tmp_path / "crashing.py").write_text(NAME + FILE, encoding="utf-8")
     code, printed = shell(APART, tmp_path)
     assert code == 1, printed
@@ -19,7 +19,7 @@ def test_a_crash_is_told_as_is_said(shell, assert_printed, tmp_path):
     assert_printed(OUTPUT, re.sub(r'File ".*/crashing\.py", line 11 in forward', frame, printed))
 
 
-def test_in_process_it_ends_the_run_and_says_where(shell, tmp_path):
+def test_in_process_it_ends_the_run_and_states_where(shell, tmp_path):
     (tmp_path / "crashing.py").write_text(NAME + FILE, encoding="utf-8")
     code, printed = shell(HERE, tmp_path)
     assert code in (-6, 128 + 6), printed  # SIGABRT, as bash tells it or as it is

@@ -76,7 +76,7 @@ def timed(record, case, number, *medians):
     return record.model_copy(update={"case_id": case, "case_hash": case, "round": number, "timing": timing})
 
 
-def test_a_comparison_prints_what_is_said(run, folder, assert_printed):
+def test_a_comparison_prints_what_the_page_shows(run, folder, assert_printed):
     code, printed = run(COMPARISON, folder)
     assert code == 1, printed
     assert_printed(COMPARED, printed)

@@ -97,7 +97,7 @@ class Strict(AttentionBackend):
         return [8, MultipleOf(16)]
 
 
-def test_every_feature_is_asked_for_or_explained():
+def test_every_feature_is_needed_by_a_case_or_explained():
     assert set(NEEDS) | set(NEEDED_BY_NO_CASE) == set(FEATURES)
 
 
@@ -173,7 +173,7 @@ def test_value_head_size_is_held_against_the_supported_sizes_too():
     assert "head_size_v 96: supported are 64, 128" in reasons
 
 
-def test_an_encoder_layer_is_not_asked_about_its_cache():
+def test_the_cache_of_an_encoder_layer_is_not_checked():
     class Encoder(Strict):
         supported_attn_types = ("encoder_only",)
 
@@ -181,7 +181,7 @@ def test_an_encoder_layer_is_not_asked_about_its_cache():
     assert undeclared(Encoder, *case) == []
 
 
-def test_every_reason_is_told_at_once():
+def test_every_reason_is_listed_at_once():
     case = layer(dtype="float16", head_size=72, sliding_window=3, alibi=True), CacheSpec(block_size=3), batch(5, 4)
     reasons = undeclared(Strict, *case)
     assert [reason.split(":")[0] for reason in reasons] == [

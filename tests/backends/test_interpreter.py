@@ -23,14 +23,14 @@ def test_a_version_is_marked_where_kernels_are_interpreted(is_interpreted):
     assert interpreter.marked("") == ("interpreted" if is_interpreted else "")
 
 
-def test_a_gpu_compiles_them_unless_told_otherwise(is_interpreted):
+def test_a_gpu_compiles_them_unless_the_variable_is_set(is_interpreted):
     assert interpreter.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
     assert interpreter.required_environment("cuda:1") == {}
     assert interpreter.default_suite("cpu") == "interpreted"
     assert interpreter.default_suite("cuda") == ("interpreted" if is_interpreted else "smoke")
 
 
-def test_why_they_cannot_run_is_told(is_interpreted, monkeypatch):
+def test_the_reason_why_they_cannot_run_is_stated(is_interpreted, monkeypatch):
     versions = {"numpy": "2.3.5", "triton": "3.6.0"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -64,7 +64,7 @@ print(untimely_reasons())
         ("", "", "[]"),
     ],
 )
-def test_a_variable_that_comes_too_late_is_told(before, after, printed, preloaded):
+def test_a_variable_set_too_late_is_reported(before, after, printed, preloaded):
     pytest.importorskip("triton")
     code = "import os; os.environ.pop('TRITON_INTERPRET', None)\n" + LATE.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -72,7 +72,7 @@ def test_a_variable_that_comes_too_late_is_told(before, after, printed, preloade
 
 
 @pytest.mark.parametrize("name", ["triton_unified", "triton_mla", "xformers", "xformers_vllm"])
-def test_every_candidate_of_triton_kernels_says_so(name, monkeypatch):
+def test_every_candidate_of_triton_kernels_declares_the_interpreter(name, monkeypatch):
     pytest.importorskip("xformers")
     backend = load(name).backend
     assert backend.required_environment("cpu") == {"TRITON_INTERPRET": "1"}

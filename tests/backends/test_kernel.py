@@ -112,7 +112,7 @@ def test_what_the_function_is_given(make_step):
     assert (seen["params"].causal, seen["params"].window) == (False, (4, 4))
 
 
-def test_scales_and_fp8_views_are_given_to_who_asks(make_step):
+def test_scales_and_fp8_views_are_passed_where_declared(make_step):
     seen = {}
 
     def spy(query, key_cache, value_cache, metadata, params, out, *, k_scale, v_scale):

@@ -74,7 +74,7 @@ def test_a_step_without_a_tree(speculative: Any) -> None:
     assert tree_of(SimpleNamespace(), CPU) is None
 
 
-def test_whoever_does_not_declare_trees_refuses_them() -> None:
+def test_a_backend_that_does_not_declare_trees_refuses_them() -> None:
     config = SimpleNamespace(speculative_config=SimpleNamespace(speculative_token_tree="[(0,), (1,)]"))
     bare = type("Bare", (FlexBackend,), {"features": FlexBackend.features - {"tree"}})
     refuse_tree(FlexBackend, tree_of(config, CPU))

@@ -72,7 +72,7 @@ def test_an_output_of_codes(backend, make_step):
 
 
 @pytest.mark.parametrize("backend", CANDIDATES)
-def test_what_the_graph_compiler_is_told(backend, make_step):
+def test_what_is_declared_to_the_graph_compiler(backend, make_step):
     impl = make_step(backend, PLAIN, MIXED).impl()
     assert impl.fused_output_quant_supported(QuantKey(E4M3, STATIC))
     assert not impl.fused_output_quant_supported(QuantKey(E5M2, STATIC))

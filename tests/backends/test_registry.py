@@ -100,7 +100,7 @@ def test_built_in_backends_load_by_name():
     assert names >= {"REFERENCE", "TORCH_SDPA", "FLEX_ATTENTION", "REFERENCE_MLA", "TORCH_MLA"}
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones(refusal):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(refusal):
     with pytest.raises(UnknownNameError) as caught:
         load("torch_spda")
     assert str(caught.value) == (
@@ -111,13 +111,13 @@ def test_an_unknown_name_is_answered_with_the_known_ones(refusal):
 
 
 @pytest.mark.parametrize("ref", ["vllm", "vllm:", "vllm:*"])
-def test_a_name_that_stands_for_many_runs_only_when_one_is_named(ref):
+def test_a_name_of_many_backends_runs_only_when_one_is_named(ref):
     assert "vllm" in set(known_names()) - set(builtin_names())
     with pytest.raises(BackendLoadError, match="vllm names many backends; name one, such as vllm:CPU_ATTN"):
         load(ref)
 
 
-def test_a_class_of_vllms_is_answered_with_the_name_that_takes_it(on_path, refusal):
+def test_the_error_for_a_class_of_vllm_names_the_candidate_that_takes_it(on_path, refusal):
     text = """
         AttentionBackend = type("AttentionBackend", (), {"__module__": "vllm.v1.attention.backend"})
 
@@ -263,7 +263,7 @@ def test_a_file_that_is_not_there(refusal, tmp_path):
         ),
     ],
 )
-def test_a_file_that_does_not_import_says_where(file, text, message):
+def test_the_error_of_a_file_that_does_not_import_states_the_line(file, text, message):
     path = file(text)
     loaded = set(sys.modules)
     with pytest.raises(BackendLoadError, match=message):
@@ -278,7 +278,7 @@ def test_a_module_that_exits_does_not_import(on_path, refusal):
     )
 
 
-def test_a_module_that_is_not_there_is_answered_with_the_registered_names():
+def test_the_error_for_a_missing_module_lists_the_registered_names():
     with pytest.raises(BackendLoadError, match=r"No module named 'vlm'; registered names are .*torch_sdpa"):
         load("vlm:CPU_ATTN")
 

@@ -63,7 +63,7 @@ def gathered(make_step, requests, params, *, padding=(0, 0), max_seq_len=None):
     return list(parts), step
 
 
-def test_keys_stand_at_their_positions_and_nothing_behind_the_length(make_step):
+def test_keys_are_at_their_positions_and_none_behind_the_length(make_step):
     (piece,), step = gathered(make_step, [(2, 35), (2, 3), (2, 1)], AttentionParams(4, 2, 16), padding=(1, 2))
     assert piece.rows == slice(0, 8)
     assert piece.query_positions.tolist() == [[33, 34], [1, 2], [-1, 0], [-2, -1]]

@@ -128,7 +128,7 @@ LAYERS = {
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("modifiers", LAYERS.values(), ids=LAYERS.keys())
-def test_later_steps_are_answered_from_what_the_tensors_hold(modifiers, layout, query_len, make_step):
+def test_later_steps_compute_from_what_the_tensors_hold(modifiers, layout, query_len, make_step):
     graph = Graph(make_step, replace(PLAIN, **modifiers), query_len, CacheSpec(block_size=8, layout=layout))
     for seed, lens in enumerate(BATCHES):
         graph.replay(lens, seed=seed)

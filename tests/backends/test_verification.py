@@ -153,7 +153,7 @@ def test_one_broken_promise_is_one_problem(backend, problem):
     assert any(problem in found for found in problems), problems
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_listed_at_once():
     class Empty(AttentionBackend):
         features = frozenset({"magic"})
 
@@ -173,6 +173,6 @@ def test_a_missing_library_is_not_a_broken_promise(where):
         contract_problems(backend)
 
 
-def test_a_builtin_function_tells_nothing_of_its_arguments():
+def test_a_builtin_function_has_no_signature_to_examine():
     assert contract_problems(with_functions(lambda: {"swap_blocks": dict.update})) == []
     assert contract_problems(with_functions(lambda: {"merge_attn_states": torch.add})) == []

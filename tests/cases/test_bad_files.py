@@ -79,7 +79,7 @@ def several(tmp_path: Path, text: str) -> list[tuple[int | None, str]]:
     return [(each.line, each.key) for each in error.errors]
 
 
-def test_all_mistakes_of_a_file_are_told_in_the_order_of_its_lines(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_file_are_listed_in_the_order_of_its_lines(tmp_path: Path) -> None:
     found = several(
         tmp_path,
         "suite: bad\ncases:\n"
@@ -101,7 +101,7 @@ def test_all_mistakes_of_a_file_are_told_in_the_order_of_its_lines(tmp_path: Pat
     ]
 
 
-def test_every_missing_key_is_told_unless_one_is_mistyped(tmp_path: Path) -> None:
+def test_every_missing_key_is_named_unless_one_is_mistyped(tmp_path: Path) -> None:
     text = "suite: bad\ncases:\n  - {id: a, batch: q1, layer: {num_heads: 8}}\n"
     assert several(tmp_path, text) == [(3, "cases[0].layer.num_kv_heads"), (3, "cases[0].layer.head_size")]
     path = tmp_path / "one.yaml"
@@ -109,7 +109,7 @@ def test_every_missing_key_is_told_unless_one_is_mistyped(tmp_path: Path) -> Non
     assert refusal_of(path).key == "cases[0].layer.num_head"
 
 
-def test_a_mistake_that_a_matrix_repeats_is_told_once(tmp_path: Path) -> None:
+def test_a_mistake_that_a_matrix_repeats_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "matrix.yaml"
     path.write_text(
         "suite: bad\ndefaults:\n  layer: {num_heads: 0, num_kv_heads: 1, head_size: 8}\ncases:\n"
@@ -118,7 +118,7 @@ def test_a_mistake_that_a_matrix_repeats_is_told_once(tmp_path: Path) -> None:
     assert str(refusal_of(path)).count("num_heads must be above 0") == 1
 
 
-def test_of_very_many_mistakes_ten_are_told(tmp_path: Path) -> None:
+def test_of_very_many_mistakes_ten_are_listed(tmp_path: Path) -> None:
     cases = "".join(f"  - {{id: c{number}, bach: q1}}\n" for number in range(15))
     path = tmp_path / "many.yaml"
     path.write_text(f"suite: bad\ncases:\n{cases}")

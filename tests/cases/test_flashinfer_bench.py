@@ -95,7 +95,7 @@ def test_a_prefill_over_pages_of_64_in_an_fp8_cache(tmp_path: Path) -> None:
     assert (case.cache.kv_cache_dtype, case.cache.block_size, case.layer.scale) == ("fp8_e4m3", 64, 0.25)
 
 
-def test_ragged_keys_are_asked_in_pages(tmp_path: Path) -> None:
+def test_ragged_keys_are_put_in_pages(tmp_path: Path) -> None:
     name = "gqa_ragged_prefill_causal_h32_kv8_d128"
     define(tmp_path, name, "gqa_ragged", GQA, {"q": "float16", "k": "float16", "qo_indptr": "int32"})
     store(tmp_path / "c.safetensors", {"qo_indptr": [0, 4, 6], "kv_indptr": [0, 4, 26]})

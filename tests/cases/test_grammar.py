@@ -175,7 +175,7 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
         ((), "requests"),
     ],
 )
-def test_formatting_refuses_what_the_string_cannot_say(requests: tuple[RequestSpec, ...], field: str) -> None:
+def test_formatting_refuses_what_the_string_cannot_hold(requests: tuple[RequestSpec, ...], field: str) -> None:
     with pytest.raises(SpecError) as caught:
         format_batch(requests)
     assert caught.value.field == field

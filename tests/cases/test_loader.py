@@ -92,7 +92,7 @@ def test_every_form_of_a_batch(tmp_path: Path) -> None:
     assert inner.batch == string.batch
 
 
-def test_rows_that_see_no_key_are_asked_by_the_list_form(tmp_path: Path) -> None:
+def test_rows_that_see_no_key_are_written_in_the_list_form(tmp_path: Path) -> None:
     case = one(tmp_path, "batch: [{query_len: 5, seq_len: 3}, {query_len: 1, seq_len: 0}]")
     assert [r.context_len for r in case.batch.requests] == [-2, -1]
 

@@ -53,7 +53,7 @@ def test_labels_do_not_count() -> None:
     assert other.hash == case().hash
 
 
-def test_what_is_asked_counts() -> None:
+def test_what_is_set_changes_the_hash() -> None:
     base = case()
     batch = base.batch
     others = [

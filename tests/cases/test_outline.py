@@ -137,7 +137,7 @@ def test_a_layer_without_a_cache_has_no_keys_of_one(suite_cases: dict[str, Case]
     assert "pages of" not in shape_of(case)
 
 
-def test_a_batch_that_no_line_holds_is_told_by_its_sizes(tmp_path: Path) -> None:
+def test_a_batch_that_no_line_holds_is_described_by_its_sizes(tmp_path: Path) -> None:
     batch = "_".join(f"q{length}s{length + 100}" for length in range(1, 12))
     message = shape_of(case_of(tmp_path, "", batch=batch))
     assert "11" in message

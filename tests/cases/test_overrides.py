@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_default_is_replaced_where_no_case_says_otherwise(file: str) -> None:
+def test_a_default_is_replaced_in_cases_that_do_not_set_it(file: str) -> None:
     suite = load_suite(with_defaults(file, ["cache.block_size=128", "layer.head_size=96"]))
     assert {case.id: case.cache.block_size for case in suite} == {"plain": 128, "own": 8, "axis.32": 32, "axis.64": 64}
     assert {case.layer.head_size for case in suite} == {96}
@@ -56,7 +56,9 @@ def test_a_built_in_suite_is_varied_by_name() -> None:
     assert with_defaults("decode{ }", ["cache.block_size=32"]) == "decode{cache.block_size: 32}"
 
 
-def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_case_that_an_override_makes_invalid_is_left_out_and_named(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
     path = tmp_path / "t.yaml"
     shared = "  - {id: shared, batch: [{query_len: 1, seq_len: 40, shared_prefix: 16, count: 2}]}\n"
     path.write_text(SUITE + shared, encoding="utf-8")
@@ -171,7 +173,7 @@ def test_what_cannot_be_a_default_is_refused_by_the_suites_name(
     assert "decode{" in str(caught.value)
 
 
-def test_an_unknown_suite_is_told_without_its_braces() -> None:
+def test_an_unknown_suite_is_named_without_its_braces() -> None:
     with pytest.raises(UnknownNameError, match="'decod'"):
         load_suite("decod{cache.block_size: 3}")
 
@@ -198,7 +200,7 @@ def test_the_model_of_a_benchmark_file_is_its_default(tmp_path: Path) -> None:
     assert bench(tmp_path, "")[0].cache == CacheSpec(block_size=16, kv_cache_dtype="fp8")
 
 
-def test_a_value_of_a_benchmarks_sweep_keeps_what_it_says(tmp_path: Path) -> None:
+def test_a_value_of_a_benchmarks_sweep_is_kept(tmp_path: Path) -> None:
     sweep = "model_parameter_sweep: {values: [{head_dim: 128, block_size: 64}, {num_q_heads: 4}]}"
     first, second = bench(tmp_path, "{cache.block_size: 32, layer.head_size: 96}", sweep)
     assert (first.layer.head_size, first.cache.block_size) == (128, 64)
@@ -211,7 +213,7 @@ def test_a_wrong_default_of_a_benchmark_file_is_named_where_it_was_written(tmp_p
     assert "{cache.layout: DNH}" in str(caught.value)
 
 
-def test_the_pages_that_cases_leave_out_are_told(tmp_path: Path) -> None:
+def test_the_pages_that_cases_leave_out_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "bench.yaml"
     path.write_text(BENCH.replace("block_size: 16", "block_size: 8"), encoding="utf-8")
     assert load_suite(str(path)).page_defaults == {"cache.block_size": "8", "cache.layout": "NHD"}

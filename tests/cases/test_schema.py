@@ -35,7 +35,7 @@ def test_nothing_is_required_and_nothing_dangles() -> None:
     assert text.count('"$ref"') == sum(text.count(f'"#/$defs/{name}"') for name in schema["$defs"])
 
 
-def test_it_knows_every_key_and_name() -> None:
+def test_it_has_every_key_and_name() -> None:
     schema = json_schema()
     case = schema["properties"]["cases"]["items"]["properties"]
     for kind in (LayerSpec, CacheSpec):

@@ -63,7 +63,7 @@ def test_these_are_the_suites() -> None:
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_asks_distinct_questions_under_distinct_names(name: str) -> None:
+def test_a_suite_has_distinct_questions_under_distinct_names(name: str) -> None:
     suite = load_suite(name)
     assert suite.name == name
     assert suite.description
@@ -74,7 +74,7 @@ def test_a_suite_asks_distinct_questions_under_distinct_names(name: str) -> None
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_suite_says_what_each_case_is_about_and_stays_cheap(name: str) -> None:
+def test_a_suite_describes_each_case_and_stays_cheap(name: str) -> None:
     suite = load_suite(name)
     assert all(case.description for case in suite)
     products = [
@@ -151,7 +151,7 @@ def test_hashes_stay() -> None:
     assert {key: hashes[key] for key in PINNED} == PINNED
 
 
-def test_smoke_asks_about_every_modifier_and_shape() -> None:
+def test_smoke_has_every_modifier_and_shape() -> None:
     smoke = list(cases("smoke"))
     layers = [case.layer for case in smoke]
     assert {layer.dtype for layer in layers} == {"float16", "bfloat16", "float32"}
@@ -191,7 +191,7 @@ SMOKE_CROSSINGS = [
 
 
 @pytest.mark.parametrize(("modifier", "dtype", "layout", "group"), SMOKE_CROSSINGS)
-def test_smoke_asks_about_each_modifier_in_another_kernel(modifier: str, dtype: str, layout: str, group: int) -> None:
+def test_smoke_has_each_modifier_in_another_kernel(modifier: str, dtype: str, layout: str, group: int) -> None:
     found = [
         case
         for case in cases("smoke")
@@ -202,7 +202,7 @@ def test_smoke_asks_about_each_modifier_in_another_kernel(modifier: str, dtype: 
     assert {_kind(request) for case in found for request in case.batch} == {"decode", "extend", "prefill"}
 
 
-def test_smoke_asks_about_lengths_at_which_kernels_change() -> None:
+def test_smoke_has_lengths_at_which_kernels_change() -> None:
     batches = [set(lengths(case.batch)) for case in cases("smoke")]
     decodes = set().union(*batches)
     assert decodes >= {(1, length) for length in (128, 256, 512, 513, 640, 1024, 1025)}
@@ -219,7 +219,7 @@ def _kind(request: RequestSpec) -> str:
     return "decode" if request.query_len == 1 else "prefill" if request.context_len == 0 else "extend"
 
 
-def test_the_dimensions_that_bugs_live_in_are_asked() -> None:
+def test_the_dimensions_that_bugs_live_in_are_covered() -> None:
     selected = list(cases(*CHEAP))
     layers = [case.layer for case in selected]
     assert {layer.num_heads // layer.num_kv_heads for layer in layers} >= {1, 2, 4, 5, 7, 8, 16}
@@ -339,7 +339,7 @@ def test_many_rows_have_keys_enough_to_be_split() -> None:
     assert max(sum(r.count for r in case.batch.requests if r.total_len > 256) for case in cases("long_rows")) > 128
 
 
-def test_tables_ask_about_all_that_stands_around_pages_and_rows() -> None:
+def test_tables_have_all_that_surrounds_pages_and_rows() -> None:
     batches = [case.batch for case in cases("tables")]
     assert {batch.path.name for batch in batches} == {"paged", "spec_decode", "local", "mla"}
     assert any(b.block_table.null_pages and b.block_table.row_gap and b.block_table.extra_columns for b in batches)

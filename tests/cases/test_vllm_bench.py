@@ -186,9 +186,7 @@ def test_a_file_of_ours_is_never_taken_for_one_of_theirs(plain: Callable[[str], 
     assert "'batch_specs'" in str(refused.value)
 
 
-def test_batches_that_are_large_and_asked_of_many_models_are_refused_at_once(
-    plain: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_large_batches_for_many_models_are_refused_at_once(plain: Callable[[str], str], tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     batch, sizes = "_".join(["q1s2"] * 20_000), ", ".join(str(8 * number) for number in range(1, 301))
     path.write_text(

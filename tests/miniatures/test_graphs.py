@@ -188,7 +188,7 @@ def test_an_honest_backend_measures_exactly_what_it_declares(file, name):
 
 
 @pytest.mark.parametrize(("file", "name"), list(only(LIARS)))
-def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
+def test_a_false_claim_is_measured_below_the_declaration_and_explained(file, name):
     measured, *words = LIARS[file][name]
     record = record_of(file, name)
     assert record.outcome == "failed", record
@@ -199,7 +199,7 @@ def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
 
 @pytest.mark.xdist_group("graphs_leaking.py")
 @pytest.mark.parametrize("name", LEAKING)
-def test_nan_in_foreign_slots_is_containment_s_to_tell_and_no_graph_s(name):
+def test_nan_in_foreign_slots_fails_containment_and_no_graph_level(name):
     record = level_records("graphs_leaking.py", tuple(LEAKING))[name]
     assert record.graph.measured == LEAKING[name], record
     assert record.graph.notes == (OVER_NUMBERS,)

@@ -44,6 +44,6 @@ def test_honest_bases_pass_everything(name):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_faults_that_only_latent_layers_know_are_named(name):
+def test_faults_of_latent_layers_alone_are_named(name):
     meanings = [r.meaning for r in records()[name] if r.outcome == "failed" and r.check == "numerics"]
     assert any(meaning and NAMED[name] in meaning for meaning in meanings)

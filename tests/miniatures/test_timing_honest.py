@@ -164,7 +164,7 @@ def test_parts_have_the_work_of_their_requests_alone():
     assert timed.latency("build").flops is None
 
 
-def test_what_is_not_timed_is_said_with_its_reason():
+def test_what_is_not_timed_is_reported_with_its_reason():
     for key in ("split_kv/decode.float16", "dcp/decode.float16", "micro_batch/decode.float16"):
         record = examined(load("reference"), key)
         assert (record.outcome, record.by) == ("unsupported", "attncheck")

@@ -36,7 +36,7 @@ def test_type_checkers_see_each_name_once_and_as_public(package):
     assert {alias.name for alias in names} == set(homes(package.__file__))
 
 
-def test_private_names_are_asked_of_their_module_each_time(monkeypatch):
+def test_private_names_are_read_from_their_module_each_time(monkeypatch):
     assert reference._make_metadata_with_slice is ubatch._make_metadata_with_slice
     assert reference._KV_CACHE_LAYOUT_OVERRIDE is None
     monkeypatch.setattr(kv_cache_layout, "_KV_CACHE_LAYOUT_OVERRIDE", "HND")

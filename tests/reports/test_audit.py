@@ -81,7 +81,7 @@ def run(tmp_path: Path, graph_header: RunHeader, make: Callable[..., Record], wr
     return read_run(write_run(tmp_path / "run.jsonl", header, *records))
 
 
-def test_levels_are_told_per_kind_of_layer_and_of_batch(run: Run) -> None:
+def test_levels_are_listed_per_kind_of_layer_and_of_batch(run: Run) -> None:
     one, two, three, four = audited_levels(run)
     assert (one.backend, one.declared, one.measured, one.falls_short) == ("vllm:ONE", "UNIFORM_BATCH", SINGLE, True)
     assert dict(one.batches) == {
@@ -117,7 +117,7 @@ def test_each_cell_has_what_is_declared_and_what_is_measured(run: Run) -> None:
     assert by_column["dcp"] == "yes: not tried"
 
 
-def test_a_builder_that_passes_says_nothing_of_sizes(
+def test_a_builder_that_passes_has_no_sizes_in_the_report(
     run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     state = SurveyedBackend(name="vllm:ONE", declared={"layers": ("state",)}, level="UNIFORM_BATCH")
@@ -128,7 +128,7 @@ def test_a_builder_that_passes_says_nothing_of_sizes(
     assert set(row.strip("| ").split(" | ")[2:]) == {"-"}
 
 
-def test_what_cannot_run_is_told_with_its_declarations_and_its_reason(run: Run) -> None:
+def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run: Run) -> None:
     text = page.render(run)
     assert text.startswith("## Attention backends of vllm 9.9: declared and measured\n")
     assert "| `THREE` (ALWAYS) | it needs a GPU |" in text

@@ -86,12 +86,12 @@ def test_the_innermost_frames_of_the_author_come_first(paths: tuple[str, ...], l
     assert died_at(output) == tuple(f'File "{paths[line - 1]}", line {line} in call' for line in lines)
 
 
-def test_what_stands_behind_the_thread_that_died_is_anothers() -> None:
+def test_frames_behind_the_thread_that_died_are_anothers() -> None:
     output = dump(stack("Current thread", TORCH), stack("Thread", "/home/me/other.py"))
     assert died_at(output) == (f'File "{TORCH}", line 1 in call',)
 
 
-def test_of_several_stacks_the_last_tells_the_death() -> None:
+def test_of_several_stacks_the_last_is_that_of_the_death() -> None:
     output = dump(stack("Current thread", "/home/me/asked.py"), stack("Current thread", MINE))
     assert died_at(output) == (f'File "{MINE}", line 1 in call',)
 
@@ -107,7 +107,7 @@ def test_without_a_stack_there_are_last_words_at_most() -> None:
     assert last_words("\n".join("abcdef")) == ("c", "d", "e", "f")
 
 
-def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: RunHeader, make: Make) -> None:
+def test_the_terminal_shows_cause_place_last_output_and_how_to_repeat_it(header: RunHeader, make: Make) -> None:
     output = dump(stack("Current thread", TORCH, MINE, HARNESS))
     text = terminal.render(header, [make("crashed", output=output), make("crashed", check="lse", output=output)])
     (paragraph,) = (part for part in text.split("\n\n") if part.startswith("finding "))
@@ -126,7 +126,7 @@ def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: 
     assert text.splitlines()[-1] == "failed: 1 backend, 1 case, 2 results: 2 crashed"
 
 
-def test_a_silent_death_is_told_as_well(header: RunHeader, make: Make) -> None:
+def test_a_silent_death_is_reported_as_well(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("crashed", cause="left with exit code 3")])
     assert "\nfinding 1 of 1, reference: left with exit code 3 during check numerics\n" in text
 
@@ -152,7 +152,7 @@ def test_what_a_process_printed_cannot_become_markup(make: Make, write: Callable
     assert not re.search(r"(?<!\\)\]\(", outside)
 
 
-def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[..., Path]) -> None:
+def test_markdown_lists_deaths_at_one_place_once(make: Make, write: Callable[..., Path]) -> None:
     mine, other = dump(stack("Current thread", MINE)), dump(stack("Current thread", "/home/me/other.py"))
     outputs = [mine, f"case 2\n{mine}", other, "", ""]
     records = [make("crashed", case_id=f"c{number}", output=output) for number, output in enumerate(outputs)]

@@ -41,7 +41,7 @@ def claims(found: BackendVerdict) -> list[tuple[str, int, int]]:
     return [(claim.capability, claim.wrong, claim.examined) for claim in found.false_claims]
 
 
-def test_a_liar_is_told_its_claims(make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]) -> None:
+def test_false_claims_are_listed(make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]) -> None:
     """It declares a window, a soft cap and sinks, and ignores them: the cause of one is known, of the others not."""
     window = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
     records = [
@@ -56,7 +56,7 @@ def test_a_liar_is_told_its_claims(make: Make, plain: list[Record], verdict_of: 
     assert (found.verdict, found.cases, len(found.failing), found.failing_cases) == ("failed", 44, 3, 14)
 
 
-def test_a_claim_that_some_cases_keep_counts_all_that_were_asked(
+def test_a_claim_that_some_cases_keep_counts_all_examined_cases(
     make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
 ) -> None:
     wrong = {"meaning": "the window is one key too long", "concerns": ["sliding_window"]}
@@ -84,7 +84,7 @@ def test_a_cause_about_a_feature_that_no_failing_case_needs_blames_none(
     assert claims(verdict_of([*plain, make("failed", case_id="w", **named)])) == []
 
 
-def test_a_form_is_a_false_claim_where_it_alone_tells_the_cases(
+def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(
     make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
 ) -> None:
     records = [
@@ -213,7 +213,7 @@ def test_a_graph_level_above_the_declared_one_could_be_declared(
     assert verdict_of([*roomy, higher]).could_declare == ()
 
 
-def test_what_is_answered_right_without_being_declared_could_be(
+def test_what_is_right_without_being_declared_could_be_declared(
     make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
 ) -> None:
     def undeclared(case: str, feature: str, **refusals: Any) -> list[Record]:

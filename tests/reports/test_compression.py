@@ -51,7 +51,7 @@ def test_zstd_is_read_by_any_of_its_packages(
         read_run(packed)
 
 
-def test_without_a_reader_of_zstd_the_message_says_what_to_install(
+def test_without_a_reader_of_zstd_the_message_states_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ZSTD:

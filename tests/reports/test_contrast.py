@@ -53,7 +53,7 @@ def conditions_of(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value
         ),
     ],
 )
-def test_one_key_tells_failing_cases_from_passing_ones(
+def test_one_key_separates_failing_cases_from_passing_ones(
     wrong: tuple[Value, ...], right: tuple[Value, ...], condition: tuple[str, tuple[Value, ...]], text: str
 ) -> None:
     contrast = contrast_of(cases("size", *wrong), cases("size", *right))
@@ -69,7 +69,7 @@ def test_no_few_values_are_no_pattern() -> None:
     assert contrast_of(scattered[:4], cases("size", 2, 4, 6, 8)) is not None
 
 
-def test_two_keys_tell_cases_apart_that_neither_does_alone() -> None:
+def test_two_keys_separate_cases_that_neither_does_alone() -> None:
     wrong = [{"heads": heads, "dtype": "fp8", "size": 64} for heads in (10, 10)]
     right = [{"heads": 10, "dtype": "bf16", "size": 64}, {"heads": 8, "dtype": "fp8", "size": 64}]
     contrast = contrast_of(wrong, right)
@@ -98,7 +98,7 @@ def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer() ->
 
 
 @pytest.mark.parametrize(("wrong", "right"), [([], [{"a": 1}]), ([{"a": 1}], []), ([{"a": 1}], [{"a": 1}])])
-def test_nothing_is_said_without_a_difference(wrong: list[Keys], right: list[Keys]) -> None:
+def test_there_is_no_contrast_without_a_difference(wrong: list[Keys], right: list[Keys]) -> None:
     assert contrast_of(wrong, right) is None
 
 
@@ -124,7 +124,7 @@ def test_what_a_layer_has_explains_better_than_its_sizes_and_a_length() -> None:
     assert found == ["layer.logits_soft_cap", "layer.head_size"]
 
 
-def test_one_and_true_are_told_apart() -> None:
+def test_one_and_true_are_different_values() -> None:
     """A sentence names the value that the failing cases have, though True == 1."""
     assert str(contrast_of(cases("v_scale", 1, 1), cases("v_scale", 2))).startswith("v_scale is 1 in all 2")
     assert str(contrast_of(cases("sinks", True, True), cases("sinks", 2))).startswith("sinks in all 2")
@@ -210,7 +210,7 @@ def test_failing_cases_of_two_causes_are_two_parts() -> None:
         [{"a": 1}, {}],  # one is not told from the passing ones
     ],
 )
-def test_what_is_not_told_apart_as_a_whole_is_not_split(wrong: list[Keys]) -> None:
+def test_what_is_not_separable_as_a_whole_is_not_split(wrong: list[Keys]) -> None:
     assert parts_of(wrong, [{}]) == []
     assert parts_of(wrong, []) == [] or len(wrong) == 2
 

@@ -175,7 +175,7 @@ def test_an_error_of_attncheck_itself_has_an_exit_status_of_its_own(make: Make, 
     assert sorted(finding.exit_status for finding in findings(records, header)) == [1, 3]
 
 
-def test_a_finding_tells_what_its_cases_share(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+def test_a_finding_states_what_its_cases_share(make: Make, with_cases: Callable[..., RunHeader]) -> None:
     sizes = {"a": 1, "b": 64, "c": 8, "d": 16, "e": 32}
     stated = with_cases(**{name: {"cache.block_size": size} for name, size in sizes.items()})
     records = [make("failed", case_id=name, meaning=WINDOW) for name in "ab"]
@@ -203,7 +203,7 @@ def test_only_cases_that_the_same_checks_examined_and_passed_count_as_right(
     assert found["x"].right == 1
 
 
-def test_failures_without_an_explanation_are_split_where_keys_tell_them_apart(
+def test_failures_without_an_explanation_are_split_where_keys_separate_them(
     make: Make, with_cases: Callable[..., RunHeader]
 ) -> None:
     keys = {f"w{n}": {"layer.sliding_window": 9, "batch": n} for n in range(3)}
@@ -225,7 +225,7 @@ def test_failures_without_an_explanation_are_split_where_keys_tell_them_apart(
     assert len(findings([*explained, *records[6:]], with_cases(**keys, **good))) == 1
 
 
-def test_failures_that_no_keys_tell_apart_stay_together(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+def test_failures_that_no_keys_separate_stay_together(make: Make, with_cases: Callable[..., RunHeader]) -> None:
     keys = {name: {"size": 1} for name in "abc"}
     records = [make("failed", case_id="a", summary=ROWS), make("failed", case_id="b", summary=ROWS)]
     (finding,) = findings([*records, make("passed", case_id="c")], with_cases(**keys))
@@ -269,7 +269,7 @@ def test_functions_of_providers_are_no_findings(make: Make, header: RunHeader) -
     assert findings([make("failed", suite="utilities", check="utilities")], header) == ()
 
 
-def test_a_run_file_without_cases_is_told_apart_by_what_its_cases_need(make: Make, header: RunHeader) -> None:
+def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make: Make, header: RunHeader) -> None:
     assert header.cases == ()
     records = [
         make("failed", case_id="a", meaning=WINDOW, needs=("sliding_window", "head_size=64")),

@@ -94,7 +94,7 @@ def test_reasons_that_differ_are_one_row_and_the_commonest_comes_first(graph: Ma
         ("ALWAYS", None, (), "NEVER", None),
     ],
 )
-def test_what_passed_is_proven_though_the_level_cannot_be_told(
+def test_what_passed_is_proven_though_the_level_is_undecided(
     graph: Make, declared: str, measured: str | None, outcomes: tuple[str, ...], proven: str, head_room: str | None
 ) -> None:
     (row,) = level_rows([graph("passed", levels(declared, measured, *outcomes))])
@@ -123,7 +123,7 @@ def test_cases_that_played_other_probes_are_one_row_with_all_of_them(graph: Make
     assert row.notes == ("probes are shared out over layers and caches; that of smoke/a played all of them",)
 
 
-def test_figures_of_a_share_are_not_told_beside_those_of_all_probes(graph: Make) -> None:
+def test_figures_of_a_share_are_not_shown_beside_those_of_all_probes(graph: Make) -> None:
     every = levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="8 requests: a host read")
     shares = [
         levels(SINGLE, SINGLE, "passed", "passed", "failed", reason=reason, played_in_full="smoke/a")
@@ -136,7 +136,7 @@ def test_figures_of_a_share_are_not_told_beside_those_of_all_probes(graph: Make)
     assert row.broke_at.reason == "8 requests: a host read"
 
 
-def test_of_shared_probes_each_report_tells_where_all_were_played(
+def test_of_shared_probes_each_report_names_the_case_that_played_all(
     graph: Make, graph_header: RunHeader, as_markdown: Callable[..., str]
 ) -> None:
     records = [graph("passed", GOOD, case_id="a"), graph("passed", SHARED | {"probes": SHARED["probes"][1:]})]
@@ -219,7 +219,7 @@ def test_a_run_of_other_checks_has_no_levels(make: Make, header: RunHeader, as_m
     assert "CUDA-graph" not in as_markdown(make("passed"))
 
 
-def test_a_failure_that_many_cases_share_is_told_once(graph: Make, graph_header: RunHeader) -> None:
+def test_a_failure_that_many_cases_share_is_reported_once(graph: Make, graph_header: RunHeader) -> None:
     other = levels("UNIFORM_BATCH", "NEVER", "failed")
     records = [
         *(graph("failed", BROKEN, backend="Wrong", case_id=f"c{i}", summary=SUMMARY) for i in range(18)),
@@ -231,7 +231,7 @@ def test_a_failure_that_many_cases_share_is_told_once(graph: Make, graph_header:
     assert terminal.render(graph_header, records).count("repeat: ") == 2
 
 
-def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, graph_header: RunHeader) -> None:
+def test_a_failure_is_reported_once_though_its_figures_differ(graph: Make, graph_header: RunHeader) -> None:
     found = {why: levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed", reason=why) for why in ("7", "9")}
     records = [graph("failed", one, case_id=why, summary=f"{SUMMARY}: {why}") for why, one in found.items()]
     (finding,) = findings(records, graph_header)
@@ -241,7 +241,7 @@ def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, graph_hea
     assert text.count("repeat: ") == 1
 
 
-def test_the_terminal_says_what_is_proven_at_least(graph: Make, graph_header: RunHeader) -> None:
+def test_the_terminal_states_what_is_proven_at_least(graph: Make, graph_header: RunHeader) -> None:
     found = levels("NEVER", None, "passed", "passed", "not examined", reason="hidden work")
     text = " ".join(terminal.render(graph_header, [graph("passed", found)], verbose=True).split())
     assert f"at least {SINGLE}; stopped at 1+K tokens (UNIFORM_BATCH): hidden work" in text
@@ -268,7 +268,7 @@ def test_markdown_has_the_table_and_every_probe_of_every_row(graph: Make, as_mar
     assert "| 1+K tokens | UNIFORM_BATCH | not run | a Triton launch" in text
 
 
-def test_markdown_tells_a_shared_failure_once_and_names_the_others(
+def test_markdown_lists_a_shared_failure_once_and_names_the_others(
     graph: Make, as_markdown: Callable[..., str]
 ) -> None:
     text = as_markdown(*(graph("failed", BROKEN, case_id=f"c{i}", summary=SUMMARY) for i in range(3)))

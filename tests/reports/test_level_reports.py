@@ -29,7 +29,7 @@ def broken(declared: str, reason: str = "figures 7", *, behind: int = 3) -> dict
     return {"declared": declared, "measured": SINGLE, "recorder": "emulated", "probes": probes}
 
 
-def test_places_of_one_violation_are_joined_wherever_a_reason_is_told(
+def test_places_of_one_violation_are_joined_wherever_a_reason_is_shown(
     graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
 ) -> None:
     record = graph("failed", broken("ALWAYS", PLACES), summary=f"declared ALWAYS: {PLACES}")
@@ -38,7 +38,9 @@ def test_places_of_one_violation_are_joined_wherever_a_reason_is_told(
         assert "wrong.py:12 in" not in text
 
 
-def test_how_a_backend_was_measured_is_told_once(graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown) -> None:
+def test_how_a_backend_was_measured_is_stated_once(
+    graph: Make, graph_header: RunHeader, as_markdown: AsMarkdown
+) -> None:
     note = "over huge numbers, since NaN | leaks"
     records = [
         graph("passed", broken(declared) | {"notes": [note]}, backend="Wrong", case_id=declared)
@@ -51,7 +53,7 @@ def test_how_a_backend_was_measured_is_told_once(graph: Make, graph_header: RunH
     assert "\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n" in text
 
 
-def test_a_reason_that_rows_of_a_backend_share_is_told_once(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_a_reason_that_rows_of_a_backend_share_is_shown_once(graph: Make, as_markdown: AsMarkdown) -> None:
     records = [
         graph("passed", broken("NEVER"), case_id="a"),
         graph("passed", broken("NEVER"), case_id="b"),
@@ -96,7 +98,7 @@ def test_a_backend_without_any_level_is_named_beside_those_that_have_one(graph: 
     assert "| reference | - | **errored** | 1 | - | - | - | - |\n\n" in text
 
 
-def test_markdown_tells_probes_that_were_not_run_in_one_line(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_probes_that_were_not_run_in_one_line(graph: Make, as_markdown: AsMarkdown) -> None:
     text = as_markdown(
         graph("passed", broken("NEVER", behind=4)), graph("passed", broken(SINGLE, behind=1), case_id="b")
     )
@@ -116,13 +118,13 @@ def test_markdown_has_one_section_for_probes_that_came_out_alike(graph: Make, as
     assert text.count("| probe | level | outcome | reason |") == 1
 
 
-def test_markdown_tells_a_few_of_many_reasons_and_names_all_cases(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_a_few_of_many_reasons_and_names_all_cases(graph: Make, as_markdown: AsMarkdown) -> None:
     text = as_markdown(*(graph("passed", broken("NEVER", f"figures {n}"), case_id=f"c{n}") for n in range(7)))
     assert "| figures 4 | smoke/c4 |\n| 2 more that differ in figures alone | smoke/c5, smoke/c6 |\n" in text
     assert "figures 5" not in text
 
 
-def test_markdown_tells_every_reason_that_differs_in_more_than_figures(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_every_reason_that_differs_in_more_than_figures(graph: Make, as_markdown: AsMarkdown) -> None:
     reasons = [*(f"worst {n}.5e+03 budgets" for n in range(6)), "no row written"]
     text = as_markdown(*(graph("passed", broken("NEVER", why), case_id=f"c{n}") for n, why in enumerate(reasons)))
     assert "| no row written | smoke/c6 |\n" in text
@@ -131,7 +133,7 @@ def test_markdown_tells_every_reason_that_differs_in_more_than_figures(graph: Ma
     )
 
 
-def test_markdown_tells_failures_that_differ_in_figures_once(graph: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_failures_that_differ_in_figures_once(graph: Make, as_markdown: AsMarkdown) -> None:
     records = [
         graph("failed", broken("ALWAYS", f"figures {n}"), case_id=f"c{n}", summary=f"broke: figures {n}")
         for n in range(3)
@@ -142,7 +144,7 @@ def test_markdown_tells_failures_that_differ_in_figures_once(graph: Make, as_mar
     assert text.count("Repeat:") == 1
 
 
-def test_markdown_tells_one_error_of_many_cases_once(make: Make, as_markdown: AsMarkdown) -> None:
+def test_markdown_lists_one_error_of_many_cases_once(make: Make, as_markdown: AsMarkdown) -> None:
     records = [make("errored", case_id=f"c{n}", traceback=TRACEBACK) for n in range(3)]
     text = as_markdown(*records, make("errored", case_id="d", traceback=TRACEBACK.replace("9", "10")))
     assert "### reference: RuntimeError at wrong.py:9 in build: no such kernel\n" in text

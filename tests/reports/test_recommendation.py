@@ -101,7 +101,7 @@ def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(recommendations:
     assert (only.standing, only.why) == ("wrong", "sinks: wrong in 1 of 1")
 
 
-def test_declared_alone_and_refused_are_told_apart(recommendations: Recommendations, make: Any) -> None:
+def test_declared_alone_and_refused_are_different(recommendations: Recommendations, make: Any) -> None:
     out = {"case_id": "a", "needs": ("sinks",)}
     found = recommendations(
         "sinks",

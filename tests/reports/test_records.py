@@ -128,7 +128,7 @@ def test_what_was_measured_is_written_last(record: Record) -> None:
     assert set(keys) == set(type(record).model_fields)
 
 
-def test_another_outcome_keeps_who_was_asked_and_what_was_measured() -> None:
+def test_another_outcome_keeps_the_question_and_what_was_measured() -> None:
     failed = ONE_OF_EACH[1].model_copy(update={"graph": LEVELS, "needs": ("sinks",), "duration_s": 0.5, "round": 2})
     again = XFailed(**without_outcome(failed), underlying="failed", summary="7 of 40 rows", reason="known")
     assert (again.key, again.needs, again.duration_s, again.graph) == (failed.key, ("sinks",), 0.5, LEVELS)
@@ -140,7 +140,7 @@ def test_most_records_have_no_levels() -> None:
 
 
 @pytest.mark.parametrize("change", [{"measured": "SOME"}, {"recorder": "metal"}, {"seconds": 3}])
-def test_levels_nobody_knows_are_refused(change: dict[str, object]) -> None:
+def test_unknown_levels_are_refused(change: dict[str, object]) -> None:
     data = json.loads(format_line(ONE_OF_EACH[0])) | {"graph": LEVELS.model_dump() | change}
     with pytest.raises(ValidationError):
         parse_line(json.dumps(data))
@@ -181,12 +181,12 @@ def test_records_are_frozen() -> None:
         ONE_OF_EACH[0].seed = 4
 
 
-def test_the_key_is_who_was_asked_what_not_what_came_of_it() -> None:
+def test_the_key_is_the_question_and_not_its_outcome() -> None:
     assert {record.key for record in ONE_OF_EACH} == {ONE_OF_EACH[0].key}
     assert ONE_OF_EACH[0].key != Passed(**(WHO | {"seed": 4})).key
 
 
-def test_the_digest_tells_environments_apart() -> None:
+def test_the_digest_differs_between_environments() -> None:
     assert len(ENVIRONMENT.digest) == 12
     assert ENVIRONMENT.digest == ENVIRONMENT.model_copy().digest
     assert ENVIRONMENT.digest != ENVIRONMENT.model_copy(update={"torch": "2.11.0"}).digest

@@ -92,7 +92,7 @@ def test_terminal_names_the_version_of_a_foreign_backend(header: RunHeader, reco
     assert "conventions of Wrong (0.32.0, interpreted): " in text
 
 
-def test_terminal_says_what_was_not_examined_and_why(header: RunHeader, records: list[Record]) -> None:
+def test_terminal_states_what_was_not_examined_and_why(header: RunHeader, records: list[Record]) -> None:
     text = " ".join(terminal.render(header, records, run_file=Path("a run.jsonl")).split())
     assert (
         "not examined: 3 checks of 3 cases (1 reason) in full: --verbose, "
@@ -124,9 +124,7 @@ def test_a_run_of_all_candidates_that_passes_is_one_screen_below_its_table() -> 
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_lines_keep_to_the_width_that_is_asked_for(
-    header: RunHeader, records: list[Record], make: Make, width: int
-) -> None:
+def test_lines_keep_to_the_requested_width(header: RunHeader, records: list[Record], make: Make, width: int) -> None:
     """A path and the line that repeats a case are pasted, and stay whole."""
     path = "/" + "a/" * 60 + "mine.py"
     records = [*records, make("errored", case_id="p", traceback=f'  File "{path}", line 3, in forward', message=path)]
@@ -219,7 +217,7 @@ def test_a_finding_has_three_lines_of_details(header: RunHeader, make: Make) -> 
     assert "\n    three\n    and 2 more lines\n    repeat: " in text
 
 
-def test_terminal_tells_what_all_checks_say_once(header: RunHeader, make: Make) -> None:
+def test_terminal_shows_what_all_checks_report_once(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("errored"), make("errored", check="lse"), make("failed", check="cache_write")])
     assert "1 case, checks numerics and lse" in paragraph(text, "finding 1 of 2")
     assert "1 case, check cache_write" in paragraph(text, "finding 2 of 2")
@@ -234,7 +232,7 @@ def test_quiet_leaves_verdicts_findings_and_counts(header: RunHeader, records: l
     assert [part.split()[0] for part in kept] == ["reference:", "finding", "finding", "expected:", "failed:"]
 
 
-def test_terminal_colours_only_when_asked(header: RunHeader, records: list[Record]) -> None:
+def test_terminal_colours_only_on_request(header: RunHeader, records: list[Record]) -> None:
     plain = terminal.render(header, records)
     assert "\033" not in plain
     coloured = terminal.render(header, records, color=True)
@@ -254,7 +252,7 @@ def test_suites_have_a_table_in_the_whole_section_alone(header: RunHeader, make:
     assert terminal.render(header, [make("passed"), make("passed", suite="mine")]).count("smoke") == 0
 
 
-def test_a_run_of_nothing_says_so(header: RunHeader) -> None:
+def test_an_empty_run_is_reported_as_empty(header: RunHeader) -> None:
     assert terminal.render(header, []).splitlines()[-1] == "not examined: 0 backends, 0 cases, 0 results"
 
 
@@ -296,7 +294,7 @@ def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Writ
         assert f"```sh\n{command}" in text
 
 
-def test_markdown_tells_a_finding_once_with_all_its_cases(write: Write, make: Make) -> None:
+def test_markdown_lists_a_finding_once_with_all_its_cases(write: Write, make: Make) -> None:
     same = [
         make("failed", **FAILURE | {"case_id": f"c{n}", "summary": f"{n} of 40 rows, worst 1{n}.5"}) for n in (1, 2)
     ]
@@ -318,7 +316,7 @@ def test_markdown_names_a_dozen_cases_and_counts_the_others(write: Write, make: 
     assert names == ", ".join(f"smoke/c{n}" for n in range(12)) + " and 2 more"
 
 
-def test_markdown_says_what_it_does_not_know(write: Write, records: list[Record], make: Make) -> None:
+def test_markdown_lists_what_was_not_examined(write: Write, records: list[Record], make: Make) -> None:
     text = markdown.render_run(read_run(write(*records)))
     assert f"| Wrong | unsupported | 3 cases (lse) | {REASON} |" in text
     assert "Every selected check was examined" in markdown.render_run(

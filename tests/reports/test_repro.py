@@ -26,12 +26,12 @@ def test_a_time_of_any_round_is_taken_again_in_one_process(make: Make, header: R
     assert "rounds" not in line
 
 
-def test_a_seed_of_its_own_is_said(make: Make) -> None:
+def test_a_seed_other_than_the_default_is_in_the_command(make: Make) -> None:
     assert " --seed 7 " in repro_command(make("failed", seed=7))
     assert "--seed" not in repro_command(make("failed"))
 
 
-def test_what_a_process_must_be_started_with_stands_first(make: Make, header: RunHeader) -> None:
+def test_the_required_environment_comes_first(make: Make, header: RunHeader) -> None:
     required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
     backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
     run_header = header.model_copy(update={"backends": backends})

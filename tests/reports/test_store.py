@@ -80,7 +80,7 @@ def test_the_writer_refuses_the_same_record_twice(tmp_path: Path, make: Make, he
             writer.add(make("failed"))
 
 
-def test_a_line_cut_off_in_the_middle_is_tolerated_and_told(write: Write, make: Make) -> None:
+def test_a_line_cut_off_in_the_middle_is_tolerated_and_reported(write: Write, make: Make) -> None:
     path = write(make("passed"), make("passed", check="lse"))
     header, first, second, _ = path.read_text().splitlines()
     path.write_text(f"{header}\n{first}\n{second[:50]}")

@@ -75,7 +75,7 @@ def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows
     assert found["short_keys"].in_words == "not declared: not examined"
 
 
-def test_what_passed_against_expectation_is_right_or_not_told(rows: Any, make: Any, outside: Any) -> None:
+def test_what_passed_against_expectation_is_right_or_not_examined(rows: Any, make: Any, outside: Any) -> None:
     found = rows(
         make("xpassed", case_id="in", needs=("alibi",)),
         *outside("out", "sinks", claim={"outcome": "xpassed"}),
@@ -85,7 +85,7 @@ def test_what_passed_against_expectation_is_right_or_not_told(rows: Any, make: A
     assert found["sinks"].in_words == "not declared: not examined"
 
 
-def test_what_fell_short_as_expected_is_told_as_what_it_is(rows: Any, outside: Any) -> None:
+def test_what_fell_short_as_expected_counts_as_its_underlying_outcome(rows: Any, outside: Any) -> None:
     unclear = f"{UNCLEAR}: RuntimeError at forward"
     found = rows(
         *outside("died", "sinks", claim={"outcome": "xfailed", "underlying": "crashed"}),
@@ -118,7 +118,7 @@ def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, out
     assert found["sinks"].refused == 1
 
 
-def test_a_case_that_was_refused_says_something_of_what_the_reasons_name(rows: Any, outside: Any) -> None:
+def test_a_refused_case_counts_for_the_needs_its_reasons_name(rows: Any, outside: Any) -> None:
     needs = ("sinks", "dtype=float16", "head_size=72", "layout=NHD")
     refused = {"outcome": "passed", "notes": (f"{REFUSED} cache: no",)}
     reasons = (
@@ -143,7 +143,7 @@ def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, ma
     assert "| `head_size` | 64 (1), 128 (1); **wrong**: 96 (1 of 2 right); refused: 72 |" in text
 
 
-def test_a_case_that_falls_short_for_another_reason_says_nothing_of_what_it_needs(header: Any, make: Any) -> None:
+def test_a_case_that_falls_short_for_another_reason_counts_for_none_of_its_needs(header: Any, make: Any) -> None:
     needs = ("alibi", "sinks", "head_size=64")
     fine = make("passed", case_id="fine", needs=("sinks",))
     records = [make("failed", case_id="wrong", needs=needs), fine]
@@ -162,7 +162,7 @@ def test_a_case_that_falls_short_for_another_reason_says_nothing_of_what_it_need
     assert "not known, all fail for other reasons: 64 (0 of 1 right)" in text
 
 
-def test_a_backend_of_latent_caches_is_told_by_layers_that_have_one(rows: Any, make: Any, outside: Any) -> None:
+def test_a_backend_of_latent_caches_is_recognised_by_layers_that_have_one(rows: Any, make: Any, outside: Any) -> None:
     refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     found = rows(
         make("passed", case_id="in", needs=("mla", "layout=NHD")),

@@ -30,7 +30,7 @@ def test_a_time_is_a_number_above_nothing(field, value):
 
 
 @pytest.mark.parametrize("field", ["moved_bytes", "flops"])
-def test_work_is_a_number_that_a_float_can_stand_for(field):
+def test_work_is_a_number_that_a_float_can_hold(field):
     assert getattr(Latency.model_validate(LATENCY | {field: 0}), field) == 0
     for value in (-1, 2**63, 10**400):
         with pytest.raises(ValidationError, match=field):

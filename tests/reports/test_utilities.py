@@ -90,7 +90,7 @@ def test_the_terminal_shows_both(function: Make, make: Make, mine: RunHeader) ->
     assert text.index("backend ") < text.index("utilities of mine 7") < text.index("passed: 1 backend")
 
 
-def test_functions_that_are_wrong_are_told_with_the_line_that_repeats_them(function: Make, mine: RunHeader) -> None:
+def test_functions_that_are_wrong_are_listed_with_the_line_that_repeats_them(function: Make, mine: RunHeader) -> None:
     records = [function(f"f{n}", "failed", summary=f"{n} of 9 differ") for n in range(1, 6)]
     text = terminal.render(mine, records)
     assert [n for n in range(1, 6) if f"failed  mine  f{n}\n  {n} of 9 differ\n  repeat: " in text] == [1, 2, 3]

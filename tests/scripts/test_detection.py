@@ -18,7 +18,7 @@ def detection(monkeypatch):
     return import_module("detection")
 
 
-def test_all_suites_are_asked_for_what_smoke_misses(detection, monkeypatch):
+def test_all_suites_run_for_what_smoke_misses(detection, monkeypatch):
     calls = []
 
     def caught(mutants, suites, _jobs):

@@ -109,7 +109,7 @@ def runs(script, tmp_path):
     return found
 
 
-def test_every_candidate_and_every_suite_is_asked_on_the_gpu(script, runs):
+def test_every_candidate_and_every_suite_runs_on_the_gpu(script, runs):
     assert {name for name in runs if name.startswith("smoke/")} == {f"smoke/{ref}" for ref in builtin_names()}
     for ref in script.KERNELS:
         params = runs[f"suites/{ref}"]
@@ -126,7 +126,7 @@ def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
         assert any(word.endswith("compute-sanitizer") for word in chain[0])
 
 
-def test_every_graph_miniature_is_asked_but_no_base(runs):
+def test_every_graph_miniature_is_examined_but_no_base(runs):
     refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backend"]}
     assert "backends/mutants/graphs.py:RowByRow" in refs
     assert not [ref for ref in refs if ref.endswith((":Base", ":Miniature", "Backend"))]
@@ -135,7 +135,7 @@ def test_every_graph_miniature_is_asked_but_no_base(runs):
     assert {f"miniatures/{file}" for file in files} <= runs.keys()
 
 
-def test_what_contributors_are_told_to_type_is_understood(script):
+def test_the_documented_commands_for_contributors_are_parsed(script):
     text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
     commands = re.findall(r"`scripts/gpu-evidence([^`]*)`", text)
     found = [script.options().parse_args(command.split()) for command in commands]

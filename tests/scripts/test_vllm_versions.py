@@ -26,7 +26,7 @@ def run_of(version: str, path: Path, checks: list[str]) -> str:
         (["numerics"], "Nothing."),
     ],
 )
-def test_versions_stand_side_by_side(tmp_path, checks, ends):
+def test_versions_are_side_by_side(tmp_path, checks, ends):
     old, new = run_of("0.31.0", tmp_path / "a.jsonl", ["numerics"]), run_of("0.32.0", tmp_path / "b.jsonl", checks)
     done = subprocess.run([sys.executable, SCRIPT, new, old], capture_output=True, text=True, check=True)
     assert re.search(r"^\| check +\| 0\.31\.0 +\| 0\.32\.0 +\|$", done.stdout, re.MULTILINE)

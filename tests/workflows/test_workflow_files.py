@@ -176,7 +176,7 @@ def examined(file, words):
 
 
 @pytest.mark.parametrize(("file", "words"), [(CPU, "run"), (GPU, "EXAMINE"), (GPU, "TIME")])
-def test_what_is_asked_by_default_is_there(file, words):
+def test_the_defaults_of_the_inputs_exist(file, words):
     command = typer.main.get_command(app).commands["run"]
     given = command.make_context("run", examined(file, words)).params
     assert set(given["backend"]) <= set(BUILTIN)
@@ -217,6 +217,6 @@ def test_the_last_green_run_is_the_newest_of_the_default_branch_of_this_reposito
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_the_variables_of_the_repository_that_are_read_stand_in_a_comment(file):
+def test_the_variables_of_the_repository_that_are_read_are_in_a_comment(file):
     comments = "\n".join(line for line in TEXTS[file].splitlines() if "#" in line)
     assert [name for name in re.findall(r"\bvars\.(\w+)", TEXTS[file]) if name not in comments] == []

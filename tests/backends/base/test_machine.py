@@ -34,7 +34,7 @@ def test_a_gpu_of_amd_s_is_none_of_theirs(monkeypatch: pytest.MonkeyPatch) -> No
     assert "AMD" in reason
 
 
-def test_a_machine_without_a_gpu_says_so_and_of_a_cpu_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_is_a_reason_on_cuda_and_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.gpu_reasons("cuda", (8, 0)) == snapshot(["device cuda: torch finds no GPU"])
     assert machine.gpu_reasons("cpu", (8, 0)) == []

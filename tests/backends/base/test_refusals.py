@@ -88,7 +88,7 @@ def test_a_constructor_refuses_features(changes, message):
         construct(BARE, **changes)
 
 
-def test_a_constructor_tells_all_problems_at_once():
+def test_a_constructor_lists_all_problems_at_once():
     with pytest.raises(ValueError) as refused:
         construct(BARE, head_size=24, sliding_window=0)
     assert str(refused.value) == snapshot(

@@ -81,7 +81,7 @@ def test_the_address_of_one_element(packing):
     assert kv_cache[value_address] == 7.0
 
 
-def test_values_of_another_size_need_a_backend_that_says_so():
+def test_values_of_another_size_need_a_backend_that_declares_it():
     layer, cache = replace(LAYER, head_size_v=5), CacheSpec(block_size=BLOCK_SIZE)
     made = backend("split_first", features=("head_size_v",))
     assert default_codec(made, layer, cache) is None

@@ -113,7 +113,7 @@ def test_other_packings_are_not_guessed(shape, block_size):
     assert stride_order(fake, LAYER, cache) == tuple(range(len(shape(1, 1, 1, 1))))
 
 
-def test_a_backend_that_refuses_the_question_has_no_packing_we_know():
+def test_a_backend_that_refuses_the_question_has_no_known_packing():
     def only_its_own_heads(nb, bs, h, d):
         if h != 2:
             raise ValueError("num_kv_heads must be 2")
@@ -131,7 +131,7 @@ def test_one_page_size_is_enough_to_be_recognised():
     assert detect_packing(backend(only_16), LAYER, CacheSpec(block_size=16)) == "split_first"
 
 
-def test_a_backend_that_takes_a_layout_is_asked():
+def test_a_backend_that_takes_a_layout_is_called():
     fake = backend(orders={"NHD": (1, 0, 2, 3, 4), "HND": (1, 0, 3, 2, 4)})
     assert stride_order(fake, LAYER, CacheSpec(layout="HND")) == (1, 0, 3, 2, 4)
 

@@ -279,7 +279,7 @@ def test_scales_mean_nothing_to_a_float_cache(make_step):
 
 
 @pytest.mark.parametrize(("backend", "kernels"), [(FlexBackend, {"eager"}), (ReferenceBackend, set())])
-def test_on_a_cpu_flex_attention_says_that_nothing_was_compiled(backend, kernels, make_step):
+def test_the_version_of_flex_attention_on_a_cpu_states_that_nothing_was_compiled(backend, kernels, make_step):
     step = make_step(backend, PLAIN, MIXED)
     impl = step.impl()
     step.impl = lambda: impl

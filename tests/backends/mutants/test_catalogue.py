@@ -21,7 +21,7 @@ def read(tmp_path):
     return read
 
 
-def test_the_docstring_of_a_class_says_its_fault(read):
+def test_the_docstring_of_a_class_states_its_fault(read):
     (found,) = read(ENTRY)
     assert (found.name, found.area, found.class_name) == ("a-fault", "area", "Fault")
     assert found.fault == "Something is wrong. Much."

@@ -44,7 +44,7 @@ def case_of(key):
 
 
 @pytest.mark.parametrize("key", sorted({mutant.case for mutant in catalogue() if mutant.case}))
-def test_mutants_are_caught_where_the_catalogue_says_so(key):
+def test_mutants_are_caught_where_the_catalogue_expects_it(key):
     mutants = [mutant for mutant in catalogue() if mutant.case == key]
     case, missed = case_of(key), []
     examiner = Examiner(RunPlan((case,)))
@@ -65,7 +65,7 @@ def test_every_check_has_mutants_that_it_must_catch():
     assert {mutant.check for mutant in catalogue()} >= set(DEFAULT_CHECKS)
 
 
-def test_every_mutant_class_stands_in_the_catalogue():
+def test_every_mutant_class_is_in_the_catalogue():
     """A class without subclasses that is a backend is a mutant, a right base, or forgotten."""
     listed = defaultdict(set)
     for mutant in catalogue():

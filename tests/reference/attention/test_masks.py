@@ -141,7 +141,7 @@ def test_a_reference_window_keeps_the_prefix(make_batch, same_state):
         same_state((out[i : i + 1], lse[i : i + 1]), (want[None], scores.logsumexp(-1)[None]))
 
 
-def test_a_mask_function_is_told_request_and_absolute_positions(make_batch):
+def test_a_mask_function_gets_request_and_absolute_positions(make_batch):
     batch = make_batch((5, 0, 3), (9, 0, 12), PLAIN)
     positions = {}
 

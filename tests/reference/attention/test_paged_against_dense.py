@@ -132,7 +132,7 @@ def test_bands_of_rows_agree_with_one(make_batch, dense, same_state):
     same_state(batch.attend(params, q_tile=1, kv_tile=5), dense(batch, params))
 
 
-def test_visible_is_asked_with_tiles_never_with_a_whole_prefill(make_batch):
+def test_visible_gets_tiles_never_a_whole_prefill(make_batch):
     params = AttentionParams(2, 2, 4)
     batch = make_batch((50,), (70,), params)
     sizes = []

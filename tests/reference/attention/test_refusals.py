@@ -234,7 +234,7 @@ def test_swapping():
         assert refused(swap_blocks, sound, change) == argument
 
 
-def test_a_message_says_what_would_be_right():
+def test_a_message_states_what_would_be_right():
     with pytest.raises(ReferenceArgumentError) as refusal:
         paged_attention(**{**paged(), "seq_lens": torch.tensor([9, 3])})
     assert str(refusal.value) == "block_table.shape = (2, 2): must be at least 3 wide for seq_lens[0] 9"

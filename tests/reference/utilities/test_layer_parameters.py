@@ -24,7 +24,7 @@ def config(**impls):
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
 
-def test_parameters_of_the_layers_asked_for_in_their_order():
+def test_parameters_of_the_named_layers_in_their_order():
     vllm_config = config(
         a=Special(sliding_window=(127, 0), logits_soft_cap=30.0, scale=0.125, sinks=torch.zeros(2)),
         b=Impl(scale=0.5),
@@ -83,7 +83,7 @@ def test_an_unknown_layer_is_refused():
         ([(-1, 30.0, 0.5, True)], True, True),
     ],
 )
-def test_the_first_layer_speaks_for_all_with_a_verdict(entries, same_window, same_all):
+def test_the_first_layer_decides_for_all_with_a_verdict(entries, same_window, same_all):
     layers = {str(i): PerLayerParameters(*entry) for i, entry in enumerate(entries)}
     before = copy.deepcopy(layers)
     result = infer_global_hyperparameters(layers)

@@ -23,7 +23,7 @@ def piece(requests, tokens):
     return UBatchSlice(slice(*requests), slice(*tokens))
 
 
-def test_a_slice_knows_whether_it_is_empty_and_how_long():
+def test_a_slice_has_a_length_and_may_be_empty():
     assert not piece((0, 2), (0, 5)).is_empty()
     assert piece((1, 1), (0, 5)).is_empty()
     assert piece((0, 2), (4, 4)).is_empty()

@@ -102,7 +102,7 @@ def test_signatures_of_impls():
     assert issubclass(MLAAttentionImpl, AttentionImpl)
 
 
-def test_no_impl_folds_a_quantisation_unless_it_says_so():
+def test_no_impl_folds_a_quantisation_unless_it_declares_it():
     class Impl(AttentionImpl):
         def __init__(self, *args):
             pass

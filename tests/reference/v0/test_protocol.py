@@ -205,7 +205,7 @@ class ModelRunner:
 
 
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
-def test_replays_answer_with_what_was_said(is_encoder_decoder):
+def test_replays_return_what_was_stored(is_encoder_decoder):
     runner = ModelRunner(is_encoder_decoder)
     lengths = {1: (3, 5), 2: (9, 12), 3: (4, 1), 4: (14, 7)}
     sequences = {

@@ -98,7 +98,7 @@ CROSS = {
 }
 
 
-def test_cross_attention_asks_the_property():
+def test_cross_attention_reads_the_property():
     assert is_all_cross_attn_metadata_set(SimpleNamespace(**CROSS)) is True
     assert is_all_cross_attn_metadata_set(SimpleNamespace(**CROSS, **ENCODER)) is True
     refusing = SimpleNamespace(**{**CROSS, **ENCODER, "is_all_encoder_attn_metadata_set": False})

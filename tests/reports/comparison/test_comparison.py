@@ -99,7 +99,7 @@ def test_what_new_lacks_can_be_accepted(compare: Compare, make: Make) -> None:
     assert worse.verdict == "regression"
 
 
-def test_what_new_asks_besides_is_no_loss(compare: Compare, make: Make) -> None:
+def test_additional_questions_of_new_are_no_loss(compare: Compare, make: Make) -> None:
     base, new = [make("passed")], [make("passed", check="cudagraph"), make("failed", case_id="come")]
     found = compare(base, [*base, *new])
     assert (found.only_base, found.verdict) == ((), "no regression")
@@ -131,7 +131,7 @@ def test_a_part_that_one_run_alone_timed_is_warned_of(compare: Compare, timed: T
     assert "1 time" in found.warnings[0]
 
 
-def test_backends_of_two_names_are_compared_as_told(compare: Compare, timed: Timed, around: Around) -> None:
+def test_backends_of_two_names_are_compared_as_mapped(compare: Compare, timed: Timed, around: Around) -> None:
     base = [*timed(around(1e6), backend="reference"), *timed(around(1e6), backend="fast")]
     new = [*timed(around(2e6), backend="Wrong"), *timed(around(1e6), backend="fast")]
     found = compare(base, new, backends={"reference": "Wrong"})
@@ -171,7 +171,7 @@ def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(
     assert found.noise.in_turns is None
 
 
-def test_errors_of_a_run_are_told(run_of: RunOf, make: Make) -> None:
+def test_errors_of_a_run_are_warnings(run_of: RunOf, make: Make) -> None:
     run = run_of([make("passed")])
     footer = run.footer
     assert footer is not None

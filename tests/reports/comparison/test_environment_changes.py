@@ -16,7 +16,7 @@ Timed = Callable[..., list[Record]]
 Around = Callable[..., list[float]]
 
 
-def test_every_field_that_differs_is_told(run_of: RunOf, timed: Timed, around: Around) -> None:
+def test_every_field_that_differs_is_listed(run_of: RunOf, timed: Timed, around: Around) -> None:
     base = run_of(timed(around(1e6, rounds=6)), backends=(_info(features=("sinks", "lse")),))
     environment = base.header.environment.model_copy(update={"torch": "2.14.0", "git_commit": "abc", "tf32": True})
     new = run_of(
@@ -39,7 +39,9 @@ def _info(**fields: Any) -> BackendInfo:
     return BackendInfo(**({"name": "reference", "ref": "reference", "version": "0.1.0"} | fields))
 
 
-def test_conventions_and_what_a_process_was_started_with_are_told(run_of: RunOf, timed: Timed, around: Around) -> None:
+def test_conventions_and_required_environments_that_differ_are_listed(
+    run_of: RunOf, timed: Timed, around: Around
+) -> None:
     base = run_of(timed(around(1e6)), backends=(_info(conventions={"lse_base": "e", "batch_invariant": True}),))
     new = run_of(
         timed(around(1e6)),
@@ -131,7 +133,7 @@ def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, timed:
         (("flash",), (), {}),
     ],
 )
-def test_other_kernels_of_a_library_are_told_where_both_runs_know_them(
+def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(
     base: tuple[str, ...],
     new: tuple[str, ...],
     expected: dict[str, tuple[str, str]],

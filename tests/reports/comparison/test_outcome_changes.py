@@ -42,7 +42,7 @@ def test_every_change_of_an_outcome_has_a_kind(make: Make, before: str) -> None:
             assert (found.before, found.after, found.kind) == (before, after, kinds[letter])
 
 
-def test_a_change_says_what_happened(make: Make) -> None:
+def test_a_change_states_what_happened(make: Make) -> None:
     short = change(make("passed"), make("failed", summary="3 of 40 rows", case_id="long", check="lse"))
     assert (short.backend, short.case, short.check) == ("fast", "smoke/long", "lse")
     assert short.what == "3 of 40 rows"
@@ -57,7 +57,7 @@ def test_a_fall_that_another_fall_hid_is_worse_only_where_it_is_another(make: Ma
     assert change(make("xfailed", underlying="crashed"), make("failed")).kind == "worse"
 
 
-def test_what_is_not_asked_any_more_is_not_lost(make: Make) -> None:
+def test_what_is_no_longer_examined_is_not_lost(make: Make) -> None:
     assert change(make("passed"), make("unsupported", by="attncheck")).kind == "other"
     assert change(make("passed"), make("unsupported", by="backend")).kind == "worse"
 

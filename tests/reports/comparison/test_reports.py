@@ -57,7 +57,7 @@ def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: 
     assert all(name in md.render_comparison(compare(base, new)) for name in names)
 
 
-def test_what_fails_is_an_error_on_github_and_what_cannot_be_told_a_warning(found: RunComparison) -> None:
+def test_what_fails_is_an_error_on_github_and_what_is_undecided_a_warning(found: RunComparison) -> None:
     errors, warnings = [
         [line for line in github.annotations(found) if line.startswith(f"::{kind} ")] for kind in ("error", "warning")
     ]
@@ -89,7 +89,7 @@ def test_a_summary_keeps_below_what_github_shows(found: RunComparison, monkeypat
     assert whole.startswith(cut.split("\n\nThe rest")[0])
 
 
-def test_what_a_backend_says_is_neither_markup_nor_a_command(
+def test_texts_of_a_backend_are_neither_markup_nor_a_command(
     compare: Compare, make: Make, timed: Timed, around: Around
 ) -> None:
     fields: dict[str, Any] = {"case_id": HOSTILE}
@@ -109,14 +109,14 @@ def test_what_a_backend_says_is_neither_markup_nor_a_command(
     assert [row.count("|") for row in rows] == [6 + 1, 7 + 1]  # columns of outcomes, of times
 
 
-def test_a_run_that_tells_nothing_of_speed_says_so_in_its_last_line(compare: Compare, timed: Timed) -> None:
+def test_the_last_line_states_that_all_times_are_too_noisy(compare: Compare, timed: Timed) -> None:
     nothing = compare(timed([1e6] * 3), timed([9e6] * 3))
     assert not nothing.is_regression
     assert closing(nothing).startswith("cannot tell: outcomes as before; 1 time: ALL TOO NOISY TO COMPARE")
     assert power_of(nothing) is None
 
 
-def test_runs_without_times_say_nothing_of_speed(compare: Compare, make: Make) -> None:
+def test_reports_of_runs_without_times_do_not_mention_speed(compare: Compare, make: Make) -> None:
     alike = compare([make("passed")], [make("passed")])
     whole = "1 of 1 case of 1 of 1 backend compared"
     assert closing(alike) == f"no regression: outcomes as before; no times to compare; {whole}"
@@ -124,7 +124,7 @@ def test_runs_without_times_say_nothing_of_speed(compare: Compare, make: Make) -
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
-def test_what_new_lacks_is_told_everywhere(compare: Compare, make: Make, is_allowed: bool) -> None:
+def test_what_new_lacks_is_in_every_report(compare: Compare, make: Make, is_allowed: bool) -> None:
     base = [make("passed", case_id=case, check=check) for case in "ab" for check in ("numerics", "cudagraph")]
     found = compare(base, base[:1], terms=ComparisonTerms(allow_missing=is_allowed))
     verdict, kind = ("no regression", "warning") if is_allowed else ("incomplete", "error")
@@ -144,7 +144,7 @@ def test_what_new_lacks_is_told_everywhere(compare: Compare, make: Make, is_allo
     assert all(line.startswith(f"::{kind} title=missing") for line in github.annotations(found))
 
 
-def test_how_fast_new_is_stands_in_every_report(found: RunComparison) -> None:
+def test_how_fast_new_is_appears_in_every_report(found: RunComparison) -> None:
     (sentence,) = (change.in_words for change in found.suite_speeds)
     assert sentence.startswith("reference of BASE and reference of NEW: no difference above")  # one case is too noisy
     assert sentence in " ".join(terminal.render_comparison(found).split())
@@ -164,7 +164,7 @@ def test_changes_in_the_same_words_are_one_group(compare: Compare, make: Make) -
     assert group.checks == ("numerics", "cudagraph")
 
 
-def test_times_are_told_the_largest_change_first_and_of_the_unclear_the_widest(found: RunComparison) -> None:
+def test_times_are_listed_the_largest_change_first_and_of_the_unclear_the_widest(found: RunComparison) -> None:
     assert [each.case for each in with_verdict(found.speeds, "slower")] == ["smoke/slow"]
     ((only,),) = unclear(found.speeds)
     assert only.case == "smoke/loud"

@@ -52,7 +52,7 @@ def test_more_rounds_find_less_and_as_many_as_are_needed_are_named() -> None:
 
 
 @pytest.mark.parametrize("rounds", [5, 10, 30])
-def test_the_slowdown_said_to_be_found_four_times_in_five_is(rounds: int) -> None:
+def test_the_stated_slowdown_is_found_four_times_in_five(rounds: int) -> None:
     slowdown = smallest_slowdown(ProcessNoise(0.02), rounds, level=1e-4)
     drawn = Random(3)
     found = 0

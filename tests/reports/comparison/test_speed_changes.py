@@ -26,7 +26,7 @@ def one(base: Speed, new: Speed, terms: ComparisonTerms | None = None) -> SpeedC
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.1, "slower"), (1 / 1.1, "faster"), (1.0, "same"), (1.004, "same")])
-def test_a_clear_difference_is_told_and_a_small_one_is_none(
+def test_a_clear_difference_is_reported_and_a_small_one_is_not(
     speed: MakeSpeed, around: Around, factor: float, verdict: str
 ) -> None:
     change = one(speed(around(1e6)), speed(around(1e6 * factor, seed=1)))
@@ -39,7 +39,7 @@ def test_a_clear_difference_is_told_and_a_small_one_is_none(
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.009, "slower"), (1 / 1.009, "faster")])
-def test_what_is_certain_and_below_the_least_effect_is_not_told(
+def test_what_is_certain_and_below_the_least_effect_is_not_reported(
     speed: MakeSpeed, around: Around, factor: float, verdict: str
 ) -> None:
     base, new = around(1e6, spread=1e-4), around(1e6 * factor, spread=1e-4, seed=1)
@@ -47,7 +47,7 @@ def test_what_is_certain_and_below_the_least_effect_is_not_told(
     assert one(speed(base), speed(new), ComparisonTerms(effect=0.005)).verdict == verdict
 
 
-def test_a_wide_interval_tells_nothing_and_says_how_many_rounds_would(speed: MakeSpeed, around: Around) -> None:
+def test_a_wide_interval_is_no_verdict_and_states_how_many_rounds_would_be(speed: MakeSpeed, around: Around) -> None:
     change = one(speed(around(1e6, spread=0.1)), speed(around(1e6, spread=0.1, seed=1)))
     assert change.verdict == "cannot tell"
     assert "over 10 rounds" in change.reason
@@ -57,7 +57,7 @@ def test_a_wide_interval_tells_nothing_and_says_how_many_rounds_would(speed: Mak
     assert "1000 would not find 5.0%" in hopeless.reason
 
 
-def test_between_the_least_effect_and_the_margin_nothing_is_told(speed: MakeSpeed) -> None:
+def test_between_the_least_effect_and_the_margin_nothing_is_reported(speed: MakeSpeed) -> None:
     base = [0.981e6, 1.019e6] * 5  # for one pair an interval of 2.6 % either way
     change = one(speed(base), speed([1.03 * time for time in base]))
     assert change.verdict == "cannot tell"
@@ -94,7 +94,7 @@ def test_pairs_that_are_not_tested_leave_the_others_their_level(speed: MakeSpeed
     assert among.low < alone.low
 
 
-def test_times_of_a_coarse_clock_are_not_told_apart_by_a_step(speed: MakeSpeed) -> None:
+def test_times_of_a_coarse_clock_do_not_differ_by_one_step(speed: MakeSpeed) -> None:
     base, new = speed([10_240.0] * 10, samples=[10_240, 10_752]), speed([10_752.0] * 10, samples=[10_240, 10_752])
     assert SpeedPair("fast", base, new).clock_step == pytest.approx(0.05)
     change = one(base, new)

@@ -81,7 +81,7 @@ def test_every_suite_and_part_has_a_sentence_of_its_own(speed: Speeds) -> None:
     ]
 
 
-def test_nothing_is_said_of_a_suite_with_few_or_unequal_rounds(speed: Speeds) -> None:
+def test_a_suite_with_few_or_unequal_rounds_has_no_sentence(speed: Speeds) -> None:
     few = SpeedPair("a", speed([1e6] * 4), speed([2e6] * 4))
     assert compare_suites([few], EFFECT) == ()
     unequal = [SpeedPair("a", *(speed([1e6] * rounds, case=f"smoke/{rounds}") for _ in "12")) for rounds in (6, 7)]

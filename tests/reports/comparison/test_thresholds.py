@@ -48,7 +48,7 @@ def test_another_form_is_refused_with_examples(text: str) -> None:
         parse_thresholds([text], least=LEAST)
 
 
-def test_an_unknown_part_and_what_is_never_told_are_refused() -> None:
+def test_an_unknown_part_and_a_least_effect_below_zero_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'build'"):
         parse_thresholds(["decode@biuld: 5%"], least=LEAST)
     with pytest.raises(QuestionError, match="below 1%"):

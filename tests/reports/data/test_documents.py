@@ -78,7 +78,7 @@ def test_an_unfinished_run_has_no_verdict(run: Run) -> None:
     assert (data["verdict"], data["complete"]) == ("unfinished", False)
 
 
-def test_a_comparison_is_told_whole(run: Run) -> None:
+def test_a_comparison_is_written_whole(run: Run) -> None:
     new = Run("new.jsonl", run.header, run.records[1:], run.footer)
     document = json.loads(comparison_document(compare_runs(run, new)))
     assert (document["format"], document["kind"], document["new"]["run"]) == (1, "comparison", "new.jsonl")

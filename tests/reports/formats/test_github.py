@@ -97,7 +97,7 @@ def test_a_function_of_a_provider_is_an_error(make: Make, header: RunHeader) -> 
     assert message.startswith("3 of 9 differ\nrepeat: attncheck run --provider ")
 
 
-def test_an_expected_finding_is_no_error_and_what_cases_share_is_said(make: Make, header: RunHeader) -> None:
+def test_an_expected_finding_is_no_error_and_states_what_cases_share(make: Make, header: RunHeader) -> None:
     keys = {"a": {"cache.block_size": 1}, "b": {"cache.block_size": 16}}
     infos = tuple(CaseInfo(suite="smoke", id=name, shape="", keys=own) for name, own in keys.items())
     records = (make("failed", case_id="a"), make("passed", case_id="b"), make("xfailed", case_id="b", check="lse"))
@@ -153,7 +153,7 @@ def test_warnings_are_of_backends_that_did_not_run_and_of_doubtful_times(
     assert commands(run_of(header, make("passed"), make("passed", backend="Wrong"))) == []
 
 
-def test_what_one_process_did_not_settle_is_no_doubt_where_several_tell_their_spread(
+def test_what_one_process_did_not_settle_is_no_doubt_where_several_give_their_spread(
     timed: Make, header: RunHeader
 ) -> None:
     rounds = [timed({"forward": 1e6}, work={"is_settled": False}, round=number) for number in range(2)]
@@ -200,7 +200,7 @@ def test_ordinary_names_of_cxx_stay_as_they_are() -> None:
 
 
 @pytest.mark.slow
-def test_the_summary_stays_below_the_limit_and_says_what_it_left_out(make: Make, header: RunHeader) -> None:
+def test_the_summary_stays_below_the_limit_and_states_what_it_left_out(make: Make, header: RunHeader) -> None:
     long = "é" * 1500
     words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=3)][:500]
     many = [make("failed", case_id=word, summary=f"{word} {long}") for word in words]

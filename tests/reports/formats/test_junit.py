@@ -68,7 +68,7 @@ def the_case(root: ET.Element) -> ET.Element:
         ("xpassed", "failure", "passed, though expected to fail: known; remove or narrow this expectation"),
     ],
 )
-def test_every_outcome_is_told(make: Make, header: RunHeader, outcome: str, tag: str | None, message: str) -> None:
+def test_every_outcome_has_its_tag(make: Make, header: RunHeader, outcome: str, tag: str | None, message: str) -> None:
     case = the_case(document(header, make(outcome)))
     assert case.attrib["classname"] == "attncheck.smoke.edge.reference"
     assert case.attrib["name"] == "numerics"
@@ -84,7 +84,7 @@ def test_every_outcome_is_told(make: Make, header: RunHeader, outcome: str, tag:
 
 
 def test_outcomes_are_all_tried() -> None:
-    (tried,) = test_every_outcome_is_told.pytestmark  # type: ignore[attr-defined]
+    (tried,) = test_every_outcome_has_its_tag.pytestmark  # type: ignore[attr-defined]
     assert tuple(row[0] for row in tried.args[1]) == OUTCOMES
 
 
@@ -167,7 +167,7 @@ def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make
     assert files == {"Mine": "kernels/mine.py", "Other": "other.py", "Elsewhere": None, "reference": None}
 
 
-def test_failures_of_one_finding_have_one_type_and_tell_what_is_common(make: Make, header: RunHeader) -> None:
+def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make: Make, header: RunHeader) -> None:
     keys = {"a": {"cache.block_size": 1}, "b": {"cache.block_size": 1}, "c": {"cache.block_size": 16}}
     infos = tuple(CaseInfo(suite="smoke", id=name, shape=f"{name} heads", keys=own) for name, own in keys.items())
     window = "the window is ignored"

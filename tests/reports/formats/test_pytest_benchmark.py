@@ -58,7 +58,7 @@ def test_statistics_are_of_all_samples_in_seconds(timed: Make, timing_header: Ru
     assert found["extra_info"]["median_s"] == pytest.approx((2e-3 * 4e-3) ** 0.5)
 
 
-def test_a_benchmark_says_of_what_it_is(timed: Make, timing_header: RunHeader) -> None:
+def test_a_benchmark_names_backend_case_and_settings(timed: Make, timing_header: RunHeader) -> None:
     work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
     record = timed({"forward": 1e6}, work=work, timing={"ceilings": CEILINGS, "cache": "cold"})
     (found,) = converted(timing_header, record)["benchmarks"]
@@ -71,7 +71,7 @@ def test_a_benchmark_says_of_what_it_is(timed: Make, timing_header: RunHeader) -
     assert info["roofline_share"] == pytest.approx(0.2)
 
 
-def test_the_machine_is_told(timed: Make, timing_header: RunHeader) -> None:
+def test_the_machine_is_described(timed: Make, timing_header: RunHeader) -> None:
     gpu = timing_header.environment.model_copy(
         update={"device": "cuda:1", "device_name": "NVIDIA H200", "driver": "570.1", "git_commit": "0123-dirty"}
     )

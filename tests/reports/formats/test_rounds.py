@@ -62,7 +62,7 @@ def test_the_worst_share_of_the_budget_is_over_all_rounds(make: Make, shares: tu
     assert summarise(records).total.worst_share == worst
 
 
-def test_reports_tell_a_failure_of_several_rounds_once(make: Make, header: RunHeader) -> None:
+def test_reports_list_a_failure_of_several_rounds_once(make: Make, header: RunHeader) -> None:
     header = header.model_copy(update={"checks": ("timing",), "rounds": 4})
     records = round_records(make, "failed", "passed", "failed", "failed")
     text = terminal.render(header, records)
@@ -75,7 +75,7 @@ def test_reports_tell_a_failure_of_several_rounds_once(make: Make, header: RunHe
     assert page.count("### reference: ") == 1
 
 
-def test_a_failure_of_a_single_round_says_nothing_of_rounds(make: Make, header: RunHeader) -> None:
+def test_a_failure_of_a_single_round_does_not_mention_rounds(make: Make, header: RunHeader) -> None:
     record = make("failed")
     assert phrases.rounds_short(summarise([record]), record) == ""
     assert "round" not in terminal.render(header, [record])

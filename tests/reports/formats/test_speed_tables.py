@@ -84,7 +84,7 @@ def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> No
     )
 
 
-def test_a_column_that_says_nothing_is_left_out(timed: Build) -> None:
+def test_an_empty_column_is_left_out(timed: Build) -> None:
     (row,) = cells([timed({"forward": 1e6})])
     assert list(row) == ["case", "part", "backend", "median (ms)", "95% interval", "rounds"]
 
@@ -130,7 +130,7 @@ def test_means_are_over_the_cases_that_all_were_timed_in(timed: Build) -> None:
     assert rows[0]["slowest case"] == "longest (9,000,000.0)"
 
 
-def test_means_of_different_cases_are_said_to_be_no_comparison(timed: Build, timing_header: RunHeader) -> None:
+def test_means_of_different_cases_are_marked_as_no_comparison(timed: Build, timing_header: RunHeader) -> None:
     fast, slow = [1e6] * 5, [2e6] * 5
     records = [timed({"forward": ns}, case_id="a", round=i) for i, ns in enumerate(fast)]
     records += [timed({"forward": ns}, case_id="b", round=i, backend="Wrong") for i, ns in enumerate(slow)]
@@ -139,7 +139,7 @@ def test_means_of_different_cases_are_said_to_be_no_comparison(timed: Build, tim
     assert "do not compare them" in " ".join(terminal.render(timing_header, records).split())
 
 
-def test_the_fastest_of_a_suite_is_told_by_the_means_of_each_round(rounds_of: Rounds) -> None:
+def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_of: Rounds) -> None:
     # In each round one case is slow for Wrong and the other fast: the means of its rounds lie close together.
     records = [*rounds_of("reference", [2e6] * 5, case_id="a"), *rounds_of("reference", [2e6] * 5, case_id="b")]
     records += [*rounds_of("Wrong", [1e6, 4e6] * 2 + [2e6], case_id="a")]
@@ -150,7 +150,7 @@ def test_the_fastest_of_a_suite_is_told_by_the_means_of_each_round(rounds_of: Ro
     assert [row[2].endswith("*") for row in table.rows] == [False, True]
 
 
-def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callable[..., tuple[Speed, ...]]) -> None:
+def test_notes_state_what_makes_a_figure_doubtful(timed: Build, speeds_of: Callable[..., tuple[Speed, ...]]) -> None:
     device = {"sm_clock_mhz": 1200, "max_sm_clock_mhz": 1980, "throttle_reasons": ["SW power cap"]}
     calm = {"sm_clock_mhz": 1900, "max_sm_clock_mhz": 1980}
     found = speeds_of(
@@ -174,7 +174,7 @@ def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callab
     assert unsettled.endswith(": reference, smoke/edge (forward)")
 
 
-def test_notes_of_timings_that_differ_in_figures_are_told_once(timed: Build) -> None:
+def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed: Build) -> None:
     records = [timed({"forward": 1e6}, timing={"notes": ["alone"]}, case_id="x")]
     for case in ("a", "b"):
         for number in range(2):
@@ -187,7 +187,7 @@ def test_notes_of_timings_that_differ_in_figures_are_told_once(timed: Build) -> 
     ]
 
 
-def test_notes_say_how_many_rounds_there_were_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
+def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
     # ln 1.21 - ln 1 = 0.1906 over two rounds is a deviation of 0.1906 / sqrt 2; of the other case it is half that.
     found = speeds([*rounds_of("reference", [1e6, 1.21e6]), *rounds_of("Wrong", [1e6, 1.1e6])])
     assert speed_notes(found)[0] == (

@@ -131,7 +131,7 @@ def test_many_records_come_in_pages(show: Any, run_with: Any, record_of: Any) ->
     assert cells(page, 3)[:3] == ["decode/case-0", "decode/case-1", "decode/case-2"]  # numbers as numbers
 
 
-def test_a_case_opens_by_keyboard_and_tells_all_checks(show: Any, run: Any) -> None:
+def test_a_case_opens_by_keyboard_and_shows_all_checks(show: Any, run: Any) -> None:
     page = show(run)
     button = page.get_by_role("button", name="Details of lengths/decode.512").first
     button.focus()
@@ -237,7 +237,7 @@ def test_without_a_script_the_summary_is_readable(show: Any, run: Any) -> None:
     assert page.locator("svg.chart").first.is_visible()
 
 
-def test_several_runs_are_told_apart(show: Any, run: Any, run_with: Any, record_of: Any) -> None:
+def test_a_filter_selects_one_of_several_runs(show: Any, run: Any, run_with: Any, record_of: Any) -> None:
     other = run_with([record_of(Unsupported, backend="first", reasons=("no",))], path="other.jsonl")
     page = show(run, other)
     assert status(page) == "26 cases"

@@ -42,7 +42,7 @@ def line_at_one(svg: str) -> float:
     return float(x)
 
 
-def test_a_share_just_beyond_the_budget_stands_beyond_the_line_and_looks_different(budgets: Any) -> None:
+def test_a_share_just_beyond_the_budget_is_beyond_the_line_and_looks_different(budgets: Any) -> None:
     svg = budgets(0.999, 1.0, 1.001, 0.1)
     ((beyond, _),) = dots(svg, RED)
     within = [x for x, _ in dots(svg, "var(--series-0)")]
@@ -50,7 +50,7 @@ def test_a_share_just_beyond_the_budget_stands_beyond_the_line_and_looks_differe
     assert max(within) <= line_at_one(svg) < beyond
 
 
-def test_shares_stand_on_a_log_scale(budgets: Any) -> None:
+def test_shares_are_on_a_log_scale(budgets: Any) -> None:
     xs = sorted(x for x, _ in dots(budgets(0.001, 0.01, 0.1, 1.0), "var(--series-0)"))
     steps = [later - earlier for earlier, later in pairwise(xs)]
     assert steps == pytest.approx([steps[0]] * 3, rel=1e-3)
@@ -63,7 +63,7 @@ def test_what_is_zero_infinite_or_no_number_is_drawn_at_the_ends(budgets: Any) -
     assert ">worst inf<" in svg
 
 
-def test_dots_alike_stand_above_each_other_up_to_a_height(budgets: Any) -> None:
+def test_equal_dots_are_stacked_up_to_a_height(budgets: Any) -> None:
     few, many = dots(budgets(*[0.3] * 3), "var(--series-0)"), dots(budgets(*[0.3] * 300), "var(--series-0)")
     assert len(few) == 3
     assert len({x for x, _ in few}) == 1
@@ -76,7 +76,7 @@ def test_uses_are_counted_over_records(record_of: Any) -> None:
     assert (use.median, use.worst, use.over, use.worst_case) == (0.875, 1.5, 2, "decode/6")
 
 
-def test_a_chart_takes_its_colours_from_the_page_and_says_texts_as_they_are() -> None:
+def test_a_chart_takes_its_colours_from_the_page_and_shows_texts_verbatim() -> None:
     def draw(figure: Any) -> None:
         axes = plot_area(figure, 50, 10, 10, 30)
         axes.plot([1, 2], [1, 2], color=SERIES[3])

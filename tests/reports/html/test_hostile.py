@@ -32,7 +32,7 @@ def test_nothing_is_left_that_a_browser_obeys(text: str) -> None:
     assert "<!--" not in text
 
 
-def test_texts_stand_there_as_they_are(parse: Any, hostile: Any, hostile_texts: tuple[str, ...]) -> None:
+def test_texts_are_shown_verbatim(parse: Any, hostile: Any, hostile_texts: tuple[str, ...]) -> None:
     parsed = parse(hostile)
     for text in hostile_texts:
         cleaned = "".join(c if unicodedata.category(c) not in ("Cc", "Cf") else "?" for c in text)
@@ -41,7 +41,7 @@ def test_texts_stand_there_as_they_are(parse: Any, hostile: Any, hostile_texts: 
     assert any(r"$\frac{1}{0}$" in chart_text for chart_text in parsed.texts["text"])  # within a chart
 
 
-def test_a_long_message_is_told_once_and_whole_where_it_is_asked_for(parse: Any, hostile: Any) -> None:
+def test_a_long_message_is_shown_once_and_whole_where_it_is_opened(parse: Any, hostile: Any) -> None:
     parsed = parse(hostile)
     (body,) = [each for each in parsed.data["bodies"] if len(each.get("what", "")) > 100_000]
     assert body["what"].endswith("long ")

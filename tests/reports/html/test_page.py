@@ -22,7 +22,7 @@ def two(timed: Any, run_with: Any) -> list[Any]:
     return [run_with(base, path="base.jsonl"), run_with(new, path="new.jsonl")]
 
 
-def test_sections_come_in_the_order_a_reader_wants(parse: Any, timed: Any, run_with: Any, record_of: Any) -> None:
+def test_sections_come_in_the_order_of_a_reader(parse: Any, timed: Any, run_with: Any, record_of: Any) -> None:
     failed = record_of(Failed, case_id="bad", backend="one", summary="3 of 8 rows", needs=("lse",))
     parsed = parse(run_with([*timed(["one", "two"], LENGTHS, rounds=2), failed]))
     headings = [attributes["id"] for tag, attributes in parsed.elements if tag == "h2"]
@@ -112,22 +112,20 @@ def test_runs_are_compared_with_the_first(parse: Any, two: Any) -> None:
     assert parsed.texts["td"].count("slower") == 8  # forward of every case of the first backend, and nothing else
 
 
-def test_runs_that_cannot_be_compared_say_why_and_are_shown_all_the_same(
-    parse: Any, run_with: Any, record_of: Any
-) -> None:
+def test_runs_that_cannot_be_compared_are_shown_with_the_reason(parse: Any, run_with: Any, record_of: Any) -> None:
     runs = [run_with([record_of(backend=name, case_id=name)], path=f"{name}.jsonl") for name in ("one", "other")]
     parsed = parse(*runs)
     assert "These runs cannot be compared" in parsed.shown
     assert [each["id"] for each in parsed.all("h2")] == ["comparison-1", "run-0", "run-1", "records", "all-speeds"]
 
 
-def test_runs_of_one_file_name_are_told_apart(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_runs_of_one_file_name_have_distinct_labels(parse: Any, run_with: Any, record_of: Any) -> None:
     runs = [run_with([record_of()], path=f"{folder}/run.jsonl") for folder in ("a", "b", "b")]
     assert parse(*runs).data["runs"] == ["1: a/run.jsonl", "2: b/run.jsonl", "3: b/run.jsonl"]
     assert parse(*runs[:2]).data["runs"] == ["a/run.jsonl", "b/run.jsonl"]
 
 
-def test_a_run_that_was_cut_off_says_so_first(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_a_page_of_an_unfinished_run_states_so_first(parse: Any, run_with: Any, record_of: Any) -> None:
     parsed = parse(run_with([record_of()], is_complete=False))
     assert "unfinished" in parsed.texts["p"]
     assert parsed.shown.index("run.jsonl was cut off") < parsed.shown.index("compute capability")

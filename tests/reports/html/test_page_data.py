@@ -62,7 +62,7 @@ def test_every_record_is_there_under_its_case(record_of: Any, run_with: Any) -> 
     assert data["needs"][data["groups"][-1][4]] == "sinks"
 
 
-def test_each_outcome_tells_what_it_has(body_of: Any) -> None:
+def test_the_body_of_each_outcome_has_its_fields(body_of: Any) -> None:
     assert body_of(notes=("careful",), figures={"rows": 3}) == {
         "outcome": "passed",
         "notes": ["careful"],
@@ -91,12 +91,12 @@ def test_each_outcome_tells_what_it_has(body_of: Any) -> None:
 
 
 @pytest.mark.parametrize(("share", "shown"), [(float("nan"), "inf"), (float("inf"), "inf"), (0.123456789, 0.123457)])
-def test_figures_that_json_cannot_say_are_words(body_of: Any, share: float, shown: object) -> None:
+def test_figures_that_json_cannot_hold_are_words(body_of: Any, share: float, shown: object) -> None:
     body = body_of(figures={"budget_share": share})
     assert body["share"] == shown
 
 
-def test_samples_are_told_by_their_quarters(body_of: Any, timed: Any, run_with: Any) -> None:
+def test_samples_are_summarised_by_their_quartiles(body_of: Any, timed: Any, run_with: Any) -> None:
     (first, *_) = timed(["one"], (512,))
     data = data_of(run_with([first]))
     part, clock, median, *_, count, quarters, settled, moved, _ = data["bodies"][0]["timing"]["parts"][0]
@@ -114,7 +114,7 @@ def test_samples_are_told_by_their_quarters(body_of: Any, timed: Any, run_with: 
     assert quarters == sorted(quarters)
 
 
-def test_a_speed_is_told_once_over_its_rounds(timed: Any, run_with: Any) -> None:
+def test_a_speed_is_one_row_for_all_rounds(timed: Any, run_with: Any) -> None:
     run = run_with(timed(["fast", "slow"], (4096,), rounds=6))
     data = data_of(run)
     rows = [row for row in data["speeds"] if row[3] == "decode.4096" and row[4] == "forward"]

@@ -45,7 +45,7 @@ def test_a_cell_is_a_sign_with_its_cases_and_words() -> None:
     assert {sign[:2] for sign in found.signs} == used  # the legend has every sign that occurs, and no other
 
 
-def test_values_of_a_form_stand_under_their_verdict_by_size() -> None:
+def test_values_of_a_form_are_under_their_verdict_by_size() -> None:
     sizes = [SupportRow("one", f"head_size={size}", is_declared=True, right=1) for size in (128, 64, 8)]
     sizes += [SupportRow("one", "head_size=72", is_declared=False, refused=1)]
     sizes += [SupportRow("one", "head_size=96", is_declared=True, right=1, short=2)]
@@ -105,7 +105,7 @@ def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with
     assert (crash.finding.example.outcome, crash.trail) == ("crashed", "last words")
 
 
-def test_expected_failures_stand_by_reason_and_check(record_of: Any, run_with: Any) -> None:
+def test_expected_failures_are_grouped_by_reason_and_check(record_of: Any, run_with: Any) -> None:
     records = [
         record_of(XFailed, case_id=case, check=check, underlying="failed", summary="s", reason=reason)
         for case, check, reason in (

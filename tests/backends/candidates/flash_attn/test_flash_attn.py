@@ -62,7 +62,7 @@ def from_position_zero(step):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("modifiers", LAYERS.values(), ids=LAYERS.keys())
-def test_what_the_library_is_asked_is_the_question(
+def test_the_call_of_the_library_has_the_values_of_the_question(
     modifiers, batch, layout, make_written_step, flash_attn_calls, assert_right
 ):
     layer, cache = replace(PLAIN, **modifiers), CacheSpec(block_size=256, layout=layout)
@@ -147,7 +147,7 @@ def test_rows_that_turn_into_padding_of_a_graph_become_zero(make_written_step, f
     assert step.output_lse[5:].isneginf().all()
 
 
-def test_the_sums_stand_in_one_buffer_that_is_filled_again(make_written_step, flash_attn_calls):
+def test_the_sums_are_in_one_buffer_that_is_filled_again(make_written_step, flash_attn_calls):
     longer, shorter = (
         make_written_step(FlashAttnBackend, PLAIN, requests).common for requests in ([(1, 5), (2, 9)], [(3, 4)])
     )
@@ -197,7 +197,7 @@ def test_devices_are_not_mixed(modifiers, requests, make_written_step, flash_att
         ({"dtype": "float32"}, snapshot("dtype float32: supported are float16, bfloat16")),
     ],
 )
-def test_what_the_kernels_cannot_do_is_said_and_refused(modifiers, reason, make_step, flash_attn_calls):
+def test_what_the_kernels_cannot_do_is_declared_and_refused(modifiers, reason, make_step, flash_attn_calls):
     layer, cache = replace(PLAIN, **modifiers), CacheSpec(block_size=256)
     (found,) = FlashAttnBackend.unsupported_reasons(layer, cache, BatchSpec(requests=(RequestSpec(query_len=1),)))
     assert found == reason

@@ -93,7 +93,7 @@ _NEW = varlen.varlen_attn
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("modifiers", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("is_old", [False, True], ids=["pages", "torch 2.11"])
-def test_what_the_operator_is_asked_is_the_question(
+def test_the_call_of_the_operator_has_the_values_of_the_question(
     is_old, modifiers, block_size, layout, make_written_step, aten_calls, assert_right, monkeypatch
 ):
     if is_old:
@@ -166,7 +166,7 @@ def test_devices_are_not_mixed(attn_type, block_size, make_written_step, on_meta
     on_meta(make_written_step(TorchVarlenBackend, layer, [(2, 2), (5, 5)], cache=CacheSpec(block_size=block_size)))
 
 
-def test_a_step_without_rows_asks_nothing(make_written_step, aten_calls):
+def test_a_step_without_rows_calls_nothing(make_written_step, aten_calls):
     step = make_written_step(TorchVarlenBackend, PLAIN, [(1, 3)])
     step.common.query_start_loc_cpu.zero_()
     step.common.query_start_loc.zero_()
@@ -198,7 +198,7 @@ def test_a_step_without_rows_asks_nothing(make_written_step, aten_calls):
         ({"dtype": "float32"}, snapshot("dtype float32: supported are float16, bfloat16")),
     ],
 )
-def test_what_the_kernels_cannot_do_is_said_and_refused(modifiers, reason, make_step):
+def test_what_the_kernels_cannot_do_is_declared_and_refused(modifiers, reason, make_step):
     layer = replace(PLAIN, **modifiers)
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
     (found,) = TorchVarlenBackend.unsupported_reasons(layer, CacheSpec(), batch)
@@ -236,6 +236,6 @@ def test_the_flash_attention_that_torch_calls_is_named(activated, kernel, make_w
     assert impl.chosen_kernels == {kernel}
 
 
-def test_a_torch_that_knows_no_other_flash_attention_runs_its_own(make_written_step, aten_calls, monkeypatch):
+def test_a_torch_without_another_flash_attention_runs_its_own(make_written_step, aten_calls, monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
     assert flash_implementation() == "FA2"

@@ -55,7 +55,9 @@ def test_every_case_comes_out_right(examine: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["decode.NHD-float16", "codes", "padding"])
-def test_nobody_else_s_keys_matter_and_the_cache_is_written(examine: Callable[..., Any], pattern: str) -> None:
+def test_keys_of_other_requests_do_not_matter_and_the_cache_is_written(
+    examine: Callable[..., Any], pattern: str
+) -> None:
     found = examine(pattern, ["containment", "cache_write", "refusals"])
     assert {record.outcome for record in found.records} == {"passed"}, str(found)
 

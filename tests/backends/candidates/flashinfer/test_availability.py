@@ -69,7 +69,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
     return reasons_of
 
 
-def test_where_all_is_well_nothing_speaks_against_it(reasons: Reasons) -> None:
+def test_a_complete_installation_has_no_reason_against_it(reasons: Reasons) -> None:
     assert reasons() == []
     assert reasons(version=f"{backend_module.PINNED}+cu130") == []
 
@@ -119,7 +119,7 @@ def test_asking_for_it_by_name_where_it_cannot_run_is_a_wrong_question(shell: An
     assert "backend 'flashinfer' is unavailable here: device cpu: the backend runs on cuda" in " ".join(printed.split())
 
 
-def test_its_version_says_whose_kernels_and_whose_writer() -> None:
+def test_its_version_names_the_packages_of_kernels_and_writer() -> None:
     version = FlashInferBackend.version()
     assert version.startswith("flashinfer-python")
     assert "(fa2), attncheck" in version

@@ -67,7 +67,7 @@ def test_each_part_is_run_with_its_rows_and_the_whole_cache(library: Any, make_e
     assert given.output[10:].eq(0).all()
 
 
-def test_no_lse_is_asked_for_where_none_is_wanted(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_no_lse_is_requested_where_none_is_needed(library: Any, make_engine: Make, make_batch: Make) -> None:
     engine = make_engine()
     engine.forward(engine.build(make_batch([(1, 5)])))
     (run,) = library.of("run")
@@ -148,7 +148,7 @@ def test_an_encoder_s_keys_are_the_rows_of_the_step(library: Any, make_engine: M
         assert len(run.arguments[name]) == 8
 
 
-def test_kernels_are_asked_for_by_name_and_share_one_workspace(
+def test_kernels_are_selected_by_name_and_share_one_workspace(
     library: Any, make_engine: Make, make_batch: Make
 ) -> None:
     make_engine(graphs=(2,)).build(make_batch(MIXED))

@@ -75,7 +75,7 @@ def test_a_replay_sees_the_plan_of_its_step(library: Any, make_engine: Make, mak
     assert found[1].eq(0).all()
 
 
-def test_padding_has_no_keys_whatever_its_length_says(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_padding_has_no_keys_whatever_its_length(library: Any, make_engine: Make, make_batch: Make) -> None:
     make_engine(graphs=(2,)).build(make_batch([(1, 5), (0, 9)], tokens=2))
     (plan,) = (call.arguments for call in library.of("plan"))
     assert (plan["indptr"].tolist(), plan["last_page_len"].tolist()) == ([0, 2, 2], [1, 0])

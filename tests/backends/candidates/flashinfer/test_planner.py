@@ -9,7 +9,7 @@ UNOWNED = 10**6
 TABLE = torch.tensor([[7, 2, UNOWNED], [UNOWNED] * 3, [4, 9, UNOWNED], [5, UNOWNED, UNOWNED]], dtype=torch.int32)
 
 
-def test_pages_stand_in_a_row_and_the_last_one_is_as_full_as_it_is() -> None:
+def test_pages_are_consecutive_and_the_last_one_has_its_own_length() -> None:
     pages = page_indices(TABLE, 4, [0, 1, 2, 3], [5, 0, 8, 1])
     assert pages.indptr.tolist() == [0, 2, 2, 4, 5]
     assert pages.indices.tolist() == [7, 2, 4, 9, 5]

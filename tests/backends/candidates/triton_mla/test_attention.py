@@ -197,7 +197,7 @@ def test_a_bound_of_the_rows_need_not_be_reached() -> None:
     step.check()
 
 
-def test_an_lse_need_not_be_asked() -> None:
+def test_an_lse_is_optional() -> None:
     step = make_step(((1, 20), (3, 9)))
     output = torch.full_like(step.latent, torch.nan)
     step.answer(output=output, output_lse=None)

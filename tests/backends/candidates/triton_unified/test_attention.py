@@ -21,7 +21,7 @@ Batch = Callable[..., Any]
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_a_mixed_batch_is_answered_in_one_launch(paged: Batch, dtype: torch.dtype, allowed: float) -> None:
+def test_a_mixed_batch_is_computed_in_one_launch(paged: Batch, dtype: torch.dtype, allowed: float) -> None:
     paged(MIXED, (4, 2, 16), dtype=dtype).assert_right(allowed)
 
 
@@ -199,7 +199,7 @@ def test_keys_may_be_rows_of_the_step() -> None:
     assert out[45:].isnan().all()
 
 
-def test_the_operator_writes_what_its_schema_says(paged: Batch) -> None:
+def test_the_operator_writes_what_its_schema_declares(paged: Batch) -> None:
     """So tracing, fake tensors and graphs may trust it."""
     batch = paged([(1, 20), (2, 5)], (2, 1, 16))
     seen: list[tuple[Any, ...]] = []

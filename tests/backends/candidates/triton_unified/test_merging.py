@@ -32,7 +32,7 @@ def one(lse_a: float, lse_b: float, out_a: float = 3.0, out_b: float = -1.0) -> 
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_merged_is_what_the_reference_says(dtype: torch.dtype, allowed: float) -> None:
+def test_merged_equals_the_reference(dtype: torch.dtype, allowed: float) -> None:
     (out_a, lse_a), (out_b, lse_b) = state(1, dtype), state(2, dtype)
     out, lse = merge_attn_states(out_a, lse_a, out_b, lse_b)
     expected, expected_lse = right(out_a, lse_a, out_b, lse_b)
@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(place: int, wrong: Tensor, message: str) -
     assert str(refused.value) == message
 
 
-def test_fake_tensors_tell_the_shapes() -> None:
+def test_fake_tensors_have_the_shapes() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

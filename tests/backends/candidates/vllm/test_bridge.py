@@ -190,7 +190,7 @@ class Older:
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
 
-def test_the_older_generation_s_methods_are_asked():
+def test_the_older_generation_s_methods_are_called():
     assert cache_shape(Older, 9, 16, 2, 64, 64) == (2, 9, 16, 2, 64)
     assert layouts(Older) == ("NHD",)
     assert stride_order(Older, "NHD") == (1, 0, 2, 3, 4)
@@ -224,7 +224,7 @@ def test_the_order_of_a_layout_moves_tokens_before_heads():
     assert str(refused.value) == snapshot("layout NHD: kernels of NEWER read HND")
 
 
-def test_a_class_that_reads_no_layout_of_the_contract_is_asked_for_no_row():
+def test_a_class_that_reads_no_layout_of_the_contract_gets_no_call_for_a_row():
     class Backend:
         supported_attn_types = ("decoder",)
         supported_layouts = layouts(newer(names=["LHBNC"]))

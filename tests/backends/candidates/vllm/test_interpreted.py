@@ -53,11 +53,11 @@ def backend(monkeypatch, source, **held):
     ],
     ids=["impl", "builder", "static", "nested", "inherited"],
 )
-def test_a_method_that_names_a_function_beside_triton_is_told(monkeypatch, ops, source):
+def test_a_method_that_names_a_function_beside_triton_is_reported(monkeypatch, ops, source):
     assert launches_triton(backend(monkeypatch, source, attend=ops.attend))
 
 
-def test_a_method_that_uses_triton_itself_is_told(monkeypatch, ops):
+def test_a_method_that_uses_triton_itself_is_reported(monkeypatch, ops):
     assert launches_triton(backend(monkeypatch, "class Impl:\n    def forward(self): triton.cdiv", triton=ops.triton))
 
 
@@ -71,11 +71,11 @@ def test_a_method_that_uses_triton_itself_is_told(monkeypatch, ops):
     ],
     ids=["nothing", "beside", "overridden", "attribute"],
 )
-def test_what_no_method_names_is_not_told(monkeypatch, ops, source):
+def test_what_no_method_names_is_not_reported(monkeypatch, ops, source):
     assert not launches_triton(backend(monkeypatch, source, attend=ops.attend))
 
 
-def test_a_function_of_a_module_without_triton_is_not_told(monkeypatch):
+def test_a_function_of_a_module_without_triton_is_not_reported(monkeypatch):
     plain = module(monkeypatch, "plain_ops", "def attend(): pass")
     assert not launches_triton(
         backend(monkeypatch, "class Impl:\n    def forward(self): attend()", attend=plain.attend)
@@ -88,7 +88,7 @@ def test_the_variable_is_read_as_triton_reads_it(monkeypatch, value, expected):
     assert is_interpreted() is expected
 
 
-def test_a_launcher_is_answered_for_the_cpu_alone_and_for_as_long_as_it_runs(monkeypatch):
+def test_the_capability_is_replaced_on_the_cpu_alone_and_during_launches_alone(monkeypatch):
     def original(device=None):
         return ("original", device)
 

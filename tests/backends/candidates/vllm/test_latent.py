@@ -77,12 +77,12 @@ def reasons(spec, *, layer=LAYER, dtype="auto"):
 
 
 @pytest.mark.parametrize("spec", [batch((1, 9), (1, 3), requests=2, tokens=2), batch((5, 9), (1, 3))])
-def test_decodes_with_a_request_for_each_row_of_padding_are_asked(spec):
+def test_decodes_with_a_request_for_each_row_of_padding_are_supported(spec):
     assert reasons(spec) == []
 
 
 @pytest.mark.parametrize("spec", [batch((1, 9), requests=2, tokens=3), batch((5, 5), (1, 3), requests=1, tokens=1)])
-def test_padding_that_no_graph_of_vllm_s_has_is_not_asked(spec):
+def test_padding_that_no_graph_of_vllm_s_has_is_unsupported(spec):
     (reason,) = reasons(spec)
     assert f"{spec.padding.tokens} padding tokens: vLLM pads decodes of one length alone" in reason
 
@@ -95,7 +95,7 @@ def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch)
     assert len(reasons(replace(spec, padding=PaddingSpec(requests=1, tokens=1)))) == 1
 
 
-def test_rows_without_a_slot_are_asked_where_graphs_are(monkeypatch):
+def test_rows_without_a_slot_are_supported_where_graphs_are(monkeypatch):
     spec = batch((1, 9), (4, 9), unmapped_tokens=3)
     assert reasons(spec) == snapshot(["rows that no slot is for: vLLM's runner pads no rows on a CPU"])
     monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: True)

@@ -56,7 +56,7 @@ def test_on_a_cpu_kernels_have_to_be_interpreted(monkeypatch):
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
-def test_a_gpu_has_to_be_young_and_a_missing_extension_is_told(is_loaded, capability, installed, monkeypatch):
+def test_a_gpu_needs_capability_8_and_a_missing_extension_is_reported(is_loaded, capability, installed, monkeypatch):
     pytest.importorskip("xformers")
     installed("0.0.35")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -128,7 +128,7 @@ print(sorted(PagedSplitK.SUPPORTED_DEVICES), torch.float32 in PagedSplitK.SUPPOR
 """
 
 
-def test_the_library_is_loaded_late_and_quietly_and_not_told_of_cpus_unless_interpreted(monkeypatch, preloaded):
+def test_the_library_is_loaded_late_quietly_and_on_a_cpu_only_if_interpreted(monkeypatch, preloaded):
     pytest.importorskip("xformers")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)

@@ -191,7 +191,7 @@ def test_pages_that_no_tile_divides_have_no_cache():
 
 
 @pytest.mark.parametrize(("modifiers", "is_available"), [({}, False), ({"sliding_window": 3}, True)])
-def test_bfloat16_is_asked_where_the_interpreter_can_multiply_it(modifiers, is_available, monkeypatch):
+def test_bfloat16_is_available_where_the_interpreter_can_multiply_it(modifiers, is_available, monkeypatch):
     layer, batch = replace(PLAIN, dtype="bfloat16", **modifiers), BatchSpec(requests=(RequestSpec(query_len=1),))
     arguments = ("cpu", layer, CacheSpec(), batch)
     assert XFormersBackend.unsupported_reasons(*arguments[1:]) == []

@@ -113,7 +113,7 @@ def test_padding_is_a_decode_without_a_query(builder):
     assert step.attn_bias.q_seqinfo.seqstart.tolist() == [0, 1, 2, 2]
 
 
-def test_a_view_waits_for_the_device_when_it_is_first_asked_for():
+def test_a_view_waits_for_the_device_when_it_is_first_read():
     step = XFormersAttentionMetadata(2, 1, int32([0, 1, 2]), 17, int32([5, 17]), int32([[0]]), torch.arange(2))
     assert step.decode_metadata is None
     step.num_decodes = step.num_decode_tokens = 2

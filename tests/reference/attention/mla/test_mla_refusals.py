@@ -119,7 +119,7 @@ def test_a_scale_of_codes(function, scale):
     assert refused(function, sound, {"k_scale": scale}).startswith("k_scale")
 
 
-def test_the_message_of_a_scale_says_what_would_be_right():
+def test_the_message_of_a_scale_states_what_would_be_right():
     with pytest.raises(ReferenceArgumentError) as refusal:
         mla_attention_naive(**{**question(), "kv_cache": torch.zeros(5, 4, 10).to(E4M3)}, k_scale=torch.ones(3))
     assert str(refusal.value) == "k_scale.shape = (3,): must be one element"

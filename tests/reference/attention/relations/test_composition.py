@@ -68,7 +68,7 @@ def test_prefix_sharing_equal_rows_over_the_same_blocks_agree(data, layers, batc
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_empty_requests_and_rows_of_nobody_leave_the_others_alone(data, layers, batches, same_bits):
+def test_empty_requests_and_unowned_rows_leave_the_others_alone(data, layers, batches, same_bits):
     """Padding: requests of no rows, whatever their length and table row hold, anywhere in the batch."""
     params = data.draw(layers())
     batch = data.draw(batches(params, requests=(1, 3), fitting=False))

@@ -95,7 +95,7 @@ def test_unequal_lengths_align_at_the_end(data, layers, batches, encoded, tiles,
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_cross_rows_do_not_know_how_many_they_are(data, layers, batches, tiles, agree):
+def test_cross_rows_do_not_depend_on_their_number(data, layers, batches, tiles, agree):
     """Cross: decoding equals the rows of a longer decoder prefill; decoder lengths and order do not matter."""
     params = data.draw(layers(**PLACELESS))
     batch = data.draw(batches(params, fitting=False))

@@ -135,7 +135,7 @@ def test_reference_window_between_window_and_causal(data, base, batches, tiles, 
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_mask_is_asked_about_real_keys_only_and_each_pair_once(data, layers, batches, tiles):
+def test_a_mask_gets_real_keys_only_and_each_pair_once(data, layers, batches, tiles):
     """No key at ``j >= seq_len``, no row of nobody, absolute positions, every (row, key) pair exactly once."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
