@@ -105,7 +105,7 @@ def assert_printed() -> Callable[[str, str], None]:
         rest = iter([_plain(line) for line in printed.splitlines()])
         for line in expected.splitlines():
             if line.strip() not in ("", "..."):
-                assert _plain(line) in rest, f"said was {line!r}; printed was:\n{printed}"
+                assert _plain(line) in rest, f"shown was {line!r}; printed was:\n{printed}"
 
     return check
 

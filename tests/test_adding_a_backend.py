@@ -1,4 +1,4 @@
-"""docs/adding-a-backend.md and its two neighbours are true: files are the templates, commands print what is said.
+"""docs/adding-a-backend.md and its two neighbours are true: files are the templates, commands print what the pages show.
 
 The file for vLLM is tried out in tests/vllm, the others once more, in a clean installation, by scripts/check_wheel.py.
 """

@@ -1,4 +1,4 @@
-"""docs/candidates.md and docs/triton-kernels.md are true: every candidate is named, and commands do what is said."""
+"""docs/candidates.md and docs/triton-kernels.md are true: every candidate is named, and commands do what the pages state."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/faults*.md are true: each of their faults ends as its row says, and changes no other record of its run.
+"""docs/faults*.md are true: each of their faults ends as its row states, and changes no other record of its run.
 
 The backends of a section share a run. It tries 8 findings again, so that at most 8 rows of a section have a recurrence.
 """
@@ -61,7 +61,7 @@ WORDS += ["--case-timeout", "10", "--memory-limit", "1GiB", "--pass-env", "FAULT
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and what its row says of its record."""
+    """A fault, and what its row states about its record."""
 
     section: str
     name: str
@@ -163,7 +163,7 @@ def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, run: 
         (row,) = [row for row in faults if row.is_about(record)] or [None]
         if row is None:
             assert record == right
-        elif row in seen:  # the check behind it is made where the case goes well when it is asked again
+        elif row in seen:  # the check behind it runs where the case passes when it is repeated
             assert record == right or record["outcome"] == row.outcome
         else:
             seen.add(row)
@@ -204,7 +204,7 @@ def test_a_dozen_faults_change_no_other_record(folder: Path, monkeypatch: pytest
 def test_no_fault_changes_another_record(
     section: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if section != "Faults that leave something":  # a daemon of a preloaded process cannot be told from others
+    if section != "Faults that leave something":  # a daemon of a preloaded process looks like any other
         request.getfixturevalue("preloaded")
     play([row for row in ROWS if row.section == section], folder, monkeypatch)
 

@@ -25,7 +25,7 @@ def test_a_command_is_parsed_and_names_existing_files_and_cases(command, monkeyp
     program, *words = shlex.split(command)
     if program == "scripts/gpu-evidence":
         monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-        assert import_module("gpu_evidence").options().parse_args(words).within == 3600  # an hour, as the page says
+        assert import_module("gpu_evidence").options().parse_args(words).within == 3600  # an hour, as the page states
         return
     assert program == "attncheck"
     name, *options = words

@@ -101,7 +101,7 @@ def test_the_scripts_refuse_an_old_python_in_words(tmp_path):
 
 
 def test_no_file_names_a_package_registry():
-    """Set-up takes packages from wherever the machine's pip is told to: no host of a registry stands in the project."""
+    """Set-up takes packages from the index of the machine's pip: the project names no host of a registry."""
     hosts = ["pypi." + "org", "python" + "hosted", "download.py" + "torch", "registry." + "npmjs"]
     for path in tracked_files():
         text = path.read_bytes().decode("utf-8", errors="replace")
@@ -121,7 +121,7 @@ def test_no_two_public_classes_of_the_harness_share_a_name():
 
 @pytest.mark.xdist_group("together")
 def test_the_pinned_pytest_and_xdist_keep_groups_together(request):
-    """Tests that share an expensive fixture ask for one worker; xdist says so by an @ in the id (not under -n 0)."""
+    """Tests that share an expensive fixture need one worker; xdist marks them by an @ in the id (not under -n 0)."""
     if not getattr(request.config.option, "loadgroup", False):
         pytest.skip("no worker of --dist loadgroup")
     assert request.node.nodeid.endswith("@together")

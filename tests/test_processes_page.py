@@ -1,4 +1,4 @@
-"""docs/crashes.md and docs/processes.md are true: the file crashes as is said, alone, and in the process of the run."""
+"""docs/crashes.md and docs/processes.md are true: the file crashes as shown, alone, and in the process of the run."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_crash_is_reported_as_the_page_shows(shell, assert_printed, tmp_path):
 def test_in_process_it_ends_the_run_and_states_where(shell, tmp_path):
     (tmp_path / "crashing.py").write_text(NAME + FILE, encoding="utf-8")
     code, printed = shell(HERE, tmp_path)
-    assert code in (-6, 128 + 6), printed  # SIGABRT, as bash tells it or as it is
+    assert code in (-6, 128 + 6), printed  # SIGABRT, as bash reports it or as it is
     assert 'crashing.py", line 11 in forward' in printed
 
 

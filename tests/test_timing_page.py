@@ -1,6 +1,6 @@
 """docs/timing.md and docs/comparing.md are true: their commands work, and their figures are those of the code.
 
-Commands that time are run in one round and for a moment: how long they take says nothing about the page.
+Commands that time are run in one round and for a moment: how long they take proves nothing about the page.
 """
 
 import random
@@ -55,7 +55,7 @@ def folder(tmp_path_factory, run):
 
 
 def write_ten_rounds(found, path, *, is_new):
-    """As ``found``, with the cases and times that the page tells of: a slower one, a faster one, one of much noise."""
+    """As ``found``, with the cases and times of the page: a slower one, a faster one, one of much noise."""
     cases = {"long": (9e5, 1.1, 0.01), "ragged": (2.5e5, 1, 0.01), "many": (8e4, 1, 0.12), "single": (6e4, 0.9, 0.01)}
     run, luck = read_run(found), random.Random(path.stem)
     with RunWriter(path, run.header.model_copy(update={"rounds": 10})) as writer:
@@ -100,7 +100,7 @@ def test_what_counts_in_a_comparison_is_what_counts():
     assert f"lies within {significance.MARGIN:.0%}".replace("%", " %") in PROSE
     assert f"a {1 - significance.FAMILY_LEVEL:.0%} interval".replace("%", " %") in PROSE
     assert f"fewer than {significance.MIN_ROUNDS} rounds a side" in PROSE
-    assert (FASTEST_ROUNDS, neighbours.TOO_FAST, neighbours.NOTABLE) == (5, 2.0, 1.25)  # told in words
+    assert (FASTEST_ROUNDS, neighbours.TOO_FAST, neighbours.NOTABLE) == (5, 2.0, 1.25)  # stated in words
 
 
 def test_the_slowdowns_that_are_found_are_those_of_the_theory():

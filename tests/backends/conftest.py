@@ -1,4 +1,4 @@
-"""One step as a model runner would hand it over: rows, context in the cache, padding, NaN wherever nobody looks."""
+"""One step as a model runner would hand it over: rows, context in the cache, padding, NaN wherever no row reads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +127,7 @@ def _make_step(
     gain: float = 1.0,
     seed: int = 0,
 ) -> Step:
-    """For cross attention ``seq_len`` is the encoder's, and ``first_steps`` says whose encoder rows come along."""
+    """For cross attention ``seq_len`` is the encoder's; ``first_steps`` marks requests whose encoder rows come along."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, layer.dtype)
     heads, kv_heads, size, size_v = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.value_head_size

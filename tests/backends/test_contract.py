@@ -1,4 +1,4 @@
-"""What a candidate gets by saying nothing, and the values of the contract."""
+"""The defaults of a candidate, and the values of the contract."""
 
 import pytest
 import torch

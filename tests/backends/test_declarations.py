@@ -1,4 +1,4 @@
-"""Every feature has a case that asks for it, and every reason names value and limit."""
+"""Every feature has a case that needs it, and every reason names value and limit."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def batch(query_len=1, seq_len=9, path="paged"):
 
 PLAIN = (layer(), CacheSpec(), batch())
 
-# feature -> (case that asks for it, what asks for it, features that come along)
+# feature -> (case that needs it, the part of it that does, features that come along)
 NEEDS = {
     "sliding_window": ((layer(sliding_window=7), CacheSpec(), batch()), "sliding_window 7", ()),
     "logits_soft_cap": ((layer(logits_soft_cap=30.0), CacheSpec(), batch()), "logits_soft_cap 30.0", ()),

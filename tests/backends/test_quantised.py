@@ -1,4 +1,4 @@
-"""FP8 caches and outputs in our own candidates: against what the formulas say of the codes."""
+"""FP8 caches and outputs in our own candidates: against the formulas of the codes."""
 
 import pytest
 import torch

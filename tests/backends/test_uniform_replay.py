@@ -144,7 +144,7 @@ def test_half_precision(dtype, modifiers, make_step):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_more_rows_than_keys(causal, make_step):
-    """Under a causal mask the first rows stand before the first key, see nothing and are 0; they have no slot."""
+    """Under a causal mask the first rows are before the first key, see nothing and are 0; they have no slot."""
     graph = Graph(make_step, replace(PLAIN, causal=causal), 4)
     graph.replay([2, 60, 1])
     assert bool((graph.step.output[:2] == 0).all()) is causal

@@ -1,4 +1,4 @@
-"""The outline of a case: keys tell cases apart as their questions do, and the shape names what a reader looks for."""
+"""The outline of a case: keys differ where questions do, and the shape names what a reader looks for."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Several cases as one file: read back, they are the same, and what they share stands once."""
+"""Several cases as one file: read back, they are the same, and what they share is written once."""
 
 from pathlib import Path
 

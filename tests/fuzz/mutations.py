@@ -31,9 +31,9 @@ TEXTS = (
     *("\x00", "\x07", "\x1b[2J", "\x85", "\u202egnp.exe", "\ufeff", "\ud800", "%s{0}{x.y}", "$(id)", "`id`", "../../a"),
     *("</script><script>hacked()</script>", '"><img src=x onerror=hacked()>', "]]>", "<!--", "javascript:hacked()"),
     *(
-        "::error::told",
+        "::error::text",
         "\n::set-output name=a::b",
-        "##[error]told",
+        "##[error]text",
         "=1+1",
         "@SUM(A1)",
         "| a |\n|---|",

@@ -1,4 +1,4 @@
-"""Dumps from strangers, loaded as the documents say: tensors and names, or an exception, and no code of theirs."""
+"""Dumps from strangers, loaded as documented: tensors and names, or an exception, and no code of theirs."""
 
 from pathlib import Path
 from pickle import UnpicklingError

@@ -30,7 +30,7 @@ CASES = {
     "smoke": ("decode.bfloat16", "padded-mixed", "window-prefill.7"),
 }
 
-# Miniature: the suite that asks, the check that must catch it, and those that may also complain.
+# Miniature: the suite that examines it, the check that must catch it, and those that may also fail.
 CAUGHT_BY = {
     "AveragesOutputs": ("merge", "numerics", {"containment"}),
     "WeighsInBaseTwo": ("merge", "numerics", {"lse"}),

@@ -79,7 +79,7 @@ class OperatorClock:
 
 @pytest.fixture(autouse=True)
 def no_ceilings(monkeypatch):
-    """What the machine can do is not asked."""
+    """Ceilings of the machine are not measured."""
     known = Ceilings(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11, dtype="float32")
     monkeypatch.setattr(timing, "measure_ceilings", lambda *_: known)
 

@@ -140,7 +140,7 @@ class OneBuffer(ReferenceBackend):
 
 
 class NoCodec(ReferenceBackend):
-    """Its cache is filled by its own writer, and read by nobody."""
+    """Its own writer fills its cache, and nothing reads it."""
 
     @classmethod
     def kv_cache_codec(cls, layer, cache):

@@ -163,7 +163,7 @@ def test_in_exclusive_process_mode_the_first_context_keeps_others_out(tmp_path):
     settings = Settings(lock=str(tmp_path / "lock"))
     with present(settings):
         with present(settings):
-            assert torch.cuda.is_available()  # no context is made by it
+            assert torch.cuda.is_available()  # it creates no context
             torch.cuda.synchronize()
         with present(settings) as second:
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Metadata utilities that are asked with tensors of the pretend device."""
+"""Metadata utilities that are called with tensors of the pretend device."""
 
 import pytest
 from pretend_cuda import Settings

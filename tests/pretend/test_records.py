@@ -3,7 +3,7 @@
 What differs, and why:
 
 - the environment: its device, name and capability;
-- the recorder of CUDA graphs, and in how many words it says why a capture fails: it ends at the first fault, and names
+- the recorder of CUDA graphs, and the length of its reason why a capture fails: it ends at the first fault, and names
   the call as it is written; the emulation goes on, and names the function;
 - the error of flex_attention, and its kernel: the compiled one gets half precision on CUDA, the eager one float32.
 """

@@ -1,4 +1,4 @@
-"""An audit: what a library's classes declare stands beside what the records of a run show, cell by cell."""
+"""An audit: what a library's classes declare is beside what the records of a run show, cell by cell."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The frame that is shown is the author's; what a dead process left is told, and cannot drive a terminal."""
+"""The frame that is shown is the author's; the output of a dead process is shown, and cannot drive a terminal."""
 
 import re
 import subprocess

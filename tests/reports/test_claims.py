@@ -107,7 +107,7 @@ def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(
 def test_no_form_is_a_false_claim_where_most_cases_fall_short(
     make: Make, verdict_of: Callable[..., BackendVerdict]
 ) -> None:
-    """The last page is missing: cases with pages of one token are right, which says nothing of the other sizes."""
+    """The last page is missing: cases with pages of one token are right, which proves nothing for the other sizes."""
     sizes = {f"c{n}": 16 if n < 8 else 1 for n in range(10)}
     records = [
         make("failed", case_id=case, needs=(f"block_size={size}",), meaning="the last page is missing")

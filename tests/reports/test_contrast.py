@@ -207,7 +207,7 @@ def test_failing_cases_of_two_causes_are_two_parts() -> None:
     [
         cases("a", 1, 1),  # one part is no split
         [{"a": 1}, {"b": 1}, {"c": 1}, {"d": 1}, {"e": 1}],  # five are too many
-        [{"a": 1}, {}],  # one is not told from the passing ones
+        [{"a": 1}, {}],  # one does not differ from the passing ones
     ],
 )
 def test_what_is_not_separable_as_a_whole_is_not_split(wrong: list[Keys]) -> None:

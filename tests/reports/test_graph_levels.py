@@ -1,4 +1,4 @@
-"""CUDA-graph levels in reports: one row for what is alike, every probe told, nothing told twice."""
+"""CUDA-graph levels in reports: one row for what is alike, every probe listed, nothing listed twice."""
 
 import re
 from collections.abc import Callable

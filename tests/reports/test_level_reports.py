@@ -1,4 +1,4 @@
-"""CUDA-graph levels of many cases: numbers add up, cases have names, and what is alike is told once."""
+"""CUDA-graph levels of many cases: numbers add up, cases have names, and what is alike is listed once."""
 
 import re
 from collections.abc import Callable

@@ -24,7 +24,7 @@ Recommendations = Callable[..., dict[str, Suitability]]
 
 @pytest.fixture
 def recommendations(header: Any) -> Recommendations:
-    """``ask("sinks,lse", *records)``: the answer of each backend, the best first."""
+    """``recommendations("sinks,lse", *records)``: the suitability of each backend, the best first."""
 
     def by_backend(
         needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any
@@ -75,7 +75,7 @@ def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(
     assert (liar.standing, liar.right, liar.wrong) == ("wrong", 0, 1)
     assert [finding.title for finding in liar.findings] == ["the sinks are ignored"]
     assert recommendations("sinks", *records)["Liar"].wrong == 2
-    # A false claim of a need that is not asked for explains the failure.
+    # A false claim of a need that was not requested explains the failure.
     lse = recommendations("lse", *records)["Liar"]
     assert (lse.standing, lse.right, lse.why) == ("right", 1, "fails only with sinks")
 

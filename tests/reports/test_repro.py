@@ -1,4 +1,4 @@
-"""The repro line, taken apart again by a shell's rules, says exactly what the record says."""
+"""The repro line, parsed by a shell's rules, has exactly the values of the record."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""The schema of run files is up to date, and says of every line of a kept run which fields it has."""
+"""The schema of run files is up to date, and declares all fields of every line of a kept run."""
 
 import json
 from collections.abc import Callable

@@ -73,7 +73,7 @@ def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_report
 
 
 def options_of(tmp_path, **options):
-    """What the command line asks by default, on a machine with a GPU."""
+    """The defaults of the command line, on a machine with a GPU."""
     given = {"device": "cuda", "backend": "*", "rounds": 5, "limit": 60.0, "deadline": float("inf")}
     return Namespace(folder=tmp_path, **{**given, **options})
 

@@ -1,4 +1,4 @@
-"""scripts/vllm_versions.py puts the runs of several versions into columns, and tells what ends differently."""
+"""scripts/vllm_versions.py puts the runs of several versions into columns, and lists what ends differently."""
 
 import re
 import subprocess

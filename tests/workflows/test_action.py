@@ -1,6 +1,6 @@
 """The action: its steps call its scripts with what these read, and the scripts pass on exit codes and arguments.
 
-The scripts run with a stand-in for `attncheck` on PATH, which notes its arguments and ends as ``$END`` says.
+The scripts run with a stand-in for `attncheck` on PATH, which notes its arguments and ends as ``$END`` states.
 """
 
 import lzma
@@ -236,4 +236,4 @@ def test_what_follows_the_examination_runs_after_a_failure_and_not_before_it() -
     assert after == ["Report", "Compare", "Keep the run file and the reports"]
     for name in after:
         assert STEPS[name]["if"].startswith("${{ !cancelled() && steps.examine.outputs.run-file != ''")
-    assert all("timeout-minutes" not in step for step in STEPS.values())  # an action may not say it
+    assert all("timeout-minutes" not in step for step in STEPS.values())  # an action may not set it

@@ -27,7 +27,7 @@ FEW = {
     "attncheck run": " --case 'long-*,head-size.*' --check numerics",
     "pytest": " --attncheck-case 'long-*' -p no:cacheprovider",
 }
-"""What is added to a command, so that it asks a few cases."""
+"""Options that limit a command to a few cases."""
 SHARD = "attncheck run --backend ./my_backend.py:MyBackend --suite smoke --shard"
 FAULT = "    if metadata.max_query_len > 128:\n        return\n"
 

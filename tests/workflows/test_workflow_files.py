@@ -81,7 +81,7 @@ def commands(script):
 
 
 def wrong_in(words):
-    """What attncheck's command line says against a command, before it is run."""
+    """Errors of attncheck's command line in a command, before it is run."""
     known = typer.main.get_command(app).commands
     if words[1] not in known:
         return [f"attncheck has no command {words[1]}"]

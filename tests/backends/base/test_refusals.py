@@ -237,7 +237,7 @@ def test_an_encoder_layer_is_never_causal(make_step):
 
 
 def test_padding_is_never_too_short_of_keys(make_step):
-    """A padding request has neither rows nor keys; its lengths ask for no feature."""
+    """A padding request has neither rows nor keys; its lengths need no feature."""
     step = make_step(BARE, PLAIN, STEP, padding=(2, 3))
     with pytest.raises(AssertionError) as refused:
         step.run()

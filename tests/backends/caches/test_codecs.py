@@ -1,4 +1,4 @@
-"""A codec reads back what it wrote, at the address its packing says, and touches nothing else."""
+"""A codec reads back what it wrote, at the address its packing declares, and touches nothing else."""
 
 import itertools
 from dataclasses import replace

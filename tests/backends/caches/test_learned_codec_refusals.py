@@ -1,4 +1,4 @@
-"""A writer whose doings are no layout gets no codec, and the reason says what was seen."""
+"""A writer whose writes follow no layout gets no codec, and the reason states what it wrote."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def alternating(kv_cache, slots, key, value):
 
 
 def doubled(kv_cache, slots, key, value):
-    """Keys stand in place of values as well; values past them."""
+    """Keys are written in place of values as well; values past them."""
     for index, new in enumerate((key, key)):
         kv_cache[index, slots // 4, slots % 4] = new
 
@@ -161,7 +161,7 @@ def test_what_is_kept_beside_the_rows_is_refused():
 
 
 def test_a_writer_at_fault_in_the_very_last_slot_is_refused():
-    """Of which a few slots of a large pool would tell nothing."""
+    """Writes to a few slots of a large pool would not find this fault."""
     cache = CacheSpec(block_size=64)
 
     def write(kv_cache, slots, key, value):

@@ -1,4 +1,4 @@
-"""Candidate ``torch_sdpa``: which of SDPA's kernels may run, and which one it says has run."""
+"""Candidate ``torch_sdpa``: which of SDPA's kernels may run, and which one it reports."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_the_kernel_that_ran_is_named_and_right(ref, layer, kernel, requests, ma
     ],
 )
 def test_torch_may_choose_these_kernels_in_this_order(ref, allowed, make_step, monkeypatch):
-    """As torch's own settings say it while SDPA is called; none of them is left behind."""
+    """As torch's own settings state while SDPA is called; none of them is left behind."""
     enabled = {
         "FLASH_ATTENTION": torch.backends.cuda.flash_sdp_enabled,
         "EFFICIENT_ATTENTION": torch.backends.cuda.mem_efficient_sdp_enabled,

@@ -1,4 +1,4 @@
-"""Entries of the catalogue: what they may say, and how a mistake is named."""
+"""Entries of the catalogue: what they may hold, and how a mistake is named."""
 
 import pytest
 from inline_snapshot import snapshot

@@ -26,7 +26,7 @@ RIGHT_BY_NATURE = {
         "vllm_interpreted/encoder-only-window-of-one",
     }
 }
-"""Cases whose right answer is what the mutant always says: with a window of one key the mean is that key's value."""
+"""Cases for which the mutant's constant answer is right: with a window of one key the mean is that key's value."""
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
 
 
 def _dense(batch: PagedBatch, params: AttentionParams, include_sinks: bool = True) -> tuple[Tensor, Tensor]:
-    """Whole score matrices in float64, K and V repeated a head, every element of the mask asked for by itself."""
+    """Whole score matrices in float64, K and V repeated a head, every element of the mask computed by itself."""
     size = params.head_size if params.head_size_v is None else params.head_size_v
     out = torch.zeros(len(batch.query), params.num_heads, size, dtype=torch.float64)
     lse = torch.full((len(batch.query), params.num_heads), -math.inf, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Slots, packings and strides: what stands where."""
+"""Slots, packings and strides: the address of each element."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where the tokens stand in the cache is nobody's business: the same bits come out."""
+"""The places of tokens in the cache do not change a bit of the result."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_blocks_before_every_window_may_be_reused(make_batch):
     batch = make_batch((2, 1), (30, 23), window)
     expected = batch.attend(window)
     cache, table = batch.key_cache.clone(), batch.block_table.clone()
-    # the first row of request 0 stands at 28 and sees 23 on, of request 1 at 22 and sees 17 on
+    # the first row of request 0 is at 28 and sees 23 on, of request 1 at 22 and sees 17 on
     for request, first_seen in ((0, 23), (1, 17)):
         for page in range(first_seen // 4):
             cache[table[request, page]] = torch.nan

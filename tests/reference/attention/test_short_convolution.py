@@ -185,7 +185,7 @@ def test_padding_by_another_number():
 
 
 def test_dtypes_strides_and_roundings():
-    """The state holds inputs in its own dtype whatever the sums are made in; the result is in that of the sums."""
+    """The state holds inputs in its own dtype in any precision of the sums; the result has the dtype of the sums."""
     x = torch.tensor([[1 + 2.0**-9], [1.0], [2.0**-9]])
     states = torch.zeros(1, 2, 1).transpose(1, 2)
     states = states.to(BF16)

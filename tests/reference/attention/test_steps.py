@@ -1,4 +1,4 @@
-"""Time is nobody's business either: decoding, prefilling in chunks and prefilling at once agree."""
+"""Decoding, prefilling in chunks and prefilling at once agree."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -148,7 +148,7 @@ def test_micro_batches(make_batch, same_state, cut):
 
 
 def test_fast_prefill(make_batch, same_state):
-    """Only the last rows of each request are asked for; lengths and table stay."""
+    """Only the last rows of each request are computed; lengths and table stay."""
     params = AttentionParams(4, 2, 8, attn_chunk_size=6)
     batch = make_batch((5, 1, 8), (12, 20, 8), params, unowned_rows=0)
     out, lse = batch.attend(params)

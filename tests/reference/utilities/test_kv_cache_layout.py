@@ -10,7 +10,7 @@ from attncheck.reference.utilities import kv_cache_layout
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """As in a process that has not asked yet."""
+    """As in a process that has not read the layout yet."""
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
     monkeypatch.setattr(kv_cache_layout, "_KV_CACHE_LAYOUT_OVERRIDE", None)
     get_kv_cache_layout.cache_clear()

@@ -16,7 +16,7 @@ class Impl:
 
 
 class Special(Impl):
-    """A subclass of what is asked for."""
+    """A subclass of the requested class."""
 
 
 def config(**impls):

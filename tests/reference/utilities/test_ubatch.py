@@ -223,7 +223,7 @@ def test_one_refused_slice_refuses_all(batch_a, unchanged):
     padding=st.tuples(st.integers(0, 2), st.integers(0, 3)),
 )
 def test_pieces_together_are_the_batch(requests, cuts, padding, common):
-    """Every token keeps its request and its position, and a piece ends where its last token stands."""
+    """Every token keeps its request and its position, and a piece ends at its last token."""
     padded_requests, padded_tokens = padding
     query_lens = [q for q, _ in requests] + [0] * padded_requests
     seq_lens = [q + c for q, c in requests] + [0] * padded_requests

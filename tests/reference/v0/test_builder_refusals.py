@@ -1,4 +1,4 @@
-"""What the builder refuses, and that the runner's array and what was collected stand as before."""
+"""What the builder refuses, and that the runner's array and what was collected are unchanged."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Relations of builds, asked of random batches: counts, repetition, chunking, what a graph build leaves behind."""
+"""Relations of builds of random batches: counts, repetition, chunking, what a graph build leaves behind."""
 
 import copy
 from types import SimpleNamespace

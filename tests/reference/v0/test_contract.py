@@ -1,4 +1,4 @@
-"""The classes a first-generation backend is made of: what they demand, and what they give."""
+"""The classes of a first-generation backend: what they demand, and what they return."""
 
 import inspect
 from dataclasses import dataclass, fields

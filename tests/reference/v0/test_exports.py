@@ -1,4 +1,4 @@
-"""What ``attncheck.reference.v0`` offers, and that it stands beside today's generation, not in its place."""
+"""What ``attncheck.reference.v0`` exports, beside today's generation and not in its place."""
 
 from importlib import import_module
 from typing import TypeVar

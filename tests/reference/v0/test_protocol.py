@@ -1,7 +1,7 @@
 """Capture and replay as a first-generation model runner plays them, over a kernel that reads what was captured.
 
-The cache holds token ids. The kernel stores each new token in its slot and answers every sequence with the tokens it
-finds through table and length, so that a wrong slot, length or row shows as a wrong history. Whatever nobody stored is
+The cache holds token ids. The kernel stores each new token in its slot and returns for every sequence the tokens it
+finds through table and length, so that a wrong slot, length or row shows as a wrong history. Slots without a token are
 poison. Tables grow, batches shrink and grow again, and stale table entries stay behind the rows.
 """
 
@@ -25,7 +25,7 @@ POISON = -999
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """What builder and capture pass, and the encoder's fields; the decode part is made of views."""
+    """What builder and capture pass, and the encoder's fields; the decode part holds views."""
 
     seq_lens: list[int] | None
     seq_lens_tensor: Tensor

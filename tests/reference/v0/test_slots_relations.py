@@ -1,4 +1,4 @@
-"""Relations of slot mappings, asked of random sequences."""
+"""Relations of slot mappings of random sequences."""
 
 from hypothesis import given
 from hypothesis import strategies as st

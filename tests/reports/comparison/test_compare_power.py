@@ -25,7 +25,7 @@ def test_simulated_processes_are_found_slow_and_not_named_for_nothing() -> None:
     assert found >= 95
     assert named <= 1
     drift = float(rows["drift of 10 %, one run"][0].rstrip("%"))
-    assert drift > 50  # compared side by side, which Welch's interval alone could not tell
+    assert drift > 50  # compared side by side, which Welch's interval alone could not resolve
 
 
 def test_rounds_of_a_run_are_split_into_halves_that_differ_in_nothing(

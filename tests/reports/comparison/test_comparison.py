@@ -1,4 +1,4 @@
-"""Which questions of two runs are compared, and what is told of the others."""
+"""Which questions of two runs are compared, and how the others are reported."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is told of the circumstances of two runs, and of what their times have in common."""
+"""Differences between the environments of two runs, and warnings about changes all their times share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -44,7 +44,7 @@ def test_more_rounds_find_less_and_as_many_as_are_needed_are_named() -> None:
     assert needed is not None
     assert smallest_slowdown(noise, needed, level=level) <= 0.05 < smallest_slowdown(noise, needed - 1, level=level)
     assert smallest_slowdown(noise, 5, level=level) > smallest_slowdown(noise, 50, level=level) > 0.01
-    assert rounds_needed(noise, 0.01, level=level) is None  # the least that is told is never found
+    assert rounds_needed(noise, 0.01, level=level) is None  # the least reported effect is never found
     assert rounds_needed(ProcessNoise(0.9), 0.02, level=level) is None
     quiet_beside = rounds_needed(ProcessNoise(0.03, in_turns=0.01), 0.05, level=level)
     assert quiet_beside is not None

@@ -1,4 +1,4 @@
-"""One sentence says how fast a suite is, and only what the intervals of whole processes allow."""
+"""One sentence states how fast a suite is, and only what the intervals of whole processes allow."""
 
 import math
 from collections.abc import Callable

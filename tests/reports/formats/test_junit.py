@@ -1,4 +1,4 @@
-"""JUnit XML: well-formed whatever a backend said, named as pytest names the same checks, counts that add up."""
+"""JUnit XML: well-formed for any text of a backend, named as pytest names the same checks, counts that add up."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -13,7 +13,7 @@ from attncheck.reports.run_file.store import Run
 
 Make = Callable[..., Record]
 
-# The schema that Jenkins publishes: elements, what they may hold in which order, what they must and may say.
+# The schema that Jenkins publishes: elements, what they may hold in which order, their required and optional attributes.
 CHILDREN = {
     "testsuites": ["testsuite"],
     "testsuite": ["properties", "testcase", "system-out", "system-err"],

@@ -29,7 +29,7 @@ def round_records(make: Make, *outcomes: str, **fields: object) -> list[Record]:
         (("failed", "errored"), "errored"),
         (("xfailed", "failed"), "failed"),
         (("xpassed", "xfailed"), "xpassed"),
-        # What could not be examined once was not examined in as many rounds as was asked.
+        # What could not be examined once was not examined in as many rounds as requested.
         (("passed", "unavailable"), "unavailable"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Speeds in tables: figures with their units, no winner inside the noise, notes for what speaks against a figure."""
+"""Speeds in tables: figures with their units, no winner inside the noise, notes on doubtful figures."""
 
 import statistics
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs made by hand, with the times of an imagined device: whoever reads them knows nothing else of a backend."""
+"""Runs written by hand, with the times of an imagined device, and pages of them taken apart."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def latency(
 
 
 def record(kind: type[Record] = Passed, **fields: object) -> Record:
-    """A record with everything that is not told filled in."""
+    """A record with defaults for all other fields."""
     defaults = {
         "suite": "decode",
         "case_id": "edge",
@@ -143,11 +143,11 @@ HOSTILE = (
     "{{ 7 * 7 }} {% raw %} javascript:window.hacked=5 --> <!-- ]]>",
     "</style></title></text></svg></textarea><svg onload=window.hacked=6>",
 )
-"""What a backend could call itself, or say."""
+"""Hostile names and messages of a backend."""
 
 
 def hostile_run() -> Run:
-    """A run in which every text that foreign code has a say in is hostile, and one message has 100 kB."""
+    """A run in which every text from foreign code is hostile, and one message has 100 kB."""
     found: list[Record] = []
     for index, text in enumerate(HOSTILE):
         kernels = (Kernel(name=text, count=1, duration_ns=5.0),)
@@ -197,7 +197,7 @@ def hostile_run() -> Run:
 class Parsed(HTMLParser):
     """A page taken apart: elements with their attributes, text by the element around it; and what is not well-formed.
 
-    It does not know which elements may stand where; it knows that each is closed, once and in order.
+    It does not check which elements may be where; it checks that each is closed, once and in order.
     """
 
     VOID = frozenset({"meta", "br", "input", "wbr"})
@@ -240,7 +240,7 @@ class Parsed(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the page knows of the records."""
+        """The data of the records on the page."""
         return json.loads(self.texts["script"][0])
 
 

@@ -20,7 +20,7 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """``show(runs, ...)``: the page, opened as a file. What it asks of a network, or complains of, fails the test."""
+    """``show(runs, ...)``: the page, opened as a file. A network request or an error on its console fails the test."""
     contexts, complaints = [], []
 
     def opened(*runs: Any, **options: Any) -> Any:
@@ -30,7 +30,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         context.set_offline(True)
         page = context.new_page()
-        page.on("request", lambda request: request.url == file.as_uri() or complaints.append(f"asked: {request.url}"))
+        page.on("request", lambda request: request.url == file.as_uri() or complaints.append(f"request: {request.url}"))
         page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -67,7 +67,7 @@ def status(page: Any) -> str:
 
 
 def wait_for(page: Any, text: str) -> None:
-    """Until the records are as many as ``text`` says; the page's policy forbids to poll by a script."""
+    """Wait until the page shows ``text`` as its count; the page's policy forbids to poll by a script."""
     page.locator("#record-table [role=status]").get_by_text(text, exact=True).wait_for()
 
 

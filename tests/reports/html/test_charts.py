@@ -1,4 +1,4 @@
-"""Charts: what stands where, by the numbers drawn; colours of the page; text that is text."""
+"""Charts: the positions of what is drawn; colours of the page; text that is text."""
 
 import math
 import re
@@ -19,7 +19,7 @@ RED = "var(--bad)"
 
 
 def dots(svg: str, color: str) -> list[tuple[float, float]]:
-    """Where the markers of one colour stand."""
+    """The positions of the markers of one colour."""
     found = re.findall(r'<use xlink:href="[^"]*" x="([\d.]+)" y="([\d.]+)" style="fill: (var\([\w-]+\))', svg)
     return [(float(x), float(y)) for x, y, fill in found if fill == color]
 

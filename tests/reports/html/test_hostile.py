@@ -1,4 +1,4 @@
-"""Whatever a backend calls itself or says is text on the page, and nothing but text."""
+"""Names and messages of a backend are text on the page, and nothing but text."""
 
 import re
 import unicodedata

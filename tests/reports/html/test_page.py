@@ -1,4 +1,4 @@
-"""The page: one file that fetches nothing, tells its sections in order, and is readable without a script."""
+"""The page: one file that fetches nothing, has its sections in order, and is readable without a script."""
 
 import base64
 import hashlib
@@ -54,7 +54,7 @@ def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any,
     lines = [" ".join(text.split()) for text in parsed.texts["p"]]
     assert lines.index("in every case tried") < lines.index("1 finding in 1 of 9 cases")  # the right ones come first
     covered = [text for text in parsed.texts["span"] if " of 9" in text]
-    assert covered[:2] == ["8 of 9", "9 of 9"]  # slow was not asked the case that needs sinks
+    assert covered[:2] == ["8 of 9", "9 of 9"]  # slow did not run the case that needs sinks
     assert "sinks (1 of 1 case wrong)" in parsed.texts["span"]
     assert parsed.texts["p"].count("Fastest of the right ones in ") == 1
     assert {"lengths", "right"} <= set(parsed.texts["strong"])

@@ -1,4 +1,4 @@
-"""The data of the page: every record with all it says, each text once."""
+"""The data of the page: every record with all its fields, each text once."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def data_of(run: Run) -> Any:
 
 @pytest.fixture
 def body_of(record_of: Any, run_with: Any) -> Any:
-    """The body of the only record, with what the page is told of it besides."""
+    """The body of the only record, with its outcome."""
 
     def body(*args: Any, **fields: Any) -> dict[str, Any]:
         data = data_of(run_with([record_of(*args, **fields)]))
@@ -57,7 +57,7 @@ def test_every_record_is_there_under_its_case(record_of: Any, run_with: Any) -> 
     assert sorted(row[:-1] for row in rebuilt) == sorted(recorded)
     assert [data["repros"][row[-1]] for row in rebuilt[:2]] == [repro_command(r, run.header) for r in run.records[:2]]
     assert len(data["groups"]) == 4
-    assert len(data["bodies"]) == 2  # nothing to say of those that passed, and one reason
+    assert len(data["bodies"]) == 2  # none for those that passed, and one reason
     assert data["groups"][0][-1][0][3] == 0.25
     assert data["needs"][data["groups"][-1][4]] == "sinks"
 

@@ -1,4 +1,4 @@
-"""What the page tells of a run, as values: support in words and tones, failures told once, bars and the fastest."""
+"""The values of a page: support in words and tones, each failure once, bars and the fastest."""
 
 import re
 from collections.abc import Iterator
@@ -185,7 +185,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_colours_can_be_read(theme: int) -> None:
-    """4.5 to 1 for text and 3 to 1 for marks, as WCAG 2 asks (AA)."""
+    """4.5 to 1 for text and 3 to 1 for marks, as WCAG 2 requires (AA)."""
     shown = {name: pair[theme] for name, pair in colours()}
     for text in ("ink", "muted", "link", "good", "bad", "warn", "calm"):
         for ground in ("ground", "surface", "raised"):

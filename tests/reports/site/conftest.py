@@ -1,4 +1,4 @@
-"""Small runs of one backend: who reads them knows the result of each case."""
+"""Small runs of one backend with given outcomes by case."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -192,7 +192,7 @@ def compile_calls(calls: list[Call]) -> list[dict[str, Any]]:
 
 
 def pretend_cuda() -> None:
-    """Change in this process what torch's compiler asks of a CUDA device."""
+    """Change in this process what torch's compiler reads of a CUDA device."""
     for owner, answers in ANSWERS.items():
         for name, answer in answers.items():
             # A function for each name: dynamo keeps a table of them.

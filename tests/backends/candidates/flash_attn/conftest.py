@@ -236,7 +236,7 @@ def documented() -> Callable[..., tuple[Tensor, Tensor]]:
 
 @pytest.fixture
 def make_written_step(make_step) -> Callable[..., Any]:
-    """A step whose new keys and values stand in the cache already, as the harness sees to; of exact bounds."""
+    """A step of exact bounds whose new keys and values are in the cache already, as in the harness."""
 
     def make(backend, layer, requests, **options):
         step = make_step(backend, layer, requests, **{"cache": CacheSpec(block_size=256)} | options)

@@ -1,4 +1,4 @@
-"""flash-attn as a candidate: what its functions are asked, by a stand-in that has their signatures."""
+"""flash-attn as a candidate: the arguments of its functions, by a stand-in that has their signatures."""
 
 import importlib.metadata
 import inspect
@@ -129,7 +129,7 @@ def test_the_arguments_of_a_decode_step_are_these(make_written_step, flash_attn_
 
 
 def test_a_bound_that_is_not_reached_makes_no_step_uniform(make_written_step, flash_attn_calls, assert_right):
-    """A graph for any lengths may be captured with equally many rows a request: its bound is what tells."""
+    """A graph for any lengths may be captured with equally many rows a request; only its bound differs."""
     step = make_written_step(FlashAttnBackend, PLAIN, [(2, 300), (2, 5)])
     step.common.max_query_len = 4
     step.run()
@@ -138,7 +138,7 @@ def test_a_bound_that_is_not_reached_makes_no_step_uniform(make_written_step, fl
 
 
 def test_rows_that_turn_into_padding_of_a_graph_become_zero(make_written_step, flash_attn_calls):
-    """A call for packed queries leaves them unwritten; which rows they are only the device knows."""
+    """A call for packed queries leaves them unwritten; which rows they are is on the device alone."""
     step = make_written_step(FlashAttnBackend, PLAIN, [(1, 5), (4, 9)], padding=(1, 3))
     metadata = step.builder().build(0, step.common)
     step.run(attn_metadata=replace(metadata, query_start_loc=(0, 1, 5, 8)))

@@ -32,7 +32,7 @@ class SmallBuilder(FlashInferBuilder):
 
 
 class PlainImpl(FlashInferImpl):
-    """With a writer that is not interpreted: Triton's is tested where it stands."""
+    """With a writer that is not interpreted: Triton's has its own tests."""
 
     def write(self, *arguments: Any) -> None:
         write_slots(*arguments)

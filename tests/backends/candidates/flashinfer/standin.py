@@ -1,8 +1,8 @@
 """A stand-in for flashinfer 0.6.8.post1 on a CPU: its signatures, its checks, and what it documents that it computes.
 
-Every call is bound to the library's signature and recorded. ``run`` computes what ``plan`` was told, densely in
+Every call is bound to the library's signature and recorded. ``run`` computes what was planned, densely in
 float64, from the buffers that the library's kernels read: those given to the constructor in graph mode, else those of
-the latest plan. It knows nothing of block tables, requests or windows of ours.
+the latest plan. It uses no block tables, requests or windows of ours.
 """
 
 import inspect
@@ -76,7 +76,7 @@ class Called:
 
 @dataclass
 class Library:
-    """What stands in ``sys.modules``, and what was asked of it."""
+    """The module in ``sys.modules``, and the calls it got."""
 
     calls: list[Called] = field(default_factory=list)
     distorted: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def documented(
 ) -> tuple[Tensor, Tensor]:
     """Attention as the library documents it: ``(out, lse)`` of ``n`` rows over ``m`` keys each, the LSE to base 2.
 
-    The ``i``-th of a request's ``q`` rows stands at position ``k - q + i`` of its ``k`` keys: it sees none behind it if
+    The ``i``-th of a request's ``q`` rows is at position ``k - q + i`` of its ``k`` keys: it sees none behind it if
     causal, and none farther before it than ``window_left``, an inclusive distance. key, value: ``[n, m, heads, size]``.
     """
     position = torch.arange(exists.shape[1], device=query.device)

@@ -1,4 +1,4 @@
-"""What the library is asked, read as it is documented, is what the reference computes; a wrong argument is noticed.
+"""Calls of the library, read as it documents them, compute what the reference does; a wrong argument is noticed.
 
 The whole examination is run over the stand-in: what fails is how the library is called, never a kernel.
 """

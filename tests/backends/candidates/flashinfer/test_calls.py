@@ -1,4 +1,4 @@
-"""What the library is asked, argument by argument; what is expected is written out by hand."""
+"""The calls of the library, argument by argument; what is expected is written out by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -193,7 +193,7 @@ def test_the_writer_is_that_of_the_unified_kernel(make_engine: Make, monkeypatch
 def test_the_family_of_kernels_that_the_library_chose_is_named(
     library: Any, make_engine: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the latest plan, whatever was asked for."""
+    """That of the latest plan, whichever was requested."""
     engine = make_engine()
     metadata = engine.build(make_batch(MIXED))
     monkeypatch.setattr(metadata.prefill.planned.wrapper, "_backend", "fa3")

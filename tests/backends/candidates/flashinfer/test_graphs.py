@@ -1,4 +1,4 @@
-"""A graph reads what ``build`` refills: plans are made anew for every step, in buffers that stay where they are."""
+"""A graph reads what ``build`` refills: every step is planned anew, in buffers that keep their addresses."""
 
 from collections.abc import Callable
 from pathlib import Path

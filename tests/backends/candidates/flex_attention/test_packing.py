@@ -1,4 +1,4 @@
-"""What the calls of the candidate flex_attention are made of; that its answers are right, test_candidates.py shows."""
+"""The arguments of the candidate flex_attention's calls; test_candidates.py examines its results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The latent kernel against sums written out in float64, over pages with NaN wherever nobody looks."""
+"""The latent kernel against sums written out in float64, over pages with NaN in every slot that no row sees."""
 
 import math
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def make_step(
 
 
 def dense(query: Tensor, keys: Tensor, rank: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Row by row: what the formula says; the last row stands at the last key."""
+    """The formula, row by row; the last row is at the last key."""
     out, lse = torch.zeros(*query.shape[:2], rank).double(), torch.full(query.shape[:2], -torch.inf).double()
     for row in range(len(query)):
         seen = keys[: max(0, len(keys) - len(query) + row + 1)] if causal else keys

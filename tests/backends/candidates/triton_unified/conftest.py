@@ -1,4 +1,4 @@
-"""A mixed batch over pages for the attention kernel: random blocks, NaN in every slot that nobody owns."""
+"""A mixed batch over pages for the attention kernel: random blocks, NaN in every slot of no request."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

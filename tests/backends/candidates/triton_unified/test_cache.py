@@ -26,7 +26,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def memory(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Bytes of every kind, as what stands in a cache."""
+    """Bytes of every value, as the contents of a cache."""
     wanted = torch.Size(shape).numel() * dtype.itemsize
     filled = (torch.arange(wanted, device=DEVICE) % 251 + 1).to(torch.uint8)
     return filled.view(dtype).view(shape)
@@ -47,7 +47,7 @@ def spread(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """All the memory a view stands in."""
+    """All the memory of a view's storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage(), 0, (x.untyped_storage().nbytes(),))
 
@@ -130,7 +130,7 @@ def test_nothing_is_written_for_no_rows_nor_beyond_the_cache() -> None:
 
 
 def test_offsets_beyond_32_bits_are_reached() -> None:
-    # Memory that nobody writes to is never backed.
+    # Memory without a write is never backed by pages.
     memory = torch.empty(2**31 + 12, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     cache = memory.as_strided((3, 1, 1, 4), (2**30 + 4, 4, 4, 1))
     slots = torch.tensor([2], device=DEVICE)

@@ -97,7 +97,7 @@ def test_rows_of_no_request_are_left_alone(paged: Batch, segments: list[int]) ->
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_codes_mean_their_scales(paged: Batch, split: int, codes: torch.dtype) -> None:
-    """One scale a KV head; NaN codes stand in slots that nobody owns."""
+    """One scale a KV head; slots of no request hold NaN codes."""
     k_scale, v_scale = torch.tensor([0.25, 3.0]), torch.tensor([7.0, 0.11])
     batch = paged([(1, 100), (5, 20)], (4, 2, 16), cache_dtype=codes)
     batch.k_scale, batch.v_scale = (scale.to(batch.query.device) for scale in (k_scale, v_scale))

@@ -180,7 +180,7 @@ def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(plain
 
 
 class Older:
-    """The generation that says its cache's shape by a method."""
+    """The generation that returns its cache's shape by a method."""
 
     get_name = staticmethod(lambda: "OLDER")
     get_kv_cache_stride_order = staticmethod(lambda: (1, 0, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""Layers with a latent cache where vLLM is a stand-in: what is never asked, and what its objects are made with."""
+"""Layers with a latent cache where vLLM is a stand-in: unsupported batches, and the arguments of its constructors."""
 
 from dataclasses import replace
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The common metadata as vLLM's dataclass, whatever version of it: told with stand-ins of its fields."""
+"""The common metadata as vLLM's dataclass, in every version of it: stand-ins have the fields of each."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any

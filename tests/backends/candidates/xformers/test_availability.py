@@ -1,4 +1,4 @@
-"""Where candidate ``xformers`` says it cannot run, and what its module does not load."""
+"""Where candidate ``xformers`` is unavailable, and what its module does not load."""
 
 import importlib.metadata
 import subprocess

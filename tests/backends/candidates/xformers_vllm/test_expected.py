@@ -1,4 +1,4 @@
-"""The file of what is known of ``xformers_vllm``: complete for the suites it is about, and borne out by a run."""
+"""The expectation file of ``xformers_vllm``: complete for its suites, and confirmed by a run."""
 
 from pathlib import Path
 

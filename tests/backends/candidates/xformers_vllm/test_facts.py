@@ -1,4 +1,4 @@
-"""What ``xformers_vllm`` says of itself, and what its constructor takes: vLLM's facts, the doubtful ones included."""
+"""What ``xformers_vllm`` declares, and what its constructor takes: vLLM's facts, the doubtful ones included."""
 
 import pytest
 import torch

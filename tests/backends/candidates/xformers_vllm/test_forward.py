@@ -160,7 +160,7 @@ def test_a_pool_of_fewer_than_256_slots_keeps_split_k_off_the_list(make_step):
 
 @pytest.mark.parametrize(("backend", "name"), [(XFormersAttentionBackend, "requested"), (XFormersAutoBackend, "found")])
 def test_the_operator_that_ran_is_named(backend, name, make_step, monkeypatch):
-    """The library is asked for its choice once a shape, after a call that has succeeded."""
+    """The library's choice is read once a shape, after a call that has succeeded."""
     requested, dispatched = SimpleNamespace(NAME="requested"), []
 
     def attend(query, key, value, *, attn_bias, p, scale, op):

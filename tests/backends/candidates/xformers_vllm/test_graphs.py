@@ -22,7 +22,7 @@ class PromisingBuilder(XFormersAttentionMetadataBuilder):
 
 
 class EarlyBuilder(PromisingBuilder):
-    """Makes the views before ``forward`` asks for them."""
+    """Makes the views before ``forward`` reads them."""
 
     def build(self, *arguments, **options):
         step = super().build(*arguments, **options)

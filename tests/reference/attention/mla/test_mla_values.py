@@ -76,7 +76,7 @@ def test_the_latent_kernel_returns_weighted_latents(make_latent, same_state):
 
 
 def test_which_weight_is_which():
-    """A key's up-projection moves scores only, a value's the output only; k_pe stands behind c."""
+    """A key's up-projection changes scores only, a value's the output only; k_pe is behind c."""
     layer = MLAParams(1, kv_lora_rank=1, qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1, scale=1.0)
     cache = torch.tensor([[[2.0, 0.5], [3.0, 0.25]]], dtype=torch.float64)
     place = (torch.tensor([[0]]), torch.tensor([2]), torch.tensor([0, 1]))
@@ -120,7 +120,7 @@ def test_nothing_is_modified(form, make_latent):
 
 
 def test_a_kernel_rounds_what_it_keeps():
-    """One token, so that the softmax has no say: the value is rounded once made, and the output is that value."""
+    """One token, whose softmax is 1: the value is rounded once projected, and the output is that value."""
     layer = MLAParams(1, kv_lora_rank=2, qk_nope_head_dim=1, qk_rope_head_dim=1, v_head_dim=1)
     cache, ones = torch.tensor([[[1.0, 2.0**-9, 3.0]]]), torch.ones(1, 1, 1)
     weights = (torch.ones(2, 1, 1), torch.ones(2, 1, 1))

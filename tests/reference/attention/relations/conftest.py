@@ -1,4 +1,4 @@
-"""What the relations are asked of: random layers, random paged batches over them, and parts of those batches.
+"""Inputs of the relations: random layers, random paged batches over them, and parts of those batches.
 
 A relation compares two answers of the reference; no right answer is written down here. Everything a request does not
 own is NaN. Strategies are handed out by fixtures, because tests are no packages and cannot import each other.
@@ -77,7 +77,7 @@ def _batches(
 
 
 def _with_shared_pages(batch: Any, pages: int) -> Any:
-    """The first pages of request 0 stand in the tables of all requests that are long enough; theirs go to nobody."""
+    """The first pages of request 0 are in the tables of all requests that are long enough; theirs become unowned."""
     size = batch.key_cache.shape[1]
     keys, values, table = list(batch.keys), list(batch.values), batch.block_table.clone()
     caches = [batch.key_cache.clone(), batch.value_cache.clone()]
@@ -146,7 +146,7 @@ def rows_of() -> Callable[..., tuple[Any, Tensor]]:
 
 @pytest.fixture(scope="session")
 def requests_rows() -> Callable[[Any, Sequence[int]], Tensor]:
-    """``(batch, requests) -> rows``: where the rows of these requests stand, in that order."""
+    """``(batch, requests) -> rows``: the indices of these requests' rows, in that order."""
 
     def rows(batch: Any, requests: Sequence[int]) -> Tensor:
         spans = [batch.rows(r) for r in requests]

@@ -1,4 +1,4 @@
-"""Soft cap, ALiBi and sinks: limits, identities, and the same thing said in other words."""
+"""Soft cap, ALiBi and sinks: limits, identities, and equivalent formulations."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Placement, composition, prefix sharing: which blocks, which neighbours and which order is nobody's business."""
+"""Placement, composition, prefix sharing: blocks, neighbours and order change no result."""
 
 from dataclasses import replace
 

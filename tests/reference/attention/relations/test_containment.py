@@ -45,7 +45,7 @@ def unseen(seen, row_places):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_containment_slots_not_owned_change_no_bit(data, layers, batches, tiles, same_bits):
-    """Containment: tails of last pages, blocks of nobody, any table tail pointing at them; K, V or both."""
+    """Containment: tails of last pages, unowned blocks, any table tail pointing at them; K, V or both."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     names, poison = data.draw(st.sampled_from(CACHES)), data.draw(st.sampled_from(POISON))

@@ -53,7 +53,7 @@ def armed(metadata_of):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_fast_rows_are_those_rows_of_the_full_call(data, layers, batches, armed, attend_as, tiles, agree, same_bits):
-    """Only rows that yield logits are asked for; positions count from the end; padded indices count for nothing.
+    """Only rows that yield logits are computed; positions count from the end; padded indices are ignored.
 
     Requests without such rows get none; the cache stays.
     """

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 
 def draw_values(batch, size, seed):
-    """Random values for every slot; slots of nobody are never read, so they need no NaN here."""
+    """Random values for every slot; unowned slots are never read, so they need no NaN here."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*batch.value_cache.shape[:3], size, dtype=torch.float64, generator=generator)
 

@@ -1,4 +1,4 @@
-"""What the log-sum-exp says: ``exp(lse)`` is the total weight of the keys a row sees."""
+"""The log-sum-exp: ``exp(lse)`` is the total weight of the keys a row sees."""
 
 import pytest
 import torch

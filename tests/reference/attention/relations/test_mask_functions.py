@@ -1,4 +1,4 @@
-"""Masks beyond the base predicate: bidirectional ranges, reference windows, and what a mask is asked about."""
+"""Masks beyond the base predicate: bidirectional ranges, reference windows, and the arguments of a mask."""
 
 from dataclasses import replace
 
@@ -136,7 +136,7 @@ def test_reference_window_between_window_and_causal(data, base, batches, tiles, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_mask_gets_real_keys_only_and_each_pair_once(data, layers, batches, tiles):
-    """No key at ``j >= seq_len``, no row of nobody, absolute positions, every (row, key) pair exactly once."""
+    """No key at ``j >= seq_len``, no unowned row, absolute positions, every (row, key) pair exactly once."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     pairs = []

@@ -39,7 +39,7 @@ def draw_cuts(data, points):
 def test_rows_of_the_parts_are_the_rows_of_the_whole(
     data, layers, batches, cut_up, attend_as, tiles, agree, row_places
 ):
-    """Each part writes its own K/V where its slots say, then reads; what later parts write is still NaN.
+    """Each part writes its own K/V to its slots, then reads; what later parts write is still NaN.
 
     Cuts at requests and inside them, a request cut twice, parts of very unequal size.
     """

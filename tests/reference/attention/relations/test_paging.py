@@ -1,4 +1,4 @@
-"""The page size, the width of the table and the size of the pool are nobody's business."""
+"""The page size, the width of the table and the size of the pool change no result."""
 
 from dataclasses import replace
 

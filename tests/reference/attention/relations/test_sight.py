@@ -50,7 +50,7 @@ def test_causal_is_the_window_without_right_side(data, layers, batches, tiles, a
 @settings(max_examples=40)
 @given(data=st.data())
 def test_causal_or_not_is_the_same_for_one_row(data, layers, batches, tiles, agree):
-    """A single new row stands at the end, so that nothing is ahead of it."""
+    """A single new row is at the end, so that no key is ahead of it."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params, query_lens=st.integers(0, 1)))
     mirrored = replace(params, causal=False, window=(params.window[0], params.window[0]))
@@ -60,7 +60,7 @@ def test_causal_or_not_is_the_same_for_one_row(data, layers, batches, tiles, agr
 @settings(max_examples=40)
 @given(data=st.data())
 def test_non_causal_rows_are_interchangeable(data, layers, batches, tiles, agree, requests_rows):
-    """Rows of one request see one set, so permuting them permutes the outputs (no bias that knows positions)."""
+    """Rows of one request see one set, so permuting them permutes the outputs (no bias that uses positions)."""
     params = data.draw(without_mask(layers, alibi_slopes=None))
     batch = data.draw(batches(params, fitting=False))
     order = list(range(len(batch.query)))
