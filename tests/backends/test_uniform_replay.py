@@ -34,7 +34,7 @@ class Graph:
 
     def __init__(self, make_step, layer, query_len, cache=PAGES, *, sharing=False, tree=None):
         self.make_step, self.layer, self.cache, self.query_len = make_step, layer, cache, query_len
-        self.step = self.made([LONGEST if self.has_cache else query_len] * BUCKET)
+        self.step = self.step_for([LONGEST if self.has_cache else query_len] * BUCKET)
         common = self.step.common
         for tensor in (self.step.query, self.step.key, self.step.value, self.step.output):
             tensor.fill_(torch.nan)
@@ -56,7 +56,7 @@ class Graph:
     def has_cache(self):
         return self.layer.attn_type != AttentionType.ENCODER_ONLY
 
-    def made(self, lens, seed=0):
+    def step_for(self, lens, seed=0):
         """A step for these lengths alone, padded to the bucket; in cross attention one that brings no encoder rows."""
         padding = (BUCKET - len(lens), (BUCKET - len(lens)) * self.query_len)
         requests = [(self.query_len, seq_len) for seq_len in lens]
@@ -72,7 +72,7 @@ class Graph:
 
     def refill(self, lens, seed=1):
         """Another batch of the same class in the same memory; its own step, and what the cache is to hold after it."""
-        mine, other = self.step, self.made(lens, seed)
+        mine, other = self.step, self.step_for(lens, seed)
         real = len(lens) * self.query_len
         expected, slots = other.kv_cache.clone(), other.common.slot_mapping[:real]
         if self.has_cache:

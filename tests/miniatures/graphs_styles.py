@@ -55,10 +55,10 @@ class OneMetadataObject(Miniature):
         metadata = None
 
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-            made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if self.metadata is None:
-                self.metadata = made
-            self.metadata.__dict__.update(made.__dict__)
+                self.metadata = metadata
+            self.metadata.__dict__.update(metadata.__dict__)
             return self.metadata
 
 

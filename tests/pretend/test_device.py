@@ -10,8 +10,8 @@ HOST = torch.arange(6.0)
 
 @pytest.fixture
 def device():
-    with present() as made:
-        yield made
+    with present() as pretended:
+        yield pretended
 
 
 def acts(device, *kinds):

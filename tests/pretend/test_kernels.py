@@ -55,7 +55,7 @@ def test_the_code_of_a_custom_operator_is_judged_as_any_other():
     with present() as device:
         source = torch.ones(4, device="cuda")
         device.launches.clear()
-        made = doubled(source)
-        assert made.is_cuda
-        assert made.tolist() == [2, 2, 2, 2]
+        result = doubled(source)
+        assert result.is_cuda
+        assert result.tolist() == [2, 2, 2, 2]
         assert device.launches == {"double": 1, "zeros": 1, "aten::add": 1}

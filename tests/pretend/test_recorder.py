@@ -12,18 +12,18 @@ from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
 
 def test_a_replay_reads_what_its_inputs_hold_by_then_and_keeps_what_was_bound():
     with present() as device:
-        given, made = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+        given, output = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
         numbers = iter([10, 20, 30])
 
         def prepare():
             bound = next(numbers)  # two warm-ups and the capture
-            return lambda: made.copy_(given * bound)
+            return lambda: output.copy_(given * bound)
 
         recording = PythonRecorder(device).record(prepare)
-        assert made.tolist() == [30, 30, 30]
+        assert output.tolist() == [30, 30, 30]
         given.fill_(2)
         recording.replay()
-        assert made.tolist() == [60, 60, 60]
+        assert output.tolist() == [60, 60, 60]
 
 
 def forward_that_reads(given):

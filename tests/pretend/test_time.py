@@ -10,8 +10,8 @@ HOLD_NS = 1_000_000
 
 @pytest.fixture
 def device():
-    with present() as made:
-        yield made
+    with present() as pretended:
+        yield pretended
 
 
 def recorded():

@@ -19,9 +19,9 @@ def backend(packing, features=()):
     def attend(query, key_cache, value_cache, metadata, params, out):
         raise AssertionError("not called")
 
-    made = kernel_backend(attend, name="kernel", features=features, supported_layouts=("NHD", "HND"))
-    made.packing = packing
-    return made
+    candidate = kernel_backend(attend, name="kernel", features=features, supported_layouts=("NHD", "HND"))
+    candidate.packing = packing
+    return candidate
 
 
 def rows(n, layer=LAYER, seed=0):
@@ -34,9 +34,9 @@ def rows(n, layer=LAYER, seed=0):
 
 @pytest.mark.parametrize(("packing", "layout"), list(itertools.product(PACKINGS, ["NHD", "HND"])))
 def test_what_is_written_is_read_back_and_nothing_else_changes(packing, layout):
-    made, cache = backend(packing), CacheSpec(block_size=BLOCK_SIZE, layout=layout)
-    codec = made.kv_cache_codec(LAYER, cache)
-    kv_cache = allocate_kv_cache(made, LAYER, cache, BLOCKS, "cpu")
+    candidate, cache = backend(packing), CacheSpec(block_size=BLOCK_SIZE, layout=layout)
+    codec = candidate.kv_cache_codec(LAYER, cache)
+    kv_cache = allocate_kv_cache(candidate, LAYER, cache, BLOCKS, "cpu")
     slots = torch.tensor([13, 2, 19, 7])
     key, value = rows(4)
     codec.write(kv_cache, slots, key, value)
@@ -48,9 +48,9 @@ def test_what_is_written_is_read_back_and_nothing_else_changes(packing, layout):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_slots_are_disjoint_and_cover_the_cache(packing):
-    made, cache = backend(packing), CacheSpec(block_size=BLOCK_SIZE)
-    codec = made.kv_cache_codec(LAYER, cache)
-    kv_cache = allocate_kv_cache(made, LAYER, cache, BLOCKS, "cpu")
+    candidate, cache = backend(packing), CacheSpec(block_size=BLOCK_SIZE)
+    codec = candidate.kv_cache_codec(LAYER, cache)
+    kv_cache = allocate_kv_cache(candidate, LAYER, cache, BLOCKS, "cpu")
     touched = torch.zeros(kv_cache.shape, dtype=torch.int64)
     ones = torch.ones(1, 3, 8, dtype=torch.bfloat16)
     for slot in range(BLOCKS * BLOCK_SIZE):
@@ -71,11 +71,11 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_address_of_one_element(packing):
-    made, cache = backend(packing), CacheSpec(block_size=BLOCK_SIZE, layout="HND")
-    kv_cache = allocate_kv_cache(made, LAYER, cache, BLOCKS, "cpu")
+    candidate, cache = backend(packing), CacheSpec(block_size=BLOCK_SIZE, layout="HND")
+    kv_cache = allocate_kv_cache(candidate, LAYER, cache, BLOCKS, "cpu")
     key, value = torch.zeros(2, 1, 3, 8, dtype=torch.bfloat16)
     key[0, 1, 5], value[0, 1, 5] = 3.0, 7.0
-    made.kv_cache_codec(LAYER, cache).write(kv_cache, torch.tensor([11]), key, value)
+    candidate.kv_cache_codec(LAYER, cache).write(kv_cache, torch.tensor([11]), key, value)
     key_address, value_address = ADDRESSES[packing]
     assert kv_cache[key_address] == 3.0
     assert kv_cache[value_address] == 7.0
@@ -83,10 +83,10 @@ def test_the_address_of_one_element(packing):
 
 def test_values_of_another_size_need_a_backend_that_declares_it():
     layer, cache = replace(LAYER, head_size_v=5), CacheSpec(block_size=BLOCK_SIZE)
-    made = backend("split_first", features=("head_size_v",))
-    assert default_codec(made, layer, cache) is None
-    codec = packed_codec(made, layer, cache)
-    kv_cache = allocate_kv_cache(made, layer, cache, BLOCKS, "cpu")
+    candidate = backend("split_first", features=("head_size_v",))
+    assert default_codec(candidate, layer, cache) is None
+    codec = packed_codec(candidate, layer, cache)
+    kv_cache = allocate_kv_cache(candidate, layer, cache, BLOCKS, "cpu")
     assert kv_cache.shape == (BLOCKS, 3, BLOCK_SIZE, 13)
     key, value = rows(3, layer)
     codec.write(kv_cache, torch.tensor([4, 9, 0]), key, value)
@@ -103,10 +103,10 @@ def test_no_codec_without_a_cache():
 @pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
 @pytest.mark.parametrize("k_scale", [0.25, (0.5, 2.0, 0.125)])
 def test_fp8_codes_are_value_over_scale(name, dtype, k_scale):
-    made = backend("split_second")
+    candidate = backend("split_second")
     cache = CacheSpec(block_size=BLOCK_SIZE, kv_cache_dtype=name, k_scale=k_scale, v_scale=2.0)
-    codec = made.kv_cache_codec(LAYER, cache)
-    kv_cache = allocate_kv_cache(made, LAYER, cache, BLOCKS, "cpu")
+    codec = candidate.kv_cache_codec(LAYER, cache)
+    kv_cache = allocate_kv_cache(candidate, LAYER, cache, BLOCKS, "cpu")
     key, value = rows(2)
     codec.write(kv_cache, torch.tensor([6, 1]), key, value)
     scale = torch.tensor(k_scale).reshape(-1, 1)
@@ -120,15 +120,15 @@ def test_fp8_codes_are_value_over_scale(name, dtype, k_scale):
 
 
 def test_fp8_saturates():
-    made, cache = backend("split_first"), CacheSpec(block_size=BLOCK_SIZE, kv_cache_dtype="fp8", k_scale=2.0)
-    codec = made.kv_cache_codec(LAYER, cache)
-    kv_cache = allocate_kv_cache(made, LAYER, cache, BLOCKS, "cpu")
+    candidate, cache = backend("split_first"), CacheSpec(block_size=BLOCK_SIZE, kv_cache_dtype="fp8", k_scale=2.0)
+    codec = candidate.kv_cache_codec(LAYER, cache)
+    kv_cache = allocate_kv_cache(candidate, LAYER, cache, BLOCKS, "cpu")
     key, value = torch.full((2, 1, 3, 8), 1e6, dtype=torch.bfloat16)
     codec.write(kv_cache, torch.tensor([0]), key, value)
     assert (codec.read(kv_cache, torch.tensor([0]))[0] == 896).all()
 
 
 def test_a_codec_is_a_value():
-    made = backend("content")
-    first, again = (made.kv_cache_codec(LAYER, CacheSpec()) for _ in range(2))
+    candidate = backend("content")
+    first, again = (candidate.kv_cache_codec(LAYER, CacheSpec()) for _ in range(2))
     assert first == again == PackedCodec(packing="content", head_size=8, coding=Coding(torch.bfloat16))

@@ -41,8 +41,8 @@ def reference_writer(packing, layer, cache):
 def rows(n, layer, seed=0):
     generator = torch.Generator().manual_seed(seed)
     sizes = layer.head_size, layer.value_head_size
-    made = (torch.randn(n, layer.num_kv_heads, size, generator=generator) for size in sizes)
-    return [x.to(getattr(torch, layer.dtype)) for x in made]
+    tensors = (torch.randn(n, layer.num_kv_heads, size, generator=generator) for size in sizes)
+    return [x.to(getattr(torch, layer.dtype)) for x in tensors]
 
 
 def numbers(n=3, seed=0):

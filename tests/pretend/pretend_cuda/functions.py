@@ -30,9 +30,9 @@ class Functions(TorchFunctionMode):
             Tensor.to: self._to,
             Tensor.type_as: self._to,
             Tensor.new_tensor: self._new_tensor,
-            torch.tensor: lambda *args, **kwargs: self._made_of(torch.tensor, *args, **kwargs),
-            torch.as_tensor: lambda *args, **kwargs: self._made_of(torch.as_tensor, *args, **kwargs),
-            torch.asarray: lambda *args, **kwargs: self._made_of(torch.asarray, *args, **kwargs),
+            torch.tensor: lambda *args, **kwargs: self._create_from(torch.tensor, *args, **kwargs),
+            torch.as_tensor: lambda *args, **kwargs: self._create_from(torch.as_tensor, *args, **kwargs),
+            torch.asarray: lambda *args, **kwargs: self._create_from(torch.asarray, *args, **kwargs),
             Tensor.numpy: lambda tensor, **kwargs: self._exported(Tensor.numpy, tensor, **kwargs),
             Tensor.__array__: lambda tensor, *args, **kwargs: self._exported(Tensor.__array__, tensor, *args, **kwargs),
             Tensor.tolist: lambda *args: self._read(Tensor.tolist, *args),
@@ -50,11 +50,11 @@ class Functions(TorchFunctionMode):
             if kwargs.get("device") is None or getattr(func, "__name__", "") == "set_default_device":
                 self._device.given = (args, kwargs)
                 return func(*args, **kwargs)
-            return self._made(func, args, kwargs)
+            return self._create(func, args, kwargs)
         finally:
             self._device.given = outer
 
-    def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _create(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Create a tensor on the device ``kwargs["device"]``, which must be that of the generator."""
         is_wanted = is_cuda(kwargs["device"])
         generator = kwargs.get("generator")
@@ -63,17 +63,17 @@ class Functions(TorchFunctionMode):
             raise RuntimeError(f"Expected a '{named}' device type for generator but found '{found}'")
         if is_wanted:
             self._device.answer()
-        made = func(*args, **{**kwargs, "device": CPU})
-        for tensor in tensors_in(made):
+        out = func(*args, **{**kwargs, "device": CPU})
+        for tensor in tensors_in(out):
             if is_wanted:
                 self._device.take(tensor)
                 if "empty" not in func.__name__:
                     self._device.launch(func.__name__, tensor.nbytes)
             else:
                 self._device.release(tensor)
-        return made
+        return out
 
-    def _made_of(self, func: Callable[..., Tensor], data: object, *args: object, **kwargs: Any) -> Tensor:
+    def _create_from(self, func: Callable[..., Tensor], data: object, *args: object, **kwargs: Any) -> Tensor:
         """Create a tensor from ``data``, on the given device, or else that of a tensor ``data``, or else the host."""
         named = kwargs.pop("device", None)
         if named is None and len(args) > 1:
@@ -82,19 +82,19 @@ class Functions(TorchFunctionMode):
             for held in filter(self._device.holds, tensors_in(data)):
                 self._device.wait(func.__name__, "to host")
                 del held
-        made = func(data, *args, **kwargs)
+        out = func(data, *args, **kwargs)
         if isinstance(data, Tensor):
             is_held = self._device.holds(data)
-            if is_held and storage_key(made) != storage_key(data):
-                self._device.take(made)
-            return self._moved(data, made, is_wanted=is_held if named is None else is_cuda(named))
+            if is_held and storage_key(out) != storage_key(data):
+                self._device.take(out)
+            return self._moved(data, out, is_wanted=is_held if named is None else is_cuda(named))
         if named is None or not is_cuda(named):
-            return made
-        return self._uploaded(made, f"torch.{func.__name__}", is_alias=not isinstance(data, int | float | list | tuple))
+            return out
+        return self._uploaded(out, f"torch.{func.__name__}", is_alias=not isinstance(data, int | float | list | tuple))
 
     def _new_tensor(self, like: Tensor, data: object, **kwargs: Any) -> Tensor:
         named = kwargs.pop("device", None)
-        return self._made_of(
+        return self._create_from(
             torch.tensor, data, dtype=kwargs.pop("dtype", None) or like.dtype, device=self._of(like, named)
         )
 
@@ -117,27 +117,27 @@ class Functions(TorchFunctionMode):
             rest.pop(0) if rest and isinstance(rest[0], torch.dtype) else tensor.dtype
         )
         non_blocking = non_blocking or (bool(rest.pop(0)) if rest else False)
-        made = Tensor.to(tensor, dtype, non_blocking, *rest, **kwargs)
-        return self._moved(tensor, made, is_wanted=is_wanted, is_blocking=not non_blocking)
+        out = Tensor.to(tensor, dtype, non_blocking, *rest, **kwargs)
+        return self._moved(tensor, out, is_wanted=is_wanted, is_blocking=not non_blocking)
 
-    def _moved(self, source: Tensor, made: Tensor, *, is_wanted: bool, is_blocking: bool = True) -> Tensor:
-        """Return ``made`` from ``source``, on the device if ``is_wanted``, else on the host; record a copy."""
+    def _moved(self, source: Tensor, out: Tensor, *, is_wanted: bool, is_blocking: bool = True) -> Tensor:
+        """Return ``out`` from ``source``, on the device if ``is_wanted``, else on the host; record a copy."""
         if is_wanted == self._device.holds(source):
-            return made
+            return out
         if is_wanted:
             return self._uploaded(
-                made, "copy", is_alias=storage_key(made) == storage_key(source), is_blocking=is_blocking
+                out, "copy", is_alias=storage_key(out) == storage_key(source), is_blocking=is_blocking
             )
         self._copied("to host", "copy", is_blocking=is_blocking)
-        made = made.clone() if storage_key(made) == storage_key(source) else made
-        self._device.release(made)
-        return made
+        out = out.clone() if storage_key(out) == storage_key(source) else out
+        self._device.release(out)
+        return out
 
-    def _uploaded(self, made: Tensor, what: str, *, is_alias: bool, is_blocking: bool = True) -> Tensor:
+    def _uploaded(self, out: Tensor, what: str, *, is_alias: bool, is_blocking: bool = True) -> Tensor:
         self._copied("to device", what, is_blocking=is_blocking)
-        made = made.clone() if is_alias else made
-        self._device.take(made)
-        return made
+        out = out.clone() if is_alias else out
+        self._device.take(out)
+        return out
 
     def _copied(self, kind: Any, what: str, *, is_blocking: bool) -> None:
         if is_blocking:

@@ -69,11 +69,11 @@ class Operators(TorchDispatchMode):
             held = [self._device.holds(tensor) for tensor in given]
             if not any(held):
                 is_inside = not given and any(map(self._device.holds, tensors_in(self._device.given)))
-                made = func(*args, **kwargs)
+                result = func(*args, **kwargs)
                 if is_inside:  # torch's own code creates a tensor, such as a mask, with the options of its argument
-                    for tensor in tensors_in(made):
+                    for tensor in tensors_in(result):
                         self._device.take(tensor)
-                return made
+                return result
             if isinstance(func, OpOverload) and func.namespace not in _TORCHS_OWN:
                 return self._custom(func, args, kwargs)
             if not all(held) and name not in _COPIES:

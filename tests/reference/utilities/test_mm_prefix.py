@@ -11,9 +11,9 @@ CPU = torch.device("cpu")
 
 
 def test_a_table_has_a_row_a_request_and_is_filled_up():
-    made = compute_mm_prefix_range_tensor({0: [(1, 3), (5, 9)], 2: [(0, 4)]}, 3, CPU)
-    assert made.dtype == torch.int32
-    assert made.tolist() == [[[1, 3], [5, 9]], [[0, 0], [0, 0]], [[0, 4], [0, 0]]]
+    ranges = compute_mm_prefix_range_tensor({0: [(1, 3), (5, 9)], 2: [(0, 4)]}, 3, CPU)
+    assert ranges.dtype == torch.int32
+    assert ranges.tolist() == [[[1, 3], [5, 9]], [[0, 0], [0, 0]], [[0, 4], [0, 0]]]
 
 
 @pytest.mark.parametrize("ranges", [None, {}, {1: []}])

@@ -23,8 +23,8 @@ def test_in_mode_none_it_is_the_table():
 
 @pytest.mark.parametrize(("drafts", "expected"), [(0, [[0], [5], [10]]), (1, [[0, 1], [5, 6], [10, 11]])])
 def test_else_the_block_of_the_last_token_and_those_behind_it(drafts, expected):
-    made = blocks("align", drafts)
-    assert (made.dtype, made.tolist()) == (torch.int32, expected)
+    found = blocks("align", drafts)
+    assert (found.dtype, found.tolist()) == (torch.int32, expected)
 
 
 def test_too_narrow_a_table_is_refused():

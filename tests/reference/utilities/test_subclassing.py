@@ -75,9 +75,9 @@ def test_metadata_without_more_fields_is_another_class():
 
 
 def test_a_field_of_the_base_keeps_its_place_and_gets_the_default():
-    made = subclass_attention_metadata("New", AllDefaults, [("z", int, 0), ("a", int, 7)])
-    assert [(field.name, field.default) for field in fields(made)] == [("a", 7), ("z", 0)]
-    assert (made().a, AllDefaults().a) == (7, 1)
+    subclass = subclass_attention_metadata("New", AllDefaults, [("z", int, 0), ("a", int, 7)])
+    assert [(field.name, field.default) for field in fields(subclass)] == [("a", 7), ("z", 0)]
+    assert (subclass().a, AllDefaults().a) == (7, 1)
 
 
 @pytest.mark.parametrize("kind", [int, Meta(1), None])

@@ -253,20 +253,20 @@ def test_pieces_cover_the_tokens_and_have_the_requests_of_their_tokens(counts, p
         with pytest.raises(ReferenceArgumentError, match="num_ubatches"):
             maybe_create_ubatch_slices(True, np.array(counts), total + spare, reqs, pieces)
         return
-    made, padded = maybe_create_ubatch_slices(True, np.array(counts), total + spare, reqs, pieces)
+    slices, padded = maybe_create_ubatch_slices(True, np.array(counts), total + spare, reqs, pieces)
     owners = [request for request, count in enumerate(counts) for _ in range(count)]
-    assert [token for each in made for token in range(total)[each.token_slice]] == list(range(total))
-    assert all(each.num_tokens == size for each in made[:-1])
-    for each in made:
+    assert [token for each in slices for token in range(total)[each.token_slice]] == list(range(total))
+    assert all(each.num_tokens == size for each in slices[:-1])
+    for each in slices:
         own = owners[each.token_slice]
         assert each.request_slice == slice(own[0], own[-1] + 1)
-    assert padded[:-1] == made[:-1]
-    assert padded[-1] == piece((made[-1].request_slice.start, reqs), (made[-1].token_slice.start, total + spare))
+    assert padded[:-1] == slices[:-1]
+    assert padded[-1] == piece((slices[-1].request_slice.start, reqs), (slices[-1].token_slice.start, total + spare))
 
 
 def test_pieces_of_a_given_size_and_none_at_all():
-    made, _ = maybe_create_ubatch_slices(True, np.array([3, 4]), 7, 2, 2, split_point=5)
-    assert made == [piece((0, 2), (0, 5)), piece((1, 2), (5, 7))]
+    slices, _ = maybe_create_ubatch_slices(True, np.array([3, 4]), 7, 2, 2, split_point=5)
+    assert slices == [piece((0, 2), (0, 5)), piece((1, 2), (5, 7))]
     assert maybe_create_ubatch_slices(False, np.array([3, 4]), 7, 2, 2) == (None, None)
 
 

@@ -154,40 +154,40 @@ def test_a_map_is_appended_once_a_sequence_of_its_group(builder, group, seq, ima
 
 def test_construction_reads_three_facts(builder_class):
     source = SimpleNamespace(runner=object(), sliding_window=7, block_size=16)
-    made = builder_class(source)
-    assert made.input_builder is source
-    assert made.runner is source.runner
-    assert (made.sliding_window, made.block_size) == (7, 16)
+    instance = builder_class(source)
+    assert instance.input_builder is source
+    assert instance.runner is source.runner
+    assert (instance.sliding_window, instance.block_size) == (7, 16)
 
 
 def test_prepare_starts_afresh(builder, prompts, decodes):
-    made = builder(*prompts, decodes)
-    made.prepare()
+    instance = builder(*prompts, decodes)
+    instance.prepare()
     collected = ("slot_mapping", "prefill_seq_lens", "context_lens", "block_tables", "curr_seq_lens")
-    assert [getattr(made, name) for name in collected] == [[]] * 5
-    made.build([6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
-    old = made.slot_mapping
-    made.prepare()
-    assert made.slot_mapping == []
+    assert [getattr(instance, name) for name in collected] == [[]] * 5
+    instance.build([6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
+    old = instance.slot_mapping
+    instance.prepare()
+    assert instance.slot_mapping == []
     assert old
-    assert [getattr(made, name) for name in collected] == [[]] * 5
-    assert (made.num_prefills, made.num_prefill_tokens, made.num_decode_tokens) == (0, 0, 0)
-    assert made.multimodal_placeholder_maps == {}
-    assert isinstance(made.multimodal_placeholder_maps["video"], MultiModalPlaceholderMap)
+    assert [getattr(instance, name) for name in collected] == [[]] * 5
+    assert (instance.num_prefills, instance.num_prefill_tokens, instance.num_decode_tokens) == (0, 0, 0)
+    assert instance.multimodal_placeholder_maps == {}
+    assert isinstance(instance.multimodal_placeholder_maps["video"], MultiModalPlaceholderMap)
 
 
 def test_a_group_collected_by_itself(builder, prompts, decodes):
-    made = builder()
-    made.prepare()
-    made._add_seq_group(prompts[1], False)
-    made._add_seq_group(decodes, False)
-    assert made.context_lens == [8, 8, 13]
-    assert made.prefill_seq_lens == [11]
-    assert made.curr_seq_lens == [9, 14]
-    assert made.block_tables == [[1, 4, 9], [2, 0, 5], [6, 7, 11, 12]]
-    assert made.slot_mapping == [36, 37, 38, 20, 49]
-    assert (made.num_prefills, made.num_prefill_tokens, made.num_decode_tokens) == (1, 3, 2)
-    assert made.multimodal_placeholder_maps["image"].index_map() == ([0, 1], [1, 2])
+    instance = builder()
+    instance.prepare()
+    instance._add_seq_group(prompts[1], False)
+    instance._add_seq_group(decodes, False)
+    assert instance.context_lens == [8, 8, 13]
+    assert instance.prefill_seq_lens == [11]
+    assert instance.curr_seq_lens == [9, 14]
+    assert instance.block_tables == [[1, 4, 9], [2, 0, 5], [6, 7, 11, 12]]
+    assert instance.slot_mapping == [36, 37, 38, 20, 49]
+    assert (instance.num_prefills, instance.num_prefill_tokens, instance.num_decode_tokens) == (1, 3, 2)
+    assert instance.multimodal_placeholder_maps["image"].index_map() == ([0, 1], [1, 2])
 
 
 def test_what_the_scheduler_owns_is_not_changed(builder, prompts, decodes):

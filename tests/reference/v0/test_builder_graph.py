@@ -49,20 +49,20 @@ def test_a_row_may_fill_the_array(builder, group, seq, array):
 
 
 def test_what_an_earlier_step_left_stays_behind_the_next_ones_rows(builder, group, decodes, seq, array):
-    made = builder(decodes, array=array)
-    build(made, [9, 14, 1, 1], [1, 1], 2, 4)
-    made.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
-    later = build(made, [3, 1], [1], 1, 2)
+    instance = builder(decodes, array=array)
+    build(instance, [9, 14, 1, 1], [1, 1], 2, 4)
+    instance.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
+    later = build(instance, [3, 1], [1], 1, 2)
     assert later.block_tables.tolist() == [[13, 0, 5, 93, 94], [6, 7, 11, 12, 99]]
     assert later.slot_mapping.tolist() == [54, -1]
 
 
 def test_metadata_outlives_the_next_step(builder, group, decodes, seq, array):
-    made = builder(decodes, array=array)
-    first = build(made, [9, 14], [1, 1], 0, 2)
+    instance = builder(decodes, array=array)
+    first = build(instance, [9, 14], [1, 1], 0, 2)
     kept = first.block_tables.clone()
-    made.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
-    build(made, [3], [1], 0, 1)
+    instance.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
+    build(instance, [3], [1], 0, 1)
     assert torch.equal(first.block_tables, kept)
 
 

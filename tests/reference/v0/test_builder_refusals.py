@@ -20,9 +20,9 @@ COLLECTED = (
 )
 
 
-def collected(made):
-    maps = {modality: vars(ranges) for modality, ranges in made.multimodal_placeholder_maps.items()}
-    return copy.deepcopy([maps, *(getattr(made, name) for name in COLLECTED)])
+def collected(instance):
+    maps = {modality: vars(ranges) for modality, ranges in instance.multimodal_placeholder_maps.items()}
+    return copy.deepcopy([maps, *(getattr(instance, name) for name in COLLECTED)])
 
 
 def changed(group, **changes):
@@ -48,21 +48,21 @@ def changed(group, **changes):
     ],
 )
 def test_a_group_is_collected_whole_or_not_at_all(builder, prompts, decodes, changes, message):
-    made = builder()
-    made.prepare()
+    instance = builder()
+    instance.prepare()
     for prompt in prompts:
-        made._add_seq_group(prompt, False)
-    before = collected(made)
+        instance._add_seq_group(prompt, False)
+    before = collected(instance)
     with pytest.raises(ReferenceArgumentError, match=message):
-        made._add_seq_group(changed(decodes, **changes), False)
-    assert collected(made) == before
+        instance._add_seq_group(changed(decodes, **changes), False)
+    assert collected(instance) == before
 
 
 def test_a_window_of_nothing_is_refused(builder, decodes):
-    made = builder(decodes, window=0)
-    made.prepare()
+    instance = builder(decodes, window=0)
+    instance.prepare()
     with pytest.raises(ReferenceArgumentError, match="sliding_window = 0"):
-        made.build([9, 14], [1, 1], -1, 2)
+        instance.build([9, 14], [1, 1], -1, 2)
 
 
 @pytest.mark.parametrize(
@@ -79,68 +79,68 @@ def test_a_window_of_nothing_is_refused(builder, decodes):
     ],
 )
 def test_lengths_and_sizes_that_do_not_fit(builder, decodes, array, arguments, message):
-    made, before = builder(decodes, array=array), array.copy()
-    made.prepare()
+    instance, before = builder(decodes, array=array), array.copy()
+    instance.prepare()
     with pytest.raises(ReferenceArgumentError, match=message):
-        made.build(*arguments)
+        instance.build(*arguments)
     assert (array == before).all()
 
 
 def test_a_row_wider_than_the_array(builder, group, decodes, seq, array):
     wide = group(False, seq(1, 24, 23, [1, 2, 3, 4, 5, 6]))
-    made, before = builder(decodes, wide, array=array), array.copy()
-    made.prepare()
+    instance, before = builder(decodes, wide, array=array), array.copy()
+    instance.prepare()
     with pytest.raises(ReferenceArgumentError, match=r"len\(block_tables\[2\]\) = 6: must be at most 5"):
-        made.build([9, 14, 24], [1, 1, 1], 0, 3)
+        instance.build([9, 14, 24], [1, 1, 1], 0, 3)
     assert (array == before).all()
 
 
 def test_maps_that_do_not_pair_up_are_refused_before_the_array_changes(builder, group, seq, image, array):
     maps = {"image": image(range(2), 2, range(3), 3)}
-    made, before = builder(group(True, seq(1, 5, 0, [1, 2]), hit=True, maps=maps), array=array), array.copy()
-    made.prepare()
+    instance, before = builder(group(True, seq(1, 5, 0, [1, 2]), hit=True, maps=maps), array=array), array.copy()
+    instance.prepare()
     with pytest.raises(ReferenceArgumentError, match="2 rows"):
-        made.build([5], [5], 0, 1)
+        instance.build([5], [5], 0, 1)
     assert (array == before).all()
 
 
 def test_every_batch_needs_a_prepare(builder, decodes, array):
-    made, before = builder(decodes, array=array), array.copy()
-    for attempt in (lambda: made.build([9, 14], [1, 1], 0, 2), lambda: made._add_seq_group(decodes, False)):
+    instance, before = builder(decodes, array=array), array.copy()
+    for attempt in (lambda: instance.build([9, 14], [1, 1], 0, 2), lambda: instance._add_seq_group(decodes, False)):
         with pytest.raises(RuntimeError, match=r"Builder: .*prepare"):
             attempt()
     assert (array == before).all()
-    made.prepare()
-    made.build([9, 14], [1, 1], -1, 2)
+    instance.prepare()
+    instance.build([9, 14], [1, 1], -1, 2)
     with pytest.raises(RuntimeError, match="prepare"):
-        made.build([9, 14], [1, 1], -1, 2)
-    made.prepare()
-    assert made.build([9, 14], [1, 1], -1, 2).num_decode_tokens == 2
+        instance.build([9, 14], [1, 1], -1, 2)
+    instance.prepare()
+    assert instance.build([9, 14], [1, 1], -1, 2).num_decode_tokens == 2
 
 
 def test_a_batch_that_failed_half_way_is_not_resumed(builder, decodes):
-    made = builder(decodes, changed(decodes, query_lens=[1, 3]))
-    made.prepare()
+    instance = builder(decodes, changed(decodes, query_lens=[1, 3]))
+    instance.prepare()
     with pytest.raises(ReferenceArgumentError, match="query_len = 3"):
-        made.build([9, 14, 9, 14], [1, 1, 1, 3], -1, 4)
-    made.input_builder.inter_data_list = [decodes]
+        instance.build([9, 14, 9, 14], [1, 1, 1, 3], -1, 4)
+    instance.input_builder.inter_data_list = [decodes]
     with pytest.raises(RuntimeError, match="prepare"):
-        made.build([9, 14], [1, 1], -1, 2)
+        instance.build([9, 14], [1, 1], -1, 2)
 
 
 def test_a_refused_argument_does_not_use_up_the_prepare(builder, decodes):
-    made = builder(decodes)
-    made.prepare()
+    instance = builder(decodes)
+    instance.prepare()
     with pytest.raises(ReferenceArgumentError):
-        made.build([9, 14], [], -1, 2)
-    assert made.build([9, 14], [1, 1], -1, 2).slot_mapping.tolist() == [20, 49]
+        instance.build([9, 14], [], -1, 2)
+    assert instance.build([9, 14], [1, 1], -1, 2).slot_mapping.tolist() == [20, 49]
 
 
 def test_a_subclass_without_a_metadata_class_is_named(builder, decodes):
     class Nameless(CommonMetadataBuilder):
         pass
 
-    made = builder(decodes, kind=Nameless)
-    made.prepare()
+    instance = builder(decodes, kind=Nameless)
+    instance.prepare()
     with pytest.raises(TypeError, match="Nameless does not set _metadata_cls"):
-        made.build([9, 14], [1, 1], -1, 2)
+        instance.build([9, 14], [1, 1], -1, 2)

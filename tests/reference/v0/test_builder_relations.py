@@ -39,12 +39,12 @@ def lens(groups, name):
     return [length for group in groups for length in getattr(group, name)]
 
 
-def build(made, groups, pad=-1):
+def build(instance, groups, pad=-1):
     """A step over the groups, its ``seq_lens`` padded with 1s as a runner pads."""
-    made.input_builder.inter_data_list = groups
-    made.prepare()
+    instance.input_builder.inter_data_list = groups
+    instance.prepare()
     seq_lens, query_lens = lens(groups, "seq_lens"), lens(groups, "query_lens")
-    return made.build([*seq_lens, *[1] * max(pad, 0)], query_lens, pad, len(query_lens) + max(pad, 0))
+    return instance.build([*seq_lens, *[1] * max(pad, 0)], query_lens, pad, len(query_lens) + max(pad, 0))
 
 
 def same(one, other):
@@ -87,8 +87,8 @@ def test_queries_end_where_the_tokens_end(data, seq, group, builder):
 def test_building_twice_gives_the_same_and_changes_nothing(data, chunked, seq, group, builder):
     groups, array = data.draw(steps(seq, group)), leftovers()
     before = copy.deepcopy(groups)
-    made = builder(chunked=chunked, array=array)
-    assert same(build(made, groups), build(made, groups))
+    instance = builder(chunked=chunked, array=array)
+    assert same(build(instance, groups), build(instance, groups))
     assert groups == before
     assert np.array_equal(array, leftovers())
 
@@ -112,12 +112,12 @@ def test_chunked_prefill_changes_rows_of_plain_prompts_only(data, seq, group, bu
 
 @given(data=st.data())
 def test_a_smaller_graph_build_leaves_the_first_ones_entries_behind_its_rows(data, seq, group, builder):
-    made = builder(array=leftovers())
-    first = build(made, data.draw(steps(seq, group)), data.draw(st.integers(0, 3))).block_tables
+    instance = builder(array=leftovers())
+    first = build(instance, data.draw(steps(seq, group)), data.draw(st.integers(0, 3))).block_tables
     groups = data.draw(steps(seq, group))
-    second = build(made, groups, pad=0).block_tables
-    rows = made.block_tables
+    second = build(instance, groups, pad=0).block_tables
+    rows = instance.block_tables
     for i, row in enumerate(rows[: len(first)]):
         assert second[i].tolist() == [*row, *first[i].tolist()[len(row) :]]
-    assert torch.equal(torch.from_numpy(made.runner.graph_block_tables)[: len(second)], second)
-    assert torch.equal(torch.from_numpy(made.runner.graph_block_tables)[len(rows) : len(first)], first[len(rows) :])
+    assert torch.equal(torch.from_numpy(instance.runner.graph_block_tables)[: len(second)], second)
+    assert torch.equal(torch.from_numpy(instance.runner.graph_block_tables)[len(rows) : len(first)], first[len(rows) :])

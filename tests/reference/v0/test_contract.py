@@ -163,10 +163,10 @@ def test_a_backends_defaults():
 
 
 def test_metadata_is_made_by_the_backend():
-    made = Backend.make_metadata(1, 2, 3, slot_mapping="s", b=7, **dict.fromkeys(BASE[4:]))
-    assert type(made) is Batch
-    assert (made.num_prefills, made.num_prefill_tokens, made.num_decode_tokens) == (1, 2, 3)
-    assert (made.slot_mapping, made.a, made.b) == ("s", 1, 7)
+    metadata = Backend.make_metadata(1, 2, 3, slot_mapping="s", b=7, **dict.fromkeys(BASE[4:]))
+    assert type(metadata) is Batch
+    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decode_tokens) == (1, 2, 3)
+    assert (metadata.slot_mapping, metadata.a, metadata.b) == ("s", 1, 7)
 
 
 def test_the_base_fields_in_order():

@@ -42,53 +42,53 @@ BUFFERS = ("_graph_slot_mapping", "_graph_seq_lens", "_graph_block_tables")
 
 
 def test_buffers_exist_while_capturing():
-    made = state()
-    assert made._is_graph_capturing is False
-    with made.graph_capture(3) as given:
+    instance = state()
+    assert instance._is_graph_capturing is False
+    with instance.graph_capture(3) as given:
         assert given is None
-        assert made._is_graph_capturing is True
-        assert made._graph_slot_mapping.tolist() == [-1, -1, -1]
-        assert made._graph_slot_mapping.dtype == torch.int64
-        assert made._graph_seq_lens.tolist() == [1, 1, 1]
-        assert made._graph_seq_lens.dtype == torch.int32
-        assert made._graph_block_tables.tolist() == made.runner.graph_block_tables.tolist()
-        assert made._graph_block_tables.dtype == torch.int32
-        first = made._graph_slot_mapping
-    assert made._is_graph_capturing is False
-    assert not any(hasattr(made, name) for name in BUFFERS)
-    with made.graph_capture(2):
-        assert len(made._graph_slot_mapping) == 2
-        assert made._graph_slot_mapping.data_ptr() != first.data_ptr()
+        assert instance._is_graph_capturing is True
+        assert instance._graph_slot_mapping.tolist() == [-1, -1, -1]
+        assert instance._graph_slot_mapping.dtype == torch.int64
+        assert instance._graph_seq_lens.tolist() == [1, 1, 1]
+        assert instance._graph_seq_lens.dtype == torch.int32
+        assert instance._graph_block_tables.tolist() == instance.runner.graph_block_tables.tolist()
+        assert instance._graph_block_tables.dtype == torch.int32
+        first = instance._graph_slot_mapping
+    assert instance._is_graph_capturing is False
+    assert not any(hasattr(instance, name) for name in BUFFERS)
+    with instance.graph_capture(2):
+        assert len(instance._graph_slot_mapping) == 2
+        assert instance._graph_slot_mapping.data_ptr() != first.data_ptr()
 
 
 def test_a_capture_that_fails_is_over():
-    made = state()
-    with pytest.raises(KeyError, match="oops"), made.graph_capture(2):
+    instance = state()
+    with pytest.raises(KeyError, match="oops"), instance.graph_capture(2):
         raise KeyError("oops")
-    assert made._is_graph_capturing is False
-    assert not any(hasattr(made, name) for name in BUFFERS)
-    with made.graph_capture(4):
-        assert len(made._graph_seq_lens) == 4
+    assert instance._is_graph_capturing is False
+    assert not any(hasattr(instance, name) for name in BUFFERS)
+    with instance.graph_capture(4):
+        assert len(instance._graph_seq_lens) == 4
 
 
 def test_a_clone_shares_the_runner_only():
-    made = state()
-    with made.graph_capture(2):
-        clone = made.graph_clone(2)
+    instance = state()
+    with instance.graph_capture(2):
+        clone = instance.graph_clone(2)
     assert type(clone) is State
-    assert clone is not made
-    assert clone.runner is made.runner
+    assert clone is not instance
+    assert clone.runner is instance.runner
     assert clone._is_graph_capturing is False
     assert not any(hasattr(clone, name) for name in BUFFERS)
 
 
 def test_captured_metadata():
-    made = state()
-    with made.graph_capture(4):
-        found = vars(made.graph_capture_get_metadata_for_batch(3))
+    instance = state()
+    with instance.graph_capture(4):
+        found = vars(instance.graph_capture_get_metadata_for_batch(3))
         views = dict(zip(("slot_mapping", "seq_lens_tensor", "block_tables"), BUFFERS, strict=True))
         for name, buffer in views.items():
-            assert found.pop(name).data_ptr() == getattr(made, buffer).data_ptr()
+            assert found.pop(name).data_ptr() == getattr(instance, buffer).data_ptr()
     assert found.pop("decode_metadata")
     assert found == {
         "num_prefills": 0,
@@ -109,10 +109,10 @@ def test_captured_metadata():
 
 
 def test_sizes_share_storage():
-    made = state()
-    with made.graph_capture(4):
-        large = made.graph_capture_get_metadata_for_batch(4)
-        small = made.graph_capture_get_metadata_for_batch(2)
+    instance = state()
+    with instance.graph_capture(4):
+        large = instance.graph_capture_get_metadata_for_batch(4)
+        small = instance.graph_capture_get_metadata_for_batch(2)
     assert small.slot_mapping.shape == small.seq_lens_tensor.shape == (2,)
     assert small.block_tables.tolist() == [[*range(90, 95)], [*range(95, 100)]]
     small.slot_mapping[1], small.seq_lens_tensor[0], small.block_tables[1, 4] = 20, 9, 7
@@ -122,10 +122,10 @@ def test_sizes_share_storage():
 
 
 def test_refilling_does_not_reach_the_runners_array():
-    made = state()
-    with made.graph_capture(4):
-        made.graph_capture_get_metadata_for_batch(4).block_tables.fill_(-9)
-    assert made.runner.graph_block_tables.ravel().tolist() == list(range(90, 110))
+    instance = state()
+    with instance.graph_capture(4):
+        instance.graph_capture_get_metadata_for_batch(4).block_tables.fill_(-9)
+    assert instance.runner.graph_block_tables.ravel().tolist() == list(range(90, 110))
 
 
 def buffers(lengths, tables):
@@ -160,16 +160,16 @@ def test_a_replay_refills_in_place_but_for_the_slots():
 
 
 def test_begin_forward_does_nothing():
-    made = state()
-    before = dict(vars(made))
-    assert made.begin_forward(object()) is None
-    assert vars(made) == before
+    instance = state()
+    before = dict(vars(instance))
+    assert instance.begin_forward(object()) is None
+    assert vars(instance) == before
 
 
 def test_everything_is_on_the_runners_device():
-    made = state(device="meta")
-    with made.graph_capture(2):
-        found = made.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
+    instance = state(device="meta")
+    with instance.graph_capture(2):
+        found = instance.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
     tensors = {name: x.device.type for name, x in vars(found).items() if isinstance(x, torch.Tensor)}
     assert tensors.keys() >= {"slot_mapping", "block_tables", "cross_block_tables", "encoder_seq_lens"}
     assert set(tensors.values()) == {"meta"}
@@ -177,16 +177,16 @@ def test_everything_is_on_the_runners_device():
 
 @pytest.mark.parametrize("call", ["graph_clone", "graph_capture_get_metadata_for_batch"])
 def test_some_calls_mean_something_while_capturing_only(call):
-    made = state()
+    instance = state()
     with pytest.raises(RuntimeError, match=f"{call} .*inside graph_capture"):
-        getattr(made, call)(1)
-    with made.graph_capture(1):
-        getattr(made, call)(1)
-        with pytest.raises(RuntimeError, match="open already"), made.graph_capture(1):
+        getattr(instance, call)(1)
+    with instance.graph_capture(1):
+        getattr(instance, call)(1)
+        with pytest.raises(RuntimeError, match="open already"), instance.graph_capture(1):
             pass
-        assert made._is_graph_capturing is True
+        assert instance._is_graph_capturing is True
     with pytest.raises(RuntimeError, match=call):
-        getattr(made, call)(1)
+        getattr(instance, call)(1)
 
 
 def test_a_capture_of_no_sequences_is_refused():
@@ -196,12 +196,12 @@ def test_a_capture_of_no_sequences_is_refused():
 
 @pytest.mark.parametrize(("largest", "size", "room"), [(3, 4, 3), (8, 5, 4), (4, 0, 4), (4, -1, 4)])
 def test_a_size_beyond_the_buffers_is_refused(largest, size, room):
-    made = state()
+    instance = state()
     with (
-        made.graph_capture(largest),
+        instance.graph_capture(largest),
         pytest.raises(ReferenceArgumentError, match=f"batch_size = {size}: .*1 to {room}"),
     ):
-        made.graph_capture_get_metadata_for_batch(size)
+        instance.graph_capture_get_metadata_for_batch(size)
 
 
 @pytest.mark.parametrize(

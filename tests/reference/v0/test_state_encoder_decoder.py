@@ -32,9 +32,9 @@ def state(name="XFORMERS"):
     )
 
 
-def captured(made, size=2):
-    with made.graph_capture(2):
-        return made.graph_capture_get_metadata_for_batch(size, is_encoder_decoder_model=True)
+def captured(instance, size=2):
+    with instance.graph_capture(2):
+        return instance.graph_capture_get_metadata_for_batch(size, is_encoder_decoder_model=True)
 
 
 def step(**changes):
@@ -63,28 +63,28 @@ def test_captured_cross_attention(name):
 
 
 def test_a_decoder_captures_none_of_it():
-    made = state()
-    with made.graph_capture(2):
-        found = made.graph_capture_get_metadata_for_batch(2)
+    instance = state()
+    with instance.graph_capture(2):
+        found = instance.graph_capture_get_metadata_for_batch(2)
     assert not {*CROSS, "encoder_seq_lens", "num_encoder_tokens"} & set(vars(found))
-    assert len(made.get_graph_input_buffers(found)) == 3
+    assert len(instance.get_graph_input_buffers(found)) == 3
 
 
 @pytest.mark.parametrize("name", CAPTURES)
 def test_six_buffers(name):
-    made = state(name)
-    found = captured(made)
-    buffers = made.get_graph_input_buffers(found, is_encoder_decoder_model=True)
+    instance = state(name)
+    found = captured(instance)
+    buffers = instance.get_graph_input_buffers(found, is_encoder_decoder_model=True)
     assert set(buffers) == {"slot_mapping", "seq_lens_tensor", "block_tables", *CROSS}
     assert all(buffers[field] is getattr(found, field) for field in buffers)
 
 
 @pytest.mark.parametrize("name", REPLAYS)
 def test_a_replay_refills_all_but_the_slots(name):
-    made = state(name)
-    buffers = made.get_graph_input_buffers(captured(made), is_encoder_decoder_model=True)
+    instance = state(name)
+    buffers = instance.get_graph_input_buffers(captured(instance), is_encoder_decoder_model=True)
     own = {field: tensor.data_ptr() for field, tensor in buffers.items()}
-    made.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)
+    instance.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)
     for field, tensor in vars(step().decode_metadata).items():
         assert torch.equal(buffers[field], tensor)
     assert buffers["slot_mapping"].tolist() == [-1, -1]
@@ -92,32 +92,32 @@ def test_a_replay_refills_all_but_the_slots(name):
 
 
 def test_a_decoders_replay_leaves_the_encoder_alone():
-    made = state()
-    buffers = made.get_graph_input_buffers(captured(made), is_encoder_decoder_model=True)
-    made.prepare_graph_input_buffers(buffers, step())
+    instance = state()
+    buffers = instance.get_graph_input_buffers(captured(instance), is_encoder_decoder_model=True)
+    instance.prepare_graph_input_buffers(buffers, step())
     assert buffers["seq_lens_tensor"].tolist() == [9, 14]
     assert buffers["encoder_seq_lens_tensor"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["TORCH_SDPA", "xformers", ""])
 def test_other_backends_are_refused_by_name(name):
-    made, good = state(name), state()
+    instance, good = state(name), state()
     metadata = captured(good)
     buffers = good.get_graph_input_buffers(metadata, is_encoder_decoder_model=True)
-    with made.graph_capture(2), pytest.raises(ReferenceArgumentError, match=f"attn_backend = '{name}'"):
-        made.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
+    with instance.graph_capture(2), pytest.raises(ReferenceArgumentError, match=f"attn_backend = '{name}'"):
+        instance.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
     with pytest.raises(ReferenceArgumentError, match=f"attn_backend = '{name}'"):
-        made.get_graph_input_buffers(metadata, is_encoder_decoder_model=True)
+        instance.get_graph_input_buffers(metadata, is_encoder_decoder_model=True)
     with pytest.raises(ReferenceArgumentError, match=f"attn_backend = '{name}'"):
-        made.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)
+        instance.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)
     assert buffers["seq_lens_tensor"].tolist() == [1, 1]
 
 
 def test_what_was_captured_on_rocm_is_not_replayed():
-    made = state("ROCM_FLASH")
-    buffers = made.get_graph_input_buffers(captured(made), is_encoder_decoder_model=True)
+    instance = state("ROCM_FLASH")
+    buffers = instance.get_graph_input_buffers(captured(instance), is_encoder_decoder_model=True)
     with pytest.raises(ReferenceArgumentError, match="ROCM_FLASH"):
-        made.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)
+        instance.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)
     assert buffers["seq_lens_tensor"].tolist() == [1, 1]
 
 
@@ -132,30 +132,30 @@ CROSS_MISFITS = [
 
 @pytest.mark.parametrize("changes", [*CROSS_MISFITS, {"seq_lens_tensor": torch.tensor([9])}])
 def test_other_shapes_are_refused_before_anything_is_copied(changes):
-    made = state()
-    buffers = made.get_graph_input_buffers(captured(made), is_encoder_decoder_model=True)
+    instance = state()
+    buffers = instance.get_graph_input_buffers(captured(instance), is_encoder_decoder_model=True)
     before = {field: tensor.clone() for field, tensor in buffers.items()}
     with pytest.raises(ReferenceArgumentError, match=next(iter(changes))):
-        made.prepare_graph_input_buffers(buffers, step(**changes), is_encoder_decoder_model=True)
+        instance.prepare_graph_input_buffers(buffers, step(**changes), is_encoder_decoder_model=True)
     assert all(torch.equal(buffers[field], before[field]) for field in buffers)
 
 
 @pytest.mark.parametrize("changes", CROSS_MISFITS)
 def test_the_hook_by_itself_refuses_them_too(changes):
-    made = state()
-    buffers = made.get_graph_input_buffers(captured(made), is_encoder_decoder_model=True)
+    instance = state()
+    buffers = instance.get_graph_input_buffers(captured(instance), is_encoder_decoder_model=True)
     before = {field: tensor.clone() for field, tensor in buffers.items()}
     with pytest.raises(ReferenceArgumentError, match=next(iter(changes))):
-        made._prepare_input_buffers_for_enc_dec_model(step(**changes), buffers)
+        instance._prepare_input_buffers_for_enc_dec_model(step(**changes), buffers)
     assert all(torch.equal(buffers[field], before[field]) for field in buffers)
 
 
 def test_hooks_by_themselves():
-    made, metadata, buffers = state(), step(), {}
-    made._add_additional_input_buffers_for_enc_dec_model(attn_metadata=metadata, input_buffers=buffers)
+    instance, metadata, buffers = state(), step(), {}
+    instance._add_additional_input_buffers_for_enc_dec_model(attn_metadata=metadata, input_buffers=buffers)
     assert list(buffers) == CROSS
     assert all(buffers[field] is getattr(metadata.decode_metadata, field) for field in CROSS)
     target = SimpleNamespace()
-    made._update_captured_metadata_for_enc_dec_model(batch_size=1, attn_metadata=target)
+    instance._update_captured_metadata_for_enc_dec_model(batch_size=1, attn_metadata=target)
     assert target.cross_block_tables.tolist() == [[1, 1, 1]]
     assert target.encoder_seq_lens_tensor.tolist() == [1]

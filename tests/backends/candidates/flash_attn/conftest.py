@@ -277,8 +277,8 @@ def on_meta() -> Callable[..., None]:
 
         host = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
         fields = {name: value if name in host else moved(value) for name, value in vars(step.common).items()}
-        made = step.builder()
-        builder = type(made)(made.kv_cache_spec, made.layer_names, None, torch.device("meta"))
+        step_builder = step.builder()
+        builder = type(step_builder)(step_builder.kv_cache_spec, step_builder.layer_names, None, torch.device("meta"))
         metadata = builder.build(0, CommonAttentionMetadata(**fields))
         names = ("query", "key", "value", "kv_cache", "output", "output_lse")
         out = step.run(attn_metadata=metadata, **{name: moved(getattr(step, name)) for name in names})

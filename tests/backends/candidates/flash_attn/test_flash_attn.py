@@ -162,9 +162,9 @@ def test_the_sums_are_in_one_buffer_that_is_filled_again(make_written_step, flas
 
 def test_the_buffer_has_room_for_every_batch_the_config_allows(make_written_step, flash_attn_calls):
     few, most = (make_written_step(FlashAttnBackend, PLAIN, [(1, 5)] * count).common for count in (1, 4))
-    made = make_written_step(FlashAttnBackend, PLAIN, [(1, 1)]).builder()
+    step_builder = make_written_step(FlashAttnBackend, PLAIN, [(1, 1)]).builder()
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
-    builder = type(made)(made.kv_cache_spec, ["layer.0"], config, torch.device("cpu"))
+    builder = type(step_builder)(step_builder.kv_cache_spec, ["layer.0"], config, torch.device("cpu"))
     assert builder.build(0, few).cu_seq_lens.data_ptr() == builder.build(0, most).cu_seq_lens.data_ptr()
 
 

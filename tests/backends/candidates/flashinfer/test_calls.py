@@ -152,11 +152,11 @@ def test_kernels_are_selected_by_name_and_share_one_workspace(
     library: Any, make_engine: Make, make_batch: Make
 ) -> None:
     make_engine(graphs=(2,)).build(make_batch(MIXED))
-    made = [call.arguments for call in library.of("__init__")]
-    assert {arguments["backend"] for arguments in made} == {"fa2"}
-    assert len({arguments["float_workspace_buffer"].data_ptr() for arguments in made}) == 1
-    assert made[0]["use_tensor_cores"] is True
-    assert [arguments["use_cuda_graph"] for arguments in made] == [False, False]
+    constructed = [call.arguments for call in library.of("__init__")]
+    assert {arguments["backend"] for arguments in constructed} == {"fa2"}
+    assert len({arguments["float_workspace_buffer"].data_ptr() for arguments in constructed}) == 1
+    assert constructed[0]["use_tensor_cores"] is True
+    assert [arguments["use_cuda_graph"] for arguments in constructed] == [False, False]
 
 
 def test_wrappers_are_made_once_and_planned_for_every_step(library: Any, make_engine: Make, make_batch: Make) -> None:

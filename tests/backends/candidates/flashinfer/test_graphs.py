@@ -39,10 +39,10 @@ def test_a_decode_of_an_announced_size_is_planned_in_buffers_that_stay(
 ) -> None:
     engine = make_engine(graphs=(2, 4))
     engine.build(make_batch([(1, 5), (1, 9), (1, 1), (1, 24)]))
-    (made,) = library.of("__init__")
-    buffers = [made.arguments[name] for name in BUFFERS]
+    (constructed,) = library.of("__init__")
+    buffers = [constructed.arguments[name] for name in BUFFERS]
     places = [buffer.data_ptr() for buffer in buffers]
-    assert made.arguments["use_cuda_graph"] is True
+    assert constructed.arguments["use_cuda_graph"] is True
     assert [len(buffer) for buffer in buffers] == [5, 24, 4]
     assert buffers[0].tolist() == [0, 2, 5, 6, 12]
     assert buffers[1][:12].tolist() == [1, 2, 11, 12, 13, 21, 31, 32, 33, 34, 35, 36]
@@ -51,7 +51,7 @@ def test_a_decode_of_an_announced_size_is_planned_in_buffers_that_stay(
     engine.build(make_batch([(1, 8), (1, 2), (0, 0), (0, 0)], tokens=4))
     assert len(library.of("__init__")) == 1
     assert len(library.of("plan")) == 2
-    assert [made.arguments[name].data_ptr() for name in BUFFERS] == places
+    assert [constructed.arguments[name].data_ptr() for name in BUFFERS] == places
     assert buffers[0].tolist() == [0, 2, 3, 3, 3]
     assert buffers[1][:3].tolist() == [1, 2, 11]
     assert buffers[2].tolist() == [4, 2, 0, 0]

@@ -74,10 +74,10 @@ def vllm(monkeypatch):
         "theirs": {"Base": Base, "Nameless": Nameless, "number": 3},
     }
     for name, values in held.items():
-        made = ModuleType(name)
-        made.__path__ = []
-        vars(made).update(values)
-        monkeypatch.setitem(sys.modules, name, made)
+        stand_in = ModuleType(name)
+        stand_in.__path__ = []
+        vars(stand_in).update(values)
+        monkeypatch.setitem(sys.modules, name, stand_in)
     package._import_quietly.cache_clear()
     yield
     package._import_quietly.cache_clear()

@@ -16,11 +16,11 @@ from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
 
 def module(monkeypatch, name, source, **held):
     """A module of this source, which imports find."""
-    made = ModuleType(name)
-    vars(made).update(held)
-    exec(textwrap.dedent(source), vars(made))
-    monkeypatch.setitem(sys.modules, name, made)
-    return made
+    fake = ModuleType(name)
+    vars(fake).update(held)
+    exec(textwrap.dedent(source), vars(fake))
+    monkeypatch.setitem(sys.modules, name, fake)
+    return fake
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def ops(monkeypatch):
 
 def backend(monkeypatch, source, **held):
     """A backend whose module has this source."""
-    made = module(monkeypatch, "their_backend", source, **held)
+    fake = module(monkeypatch, "their_backend", source, **held)
     empty = type("Empty", (), {})
     return SimpleNamespace(
-        get_impl_cls=lambda: getattr(made, "Impl", empty), get_builder_cls=lambda: getattr(made, "Builder", empty)
+        get_impl_cls=lambda: getattr(fake, "Impl", empty), get_builder_cls=lambda: getattr(fake, "Builder", empty)
     )
 
 

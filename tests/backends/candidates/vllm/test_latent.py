@@ -134,8 +134,8 @@ def test_a_layer_without_a_latent_cache_is_refused_for_that_alone():
 @pytest.mark.parametrize(("size", "rows"), [(None, 4096), (16, 16), (17, 32), (1, 16)])
 def test_the_workspace_is_the_case_s_in_whole_pages(size, rows):
     builder = type("Made", (VLLMLatentBuilder,), {"their_backend": Theirs})
-    made = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=size))
-    assert made.determine_chunked_prefill_workspace_size(None) == rows
+    vllm_builder = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=size))
+    assert vllm_builder.determine_chunked_prefill_workspace_size(None) == rows
     assert Builder.determine_chunked_prefill_workspace_size(None) == 4096
 
 

@@ -68,12 +68,12 @@ def batch(query_lens, seq_lens, *, tokens=None, **more):
 
 def test_fields_of_one_name_are_handed_over_as_they_are():
     ours = batch([1, 3], [5, 3])
-    made = Today(**their_fields(ours, Today))
-    assert made.query_start_loc is ours.query_start_loc
-    assert made.seq_lens is ours.seq_lens
-    assert (made.num_reqs, made.num_actual_tokens, made.causal) == (2, 4, True)
-    assert made.seq_lens_cpu_upper_bound is ours.seq_lens_cpu
-    assert made.something_new is None
+    metadata = Today(**their_fields(ours, Today))
+    assert metadata.query_start_loc is ours.query_start_loc
+    assert metadata.seq_lens is ours.seq_lens
+    assert (metadata.num_reqs, metadata.num_actual_tokens, metadata.causal) == (2, 4, True)
+    assert metadata.seq_lens_cpu_upper_bound is ours.seq_lens_cpu
+    assert metadata.something_new is None
 
 
 @pytest.mark.parametrize("theirs", [Today, Before, Between])
@@ -85,18 +85,18 @@ def test_nothing_is_given_that_a_version_does_not_have(theirs):
 
 def test_host_lengths_go_by_the_name_a_version_has_for_them():
     ours = batch([1, 3], [5, 3])
-    made = Between(**step_fields(ours, Between, positions=POSITIONS))
-    assert made._seq_lens_cpu is ours.seq_lens_cpu
-    assert made._num_computed_tokens_cpu is ours.num_computed_tokens_cpu
+    metadata = Between(**step_fields(ours, Between, positions=POSITIONS))
+    assert metadata._seq_lens_cpu is ours.seq_lens_cpu
+    assert metadata._num_computed_tokens_cpu is ours.num_computed_tokens_cpu
 
 
 def test_encoder_lengths_are_on_the_device_and_on_the_host_where_a_version_has_both():
     lens = np.array([7, 0], dtype=np.int32)
     ours = batch([1, 1], [7, 0], encoder_seq_lens=lens)
-    made = Today(**step_fields(ours, Today, positions=POSITIONS))
-    assert made.encoder_seq_lens.tolist() == [7, 0]
-    assert made.encoder_seq_lens.dtype == torch.int32
-    assert made.encoder_seq_lens_cpu is lens
+    metadata = Today(**step_fields(ours, Today, positions=POSITIONS))
+    assert metadata.encoder_seq_lens.tolist() == [7, 0]
+    assert metadata.encoder_seq_lens.dtype == torch.int32
+    assert metadata.encoder_seq_lens_cpu is lens
     assert Before(**step_fields(ours, Before, positions=POSITIONS)).encoder_seq_lens is lens
 
 
@@ -111,8 +111,8 @@ def test_encoder_lengths_are_on_the_device_and_on_the_host_where_a_version_has_b
 )
 def test_who_is_still_reading_a_prompt(query_lens, seq_lens, drafts, expected):
     ours = batch(query_lens, seq_lens)
-    made = Today(**step_fields(ours, Today, positions=POSITIONS, num_drafts=drafts))
-    assert made.is_prefilling.tolist() == expected
+    metadata = Today(**step_fields(ours, Today, positions=POSITIONS, num_drafts=drafts))
+    assert metadata.is_prefilling.tolist() == expected
 
 
 def test_positions_follow_the_context_and_are_written_in_place():
