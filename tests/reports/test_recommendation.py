@@ -19,12 +19,12 @@ from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Record
 
-Recommendations = Callable[..., dict[str, Suitability]]
+Ranked = Callable[..., dict[str, Suitability]]
 
 
 @pytest.fixture
-def recommendations(header: Any) -> Recommendations:
-    """``recommendations("sinks,lse", *records)``: the suitability of each backend, the best first."""
+def ranked(header: Any) -> Ranked:
+    """``ranked("sinks,lse", *records)``: the suitability of each backend, the best first."""
 
     def by_backend(
         needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any
@@ -45,9 +45,9 @@ def standings(found: dict[str, Suitability]) -> dict[str, str]:
     return {name: each.standing for name, each in found.items()}
 
 
-def test_a_case_that_needs_all_proves_more_than_a_case_for_each(recommendations: Recommendations, make: Any) -> None:
+def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ranked: Ranked, make: Any) -> None:
     both = ("sinks", "block_size=32")
-    found = recommendations(
+    found = ranked(
         "sinks,block_size=32",
         make("passed", backend="Each", case_id="a", needs=("sinks",)),
         make("passed", backend="Each", case_id="b", needs=("block_size=32",)),
@@ -62,26 +62,24 @@ def test_a_case_that_needs_all_proves_more_than_a_case_for_each(recommendations:
     assert found["Half"].why == "block_size=32: no case"
 
 
-def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(
-    recommendations: Recommendations, make: Any
-) -> None:
+def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ranked: Ranked, make: Any) -> None:
     ignored = {"finding": "the sinks are ignored", "meaning": "the sinks are ignored", "concerns": ("sinks",)}
     records = [
         make("failed", backend="Liar", case_id="a", needs=("sinks", "lse"), **ignored),
         make("passed", backend="Liar", case_id="b", needs=("lse",)),
         make("failed", backend="Liar", case_id="c", needs=("sinks",), **ignored),
     ]
-    liar = recommendations("sinks,lse", *records)["Liar"]
+    liar = ranked("sinks,lse", *records)["Liar"]
     assert (liar.standing, liar.right, liar.wrong) == ("wrong", 0, 1)
     assert [finding.title for finding in liar.findings] == ["the sinks are ignored"]
-    assert recommendations("sinks", *records)["Liar"].wrong == 2
+    assert ranked("sinks", *records)["Liar"].wrong == 2
     # A false claim of a need that was not requested explains the failure.
-    lse = recommendations("lse", *records)["Liar"]
+    lse = ranked("lse", *records)["Liar"]
     assert (lse.standing, lse.right, lse.why) == ("right", 1, "fails only with sinks")
 
 
-def test_a_failure_that_no_false_claim_explains_counts(recommendations: Recommendations, make: Any) -> None:
-    found = recommendations(
+def test_a_failure_that_no_false_claim_explains_counts(ranked: Ranked, make: Any) -> None:
+    found = ranked(
         "lse",
         make("passed", case_id="a", needs=("lse", "head_size=64")),
         make("passed", case_id="b", needs=("lse",)),
@@ -91,8 +89,8 @@ def test_a_failure_that_no_false_claim_explains_counts(recommendations: Recommen
     assert (only.standing, only.why) == ("wrong", "wrong in 1 of 3")
 
 
-def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(recommendations: Recommendations, make: Any) -> None:
-    found = recommendations(
+def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(ranked: Ranked, make: Any) -> None:
+    found = ranked(
         "lse,sinks",
         make("passed", case_id="a", needs=("lse",)),
         make("failed", case_id="b", needs=("sinks",)),
@@ -101,9 +99,9 @@ def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(recommendations:
     assert (only.standing, only.why) == ("wrong", "sinks: wrong in 1 of 1")
 
 
-def test_declared_alone_and_refused_are_different(recommendations: Recommendations, make: Any) -> None:
+def test_declared_alone_and_refused_are_different(ranked: Ranked, make: Any) -> None:
     out = {"case_id": "a", "needs": ("sinks",)}
-    found = recommendations(
+    found = ranked(
         "sinks",
         make("unavailable", backend="Away", **out),
         make("unavailable", backend="Other", **out),
@@ -123,9 +121,7 @@ def test_declared_alone_and_refused_are_different(recommendations: Recommendatio
     assert found["Refusing"].why == "sinks: refused (1)"
 
 
-def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(
-    recommendations: Recommendations, make: Any
-) -> None:
+def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ranked: Ranked, make: Any) -> None:
     records = [
         make("passed", backend=name, case_id=case, needs=("lse",))
         for name in ("Slow", "Fast", "Untimed")
@@ -133,7 +129,7 @@ def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(
     ]
     case = records[0].case.replace("/a", "/{}").format
     times = {("Slow", case("a")): 4e3, ("Slow", case("b")): 9e3, ("Fast", case("a")): 1e3, ("Fast", case("b")): 4e3}
-    found = recommendations("lse", *records, times=times | {("Slow", case("c")): 1.0})
+    found = ranked("lse", *records, times=times | {("Slow", case("c")): 1.0})
     assert list(found) == ["Fast", "Slow", "Untimed"]
     assert [found[name].median_ns for name in found] == [pytest.approx(2e3), pytest.approx(6e3), None]
     assert found["Fast"].timed == 2
@@ -143,9 +139,7 @@ def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(
     ("needs", "words"),
     [("sink", "did you mean 'sinks'?"), ("block_size=33", r"known: block_size=8, block_size=32\)")],
 )
-def test_an_unknown_need_is_an_error_with_what_there_is(
-    recommendations: Recommendations, make: Any, needs: str, words: str
-) -> None:
+def test_an_unknown_need_is_an_error_with_what_there_is(ranked: Ranked, make: Any, needs: str, words: str) -> None:
     record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))
     with pytest.raises(UnknownNameError, match=words):
-        recommendations(needs, record)
+        ranked(needs, record)
