@@ -79,7 +79,7 @@ def read_case(tree: Table, suite: str, name: str, description: str, origin: str)
 
 
 def _read_checks(tree: Tree) -> tuple[str, ...]:
-    names = [FORMER_CHECKS.get(name, name) for name in names_of(tree, "check", (*BACKEND_CHECKS, *FORMER_CHECKS))]
+    names = [FORMER_CHECKS.get(name, name) for name in names_of(tree, "check", BACKEND_CHECKS, FORMER_CHECKS)]
     if not names:
         raise tree.place.fault("no check is left", allowed="leave checks out for all that apply")
     return tuple(check for check in BACKEND_CHECKS if check in names)

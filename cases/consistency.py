@@ -119,10 +119,10 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
         )
     if path == "encoder_only" and request.context_len != 0:
         raise SpecError(
-            f"an encoder has no cache, so all {request.query_len} tokens are the whole sequence",
+            f"an encoder has no cache, so seq_len equals query_len, {request.query_len}",
             field=f"{where}.seq_len",
             value=request.total_len,
-            allowed="leave seq_len out",
+            allowed="leave seq_len out, or change query_len",
         )
     if path in _ROWS_HAVE_KEYS and request.context_len < 0:
         raise SpecError(

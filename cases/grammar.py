@@ -91,10 +91,10 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
         )
     if seq_len < query_len:
         raise BatchSpecError(
-            f"{seq_len} tokens in all are fewer than the {query_len} new ones, which s includes",
+            f"s counts all tokens, and {seq_len} are fewer than the {query_len} new ones",
             text=text,
             position=start + match.start("s") - 1,
-            allowed=f"write q{query_len}s{query_len + seq_len} for {seq_len} tokens of context, or use the list form",
+            allowed=f"write {match['count'] or ''}q{query_len}s{query_len + seq_len} for {seq_len} tokens of context, or use the list form",
         )
     return RequestSpec(query_len=query_len, seq_len=seq_len, count=count)
 

@@ -5,7 +5,7 @@ because a matrix repeats the same layer many times.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -89,7 +89,7 @@ def unknown_key(place: Place, name: str, known: Sequence[str], owner: str) -> Ca
 
 def suggestion(name: str, known: Sequence[str]) -> str:
     """Return the closest known name, if any, and all known names."""
-    close = get_close_matches(name[:60], known, n=1)
+    close = [each for each in known if name.startswith(f"{each}_")] or get_close_matches(name[:60], known, n=1)
     return f"did you mean {close[0]!r}? (known: {', '.join(known)})" if close else f"known: {', '.join(known)}"
 
 
@@ -101,8 +101,8 @@ def text_of(tree: Tree, what: str) -> str:
     raise tree.place.fault(f"{what} is a text, and this is {describe(tree)}", value=value, allowed="quote it")
 
 
-def names_of(tree: Tree, kind: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Return a list of distinct names from ``known``; raise :class:`CaseFileError` for any other value."""
+def names_of(tree: Tree, kind: str, known: Sequence[str], former: Collection[str] = ()) -> tuple[str, ...]:
+    """Return a list of distinct names from ``known`` or ``former``; raise :class:`CaseFileError` for any other value."""
     if not isinstance(tree, Items):
         raise tree.place.fault(
             f"a list of names belongs here, and this is {describe(tree)}",
@@ -112,7 +112,7 @@ def names_of(tree: Tree, kind: str, known: Sequence[str]) -> tuple[str, ...]:
     names: list[str] = []
     for item in tree.items:
         name = item.value if isinstance(item, Scalar) else None
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in (*known, *former):
             shown = item.text if isinstance(item, Scalar) else describe(item)
             raise item.place.fault(f"unknown {kind}", value=shown, allowed=suggestion(shown, known))
         if name in names:

@@ -95,8 +95,8 @@ def render_run(run: Run) -> str:
     found = speeds(run.records)
     if not found:
         raise QuestionError(
-            f"{run.path} has no times of right answers, so that there is nothing to convert; "
-            f"`attncheck run --check {TIMING}` takes them"
+            f"{run.path} has no times of right outputs, so there is nothing to convert; "
+            f"`attncheck run --check {TIMING}` measures them"
         )
     states = [timing.device for speed in found for timing in speed.timings if timing.device is not None]
     written = {

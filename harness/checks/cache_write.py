@@ -31,7 +31,7 @@ _NAMED = 4
 _MOST_BYTES = 2**26
 """Pool size in bytes above which faults of writers are not searched for."""
 
-_CHANGED = "; they belong to the model, and a layer may write its output and the cache alone"
+_CHANGED = "; a backend may write only the output and the KV cache"
 
 _EXPLAINED = 0.98
 """Share of the wrong bytes that a fault must explain to be reported."""
@@ -57,7 +57,7 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     if pool.codec is None:
         return NotExamined((pool.no_codec,))
     if not session.impl.brings_writer:
-        return NotExamined(("the backend brings no writer: attncheck wrote the new K/V",))
+        return NotExamined(("the backend has no cache writer: attncheck writes the new K and V",))
     storable = problem.keys, problem.values
     finding = judge_pool(problem, pool, seen, storable, [storable])
     if not isinstance(finding, Holds) or not len(problem.new_keys):
@@ -170,7 +170,7 @@ def _complaint(problem: Problem, pool: KVPool, images: tuple[Tensor, Tensor], sl
     found = "; ".join(dict.fromkeys(text for rows in after if (text := _origin(problem, rows[0, 0].cpu()))))
     if bool((mapped == slot).any()):
         return f"{name} {'holds ' + (found or 'other values') if changed else 'was never written'}"
-    return f"{name} was overwritten{' with ' + found if found else ''}, and no row maps to it"
+    return f"{name} was overwritten{' with ' + found if found else ''}, although slot_mapping does not contain it"
 
 
 def _origin(problem: Problem, row: Tensor) -> str:
@@ -190,16 +190,16 @@ def _padding_fault(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | Non
     last = problem.num_blocks * problem.cache.block_size - 1
     strays = wrong[~torch.isin(wrong, mapped)].tolist()
     if strays == [last]:
-        return "slot -1 was taken for the last slot of the pool"
+        return "slot -1 (padding) was used as an index: the last slot of the pool was overwritten"
     return "rows with slot -1 were written to slot 0" if strays == [0] else None
 
 
 def _stray_rows(wrong: Tensor, mapped: Tensor) -> str | None:
     strays = wrong[~torch.isin(wrong, mapped)]
-    for shift, where in ((1, "behind"), (-1, "before")):
+    for shift, where in ((1, "after"), (-1, "before")):
         if len(strays) == len(wrong) > 0 and bool(torch.isin(strays - shift, mapped).all()):
-            return f"the slot {where} a row of the step is written too, where the slot mapping does not point"
-    return "rows were written where the slot mapping does not point" if len(strays) else None
+            return f"the slot {where} each new row is written too, although slot_mapping does not contain it"
+    return "rows were written to slots that slot_mapping does not contain" if len(strays) else None
 
 
 def _fault_of_writer(problem: Problem, pool: KVPool, rows: Rows, images: tuple[Tensor, Tensor, Tensor]) -> str | None:

@@ -45,9 +45,9 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
 
 
 def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation | Raised]]:
-    yield "in the same step once more, on the same impl", session.run()
+    yield "when the step is repeated on the same impl", session.run()
     new = Session(session.backend, problem, session.device, pool=session.pool)
-    yield "in the same step on a new impl and builder", new.run()
+    yield "when the step is repeated on a new impl and builder", new.run()
 
 
 def _moved_rows(

@@ -68,12 +68,12 @@ def _other_slots(problem: Problem, slots: Tensor) -> Iterator[tuple[str, Tensor]
     size, total = problem.cache.block_size, problem.num_blocks * problem.cache.block_size
     page, offset = slots // size, slots % size
     found = {
-        "every row is written one slot behind its own": slots + 1,
+        "every row is written one slot after its own": slots + 1,
         "every row is written one slot before its own": slots - 1,
         "the offset in the page is left out": page * size,
         "the page of a slot is left out": offset,
         "page and offset of a slot are exchanged": offset * problem.num_blocks + page,
-        "every row is written one page behind its own": slots + size,
+        "every row is written one page after its own": slots + size,
         "slots are kept in 16 bits": slots % 2**16,
     }
     for other in (8, 16, 32, 64):

@@ -202,7 +202,7 @@ def _backend(name: str, devices: list[str]) -> None:
             needs, reasons = {}, (str(error),)
         verdict = f"{ABSENT}: {'; '.join(reasons)}" if reasons else "can run"
         words = " ".join(f"{variable}={value}" for variable, value in needs.items())
-        with_words = f", with {words}" if words and not reasons else ""
+        with_words = f" (attncheck sets {words})" if words and not reasons else ""
         _line(name, f"{version}on {device}: {verdict}{with_words}")
 
 

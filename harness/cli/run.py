@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -262,8 +263,8 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
             continue
         tally = summary.by_backend.get(backend.name)
         if tally is None or not tally.examined:
-            gap = next((gap for gap in summary.gaps if gap.backend == backend.name), None)
-            why = f": {phrases.gap_reasons(gap)}" if gap else ""
+            reasons = dict.fromkeys(phrases.gap_reasons(gap) for gap in summary.gaps if gap.backend == backend.name)
+            why = f": {'; '.join(islice(reasons, 3))}" if reasons else "; its default suite has none of them: add --suite"
             if backend.name in summary.providers:
                 raise SelectionError(f"provider {backend.name!r} offers none of these functions")
             raise SelectionError(f"no case of backend {backend.name!r} was examined{why}")

@@ -168,7 +168,7 @@ class RunOptions:
         if self.device == "cpu" and self.device_memory_limit is not None:
             raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
-            raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
+            raise SelectionError(f"--jobs {self.jobs} and --in-process exclude each other; leave out one of them")
         if self.ray is not None:
             refused = {
                 "--in-process": self.in_process,

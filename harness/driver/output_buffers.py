@@ -87,11 +87,13 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
         ("device", returned.device, rows.device),
         ("layout", returned.layout, rows.layout),
         ("dtype", returned.dtype, rows.dtype),
-        ("number of elements", returned.numel(), rows.numel()),
     )
     for name, got, wanted in facts:
         if got != wanted:
-            return rows, (f"forward returned a tensor of {name} {got}; the output's is {wanted}",)
+            return rows, (f"forward returned a tensor of {name} {got}; the output needs {wanted}",)
+    if returned.numel() != rows.numel():
+        shapes = f"{list(returned.shape)}; the output needs {rows.numel()} elements, {list(rows.shape)}"
+        return rows, (f"after forward, the output has the shape {shapes}",)
     if returned.data_ptr() == rows.data_ptr():
         return rows, ()
     if must_be_buffer:

@@ -69,8 +69,11 @@ def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
     for known in (set.intersection(*names), names[0], set.union(*names)):
         if near := get_close_matches(pattern, sorted(known), n=1):
             return f"did you mean {near[0]!r}?"
-    others = (name for name in suite_names() if name not in refs)
-    if found := next((name for name in others if select(load_suite(name), [pattern])), None):
+    found = next((name for name in suite_names() if select(load_suite(name), [pattern])), None)
+    if found and (changed := next((ref for ref in refs if ref.startswith(f"{found}{{")), None)):
+        ids = [case.id for case in select(load_suite(found), [pattern])]
+        return next((note for note in load_suite(changed).notes if note.partition(" ")[0] in ids), "")
+    if found:
         return f"suite {found} has it: give --suite {found}"
     return f"`attncheck list cases --suite {refs[0]}` shows the ids"
 
@@ -120,7 +123,7 @@ def cases_by_keywords(cases: Sequence[Case], expression: str) -> tuple[Case, ...
     unknown = [word for word in sorted(words) if not any(word.lower() in text for text in texts.values())]
     near = [each[0] for word in unknown if (each := get_close_matches(word.lower(), sorted(known), n=1))]
     hint = f"; did you mean {near[0].replace(':', '=')!r}?" if near else ""
-    raise SelectionError(f"-k {shorten(expression)} is true of no case, by its id, description and needs{hint}")
+    raise SelectionError(f"-k {shorten(expression)} matches no id, description or need of the {len(cases)} cases that the other options select{hint}")
 
 
 def _searched(case: Case) -> str:

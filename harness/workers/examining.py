@@ -62,7 +62,7 @@ class ProcessExaminer:
         backend, case = place.question.backend, place.question.case
         self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
         if self._left_s(place) <= 0:
-            cause = f"not run; the time limit of the backend was {self._limits.backend_s:g} s"
+            cause = f"no time left; --backend-timeout was {self._limits.backend_s:g} s"
             self._end(place, Stopped(WAITING, ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         place.began = time.monotonic()

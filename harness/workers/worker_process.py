@@ -259,7 +259,7 @@ class WorkerProcess:
         state = state_words(self._process.pid)
         print_stacks(self._process.pid, self.output)
         stack = native_stack(self._process.pid)
-        words = [f"no answer within the time limit; {limit}", *([state] if state else [])]
+        words = [f"not finished within the time limit; {limit}", *([state] if state else [])]
         words += [] if self._kill(politely=True) else [f"process {self._process.pid} could not be killed, and is left"]
         return self._ended("; ".join(words), stack, limit.seconds)
 

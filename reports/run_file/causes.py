@@ -22,7 +22,7 @@ EVIDENCE = ": a reference with this fault gives the same output in"
 _EVIDENCE = re.compile(rf"{EVIDENCE}|: its truth fits")
 """The same, also in run files of earlier versions."""
 
-ALTERNATIVE = "; it may also be that "
+ALTERNATIVE = "; also possible: "
 """Separates a likely cause from others that fit as well."""
 
 UNKNOWN = "not known; "

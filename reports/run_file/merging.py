@@ -52,7 +52,9 @@ def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
 def _refuse_other_question(first: Run, run: Run) -> None:
     if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN | {"shard"})):
         raise RunFileError(
-            run.path, f"is not a shard of the same run as {first.path}: they differ in {', '.join(differences)}"
+            run.path,
+            f"is not a shard of the run of {first.path}: they differ in {', '.join(differences)}; to compare two runs, use "
+            "`attncheck compare`",
         )
 
 

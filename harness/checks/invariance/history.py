@@ -62,7 +62,7 @@ class History:
         beside += [f"{self.flight.in_words} in flight as a micro-batch"] if self.flight else []
         parts = [f"after {' and '.join(batch.in_words for batch in self.before)}"] if self.before else []
         parts += [f"in a step with {' and '.join(beside)}"] if beside else []
-        return ", ".join(parts) or "made again"
+        return ", ".join(parts) or "when the step is repeated"
 
     def parts(self) -> Iterator["History"]:
         """Yield parts of the history, smallest first: none, then each element alone."""
@@ -146,7 +146,7 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
 
 def _meaning(least: History, changes: list[str]) -> str:
     if least == History():
-        return "the same step once more has another answer: the backend is not deterministic"
+        return "the same step is wrong when it is repeated: the backend keeps state, or is not deterministic"
     if changes and least.layers:
         return "a layer changes the metadata, which all layers of the group share"
     if least.flight is not None:
