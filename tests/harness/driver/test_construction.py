@@ -1,4 +1,4 @@
-"""What a builder is told: bounds that hold for every step it will see, drafts and trees as vLLM writes them."""
+"""The config of a builder: bounds that hold for each of its steps, drafts and trees as vLLM writes them."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Bounded(ReferenceBackend):
-    """Has buffers for what the config says, and for no more."""
+    """Has buffers for the bounds of the config, and for no more."""
 
     features = ReferenceBackend.features - {"local", "cascade"}
 
@@ -48,14 +48,14 @@ class BoundedBuilder(ReferenceBuilder):
         common, config = common_attn_metadata, self.vllm_config
         scheduler, longest = config.scheduler_config, config.model_config.max_model_len
         size = self.kv_cache_spec.block_size
-        asked = {
+        bounds = {
             "num_reqs": (common.num_reqs, scheduler.max_num_seqs),
             "num_actual_tokens": (common.num_actual_tokens, scheduler.max_num_batched_tokens),
             "max_query_len": (common.max_query_len, common.num_actual_tokens),
             "max_seq_len": (common.max_seq_len, longest),
             "the block table": (common.block_table_tensor.shape[1], -(-longest // size)),
         }
-        for name, (value, bound) in asked.items():
+        for name, (value, bound) in bounds.items():
             if value > bound:
                 raise RuntimeError(f"{name} is {value}, and there is room for {bound}")
         query_lens = [n for n in common.query_start_loc_cpu.diff().tolist() if n]
@@ -105,7 +105,7 @@ def config_of(case: Any) -> Any:
     return construct_builder(ReferenceBackend, [build_problem(case, 0)], CPU).vllm_config
 
 
-def test_virtual_requests_are_counted_for_whoever_knows_no_chunks(make_case: Any) -> None:
+def test_virtual_requests_are_counted_for_builders_without_chunks(make_case: Any) -> None:
     case = make_case((5, 35), (1, 33), attn_chunk_size=32, path="local", padding=(1, 0))
     problem = build_problem(case, 0)
     known, unknown = (construct_builder(b, [problem], CPU) for b in (ReferenceBackend, Bounded))
@@ -137,7 +137,7 @@ def test_the_config_names_the_layout_for_builders_that_see_no_cache(make_case: A
     assert config_of(make_case(cache={"layout": layout})).cache_config.kv_cache_layout == layout
 
 
-def test_a_layer_that_shares_a_cache_is_told_whose(make_case: Any) -> None:
+def test_a_layer_that_shares_a_cache_gets_the_name_of_its_owner(make_case: Any) -> None:
     problem = build_problem(make_case((1, 40), kv_sharing=True), 0)
     assert construct_impl(ReferenceBackend, problem, CPU).kv_sharing_target_layer_name == "layer.0"
     assert construct_impl(ReferenceBackend, problem, CPU, writes=True).kv_sharing_target_layer_name is None
@@ -153,8 +153,8 @@ def test_one_part_carries_the_sinks(make_case: Any) -> None:
     assert construct_impl(ReferenceBackend, problem, CPU, with_sinks=False).sinks is None
 
 
-class AsksForTheConfig(ReferenceBackend):
-    """Keeps what stood in the config while impl and builder were made."""
+class KeepsTheConfig(ReferenceBackend):
+    """Keeps the config that is current while impl and builder are constructed."""
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -176,7 +176,7 @@ class AsksForTheConfig(ReferenceBackend):
 
 
 def test_the_config_is_current_while_impl_and_builder_are_made(make_case: Any) -> None:
-    session = Session(AsksForTheConfig, build_problem(make_case((1, 5)), 0), CPU)
+    session = Session(KeepsTheConfig, build_problem(make_case((1, 5)), 0), CPU)
     assert session.impl.config.model_config.dtype == session.problem.dtype
     assert session.impl.config.compilation_config.static_forward_context == {}
     assert session.builder.current is session.builder.vllm_config

@@ -58,11 +58,11 @@ class TestChunks:
         assert call.nth.tolist() == [0, 1, 0, 1, 2, 0]
         assert call.position.tolist() == [30, 31, 0, 1, 2, 0]
 
-    def test_whoever_knows_chunks_gets_the_batch(self, make_case: Any) -> None:
+    def test_a_backend_with_chunks_gets_the_batch(self, make_case: Any) -> None:
         _, (call,) = calls(self.case(make_case), "local")
         assert lengths(call) == [(5, 35), (1, 33)]
 
-    def test_chunks_stand_in_the_order_that_the_threshold_asks_for(self, make_case: Any) -> None:
+    def test_chunks_are_in_the_order_that_the_threshold_requires(self, make_case: Any) -> None:
         step, (call,) = calls(self.case(make_case), threshold=2)
         assert lengths(call) == [(2, 32), (1, 1), (3, 3)]
         order = [0, 1, 5, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What is wrong with a Triton kernel is told with the kernel's own line, beside the line that launches it."""
+"""A fault of a Triton kernel is reported with the kernel's own line, beside the line that launches it."""
 
 import os
 import subprocess
@@ -71,9 +71,9 @@ def test_a_kernel_that_cannot_be_compiled(tmp_path: Path, preloaded: None, name:
     script.write_text(COMPILE)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script, name], env=environment, capture_output=True, text=True, check=False)
-    raised, said = done.stdout.splitlines()
+    raised, message_and_place = done.stdout.splitlines()
     assert raised == f'File "{kernels}", {place}'
-    assert said.startswith(f'{message} (launched by File "{script}", line ')
+    assert message_and_place.startswith(f'{message} (launched by File "{script}", line ')
 
 
 def test_a_kernel_that_is_interpreted(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_kernel_that_is_interpreted(tmp_path: Path) -> None:
     assert raised.message.startswith(f'IndexError: list index out of range (launched by File "{__file__}", line ')
 
 
-def test_any_other_exception_is_told_as_it_is() -> None:
+def test_any_other_exception_is_reported_unchanged() -> None:
     with pytest.raises(ValueError, match="no") as caught:
         raise ValueError("no")
     raised = capture_exception("forward", caught.value)

@@ -1,4 +1,4 @@
-"""A backend that brings no codec: what its writer tells of the cache is what ``cache_write`` is judged by."""
+"""A backend without a codec: ``cache_write`` is judged by the layout learned from its writer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +33,8 @@ class Apart(ReferenceImpl):
         """Not in ``forward``."""
 
 
-def untold(impl: Any, *, apart: bool = True) -> Any:
-    """The reference backend with another impl, of whose cache nothing is known."""
+def without_codec(impl: Any, *, apart: bool = True) -> Any:
+    """The reference backend with another impl, and without a codec."""
     members = {
         "get_impl_cls": staticmethod(lambda: impl),
         "kv_cache_codec": classmethod(lambda *_: None),
@@ -55,7 +55,7 @@ def judged(backend: Any, case: Case) -> Finding:
 @pytest.mark.parametrize("cache", [{}, {"layout": "HND", "block_size": 32}, SCALED])
 def test_a_right_writer_is_judged_by_what_it_taught(make_case: Callable[..., Case], cache: Any, apart: bool) -> None:
     case = make_case(cache=cache, padding=(1, 2))
-    finding = judged(untold(Apart if apart else ReferenceImpl, apart=apart), case)
+    finding = judged(without_codec(Apart if apart else ReferenceImpl, apart=apart), case)
     assert isinstance(finding, Holds)
     assert finding.figures == judged(ReferenceBackend, case).figures  # type: ignore[union-attr]
     assert finding.notes == ("how the cache is laid out was learned from the backend's own writer",)
@@ -71,7 +71,7 @@ def test_a_layout_is_learned_once_for_each_layer_and_cache(
         return learn_codec(write, allocate, layer, cache, device)
 
     monkeypatch.setattr(pool_filling, "learn_codec", learn)
-    backend = untold(Apart)
+    backend = without_codec(Apart)
     for block_size, request in ((16, (1, 9)), (16, (3, 40)), (32, (1, 9))):
         assert isinstance(judged(backend, make_case(request, cache={"block_size": block_size})), Holds)
     assert [cache.block_size for cache in learned] == [16, 32]
@@ -93,7 +93,7 @@ def test_padding_written_to_the_last_slot_is_seen(make_case: Callable[..., Case]
             for cache, rows in ((keys, key), (values, value)):
                 cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[: len(slots)]
 
-    finding = judged(untold(Wrapping), make_case(padding=(1, 2)))
+    finding = judged(without_codec(Wrapping), make_case(padding=(1, 2)))
     assert isinstance(finding, Broken)
     assert finding.meaning == "slot -1 was taken for the last slot of the pool"
     assert finding.details[-1] == "how the cache is laid out was learned from the backend's own writer"
@@ -104,40 +104,40 @@ def test_a_scale_left_out_is_seen_although_it_was_learned_without(make_case: Cal
         def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
             super().do_kv_cache_update(LayerStub(CacheSpec(), CPU), *args)
 
-    finding = judged(untold(Unscaled), make_case(cache=SCALED))
+    finding = judged(without_codec(Unscaled), make_case(cache=SCALED))
     assert isinstance(finding, Broken)
     assert finding.meaning == "k_scale and v_scale are left out"
 
 
-def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_told(make_case: Callable[..., Case]) -> None:
+def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_stated(make_case: Callable[..., Case]) -> None:
     class Forgetful(Apart):
         def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
             key = key.clone()
             key[:, 1] = 0
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
 
-    finding = judged(untold(Forgetful), make_case())
+    finding = judged(without_codec(Forgetful), make_case())
     assert isinstance(finding, NotExamined)
     assert finding.by == "backend"
     assert finding.reasons[0].startswith("the backend brings no cache codec, and its writer shows none: ")
     assert "the first is element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
 
 
-def test_a_builder_tells_the_layer_that_teaches_what_its_writer_needs(make_case: Callable[..., Case]) -> None:
-    class Telling(ReferenceBuilder):
+def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(make_case: Callable[..., Case]) -> None:
+    class PreparingBuilder(ReferenceBuilder):
         def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
             super().__init__(spec, names, config, device)
             for layer in config.compilation_config.static_forward_context.values():
-                layer.impl.told = True
+                layer.impl.is_prepared = True
 
-    class Told(Apart):
-        told = False
+    class Prepared(Apart):
+        is_prepared = False
 
         def do_kv_cache_update(self, *args: Any) -> None:
-            if not self.told:
+            if not self.is_prepared:
                 raise RuntimeError("no builder was made for this layer")
             super().do_kv_cache_update(*args)
 
-    backend = untold(Told)
-    backend.get_builder_cls = staticmethod(lambda: Telling)
+    backend = without_codec(Prepared)
+    backend.get_builder_cls = staticmethod(lambda: PreparingBuilder)
     assert isinstance(judged(backend, make_case()), Holds)

@@ -93,7 +93,7 @@ def test_micro_batches_are_built_before_the_first_one_runs(problem: Problem, mak
     assert metadata[0] is not metadata[1]
 
 
-def test_a_builder_knows_all_layers_of_its_group(problem: Problem) -> None:
+def test_a_builder_gets_all_layers_of_its_group(problem: Problem) -> None:
     session = Session(ReferenceBackend, problem, CPU, layers=(twin(problem), twin(problem)))
     known = session.builder.vllm_config.compilation_config.static_forward_context
     assert session.builder.layer_names == ["layer.1", "layer.2", "layer.3"]

@@ -55,7 +55,7 @@ def test_room_between_rows_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_buffer_of_any_form_tells_what_is_written_beside_its_rows(form: Any) -> None:
+def test_writes_beside_the_rows_of_a_buffer_are_found_in_any_form(form: Any) -> None:
     for shape in ((5, 3, 4), (5, 3)):
         buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)
         assert bool(buffer.unwritten_rows()[:4].all())
@@ -82,8 +82,8 @@ def test_a_step_takes_the_strides_of_its_case_before_what_its_inputs_plant(make_
     problem = build_problem(make_case(), 0)
     fused = make_step(problem, CPU)
     assert fused.query.stride(0) == (8 + 2 + 2) * 64 + 16
-    asked = replace(problem, case=replace(problem.case, strides=StridesSpec(query="transposed", output="padded")))
-    step = make_step(asked, CPU)
+    strided = replace(problem, case=replace(problem.case, strides=StridesSpec(query="transposed", output="padded")))
+    step = make_step(strided, CPU)
     assert step.query.stride() == (64, 40 * 64, 1)
     assert step.output_form == "padded"
     assert torch.equal(step.query, fused.query)

@@ -17,7 +17,7 @@ PADDING = 7.0
 def result(
     rows: list[int], output: list[float], lse: list[float] | None, unwritten: tuple[int, ...] = ()
 ) -> CallResult:
-    """One head of size 1; what stands behind ``rows`` is padding."""
+    """One head of size 1; what follows ``rows`` is padding."""
     index = torch.tensor(rows)
     call: Any = ForwardCall(
         common=None,  # type: ignore[arg-type]  # not looked at
@@ -64,7 +64,7 @@ def test_without_an_lse_rows_are_placed_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(("base", "unit"), [("e", 1.0), ("2", math.log(2))])
-def test_parts_weigh_as_their_lse_says(base: Any, unit: float) -> None:
+def test_parts_are_weighted_by_their_lse(base: Any, unit: float) -> None:
     """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is anything finite."""
     first = result([0, 1], [1.0, 5.0, PADDING], [math.log(3) / unit, 0.25, PADDING])
     second = result([0, 1], [9.0, 77.0, PADDING + 1], [0.0, -math.inf, PADDING + 1])

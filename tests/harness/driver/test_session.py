@@ -142,7 +142,7 @@ def test_writes_outside_the_output_are_seen(make_case: Any) -> None:
     assert run(impl(attend=attend), make_case()).breaches == ("output",)
 
 
-def test_unwritten_rows_are_told_from_rows_of_nan(make_case: Any) -> None:
+def test_unwritten_rows_are_distinguished_from_rows_of_nan(make_case: Any) -> None:
     def attend(self: Any, *args: Any) -> None:
         ReferenceImpl.attend(self, *args[:6], args[6].clone(), args[7])
         args[6][:30] = float("nan")
@@ -205,7 +205,7 @@ def test_a_codec_that_cannot_be_trusted_stops_the_session(make_case: Any) -> Non
     assert "cannot be trusted with keys" in raised.message
 
 
-def test_a_cache_nobody_can_fill_is_an_error(make_case: Any) -> None:
+def test_a_cache_that_cannot_be_filled_is_an_error(make_case: Any) -> None:
     reader = type("Impl", (ReferenceImpl,), {"brings_writer": False})
     backend = variant(Impl=reader, kv_cache_codec=classmethod(lambda *_: None))
     assert "brings neither a writer nor a cache codec" in refused(backend, make_case()).message
@@ -302,10 +302,10 @@ def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case: Any) -> 
 
 
 def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_case: Any) -> None:
-    asked = []
+    layers = []
 
     def kv_cache_codec(cls: Any, layer: Any, cache: Any) -> Any:
-        asked.append(layer)
+        layers.append(layer)
         return ReferenceBackend.kv_cache_codec(layer, cache)
 
     backend = variant(kv_cache_codec=classmethod(kv_cache_codec))
@@ -318,10 +318,10 @@ def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_
     assert torch.equal(second.run().output, run(ReferenceBackend, other.case).output)
     assert torch.equal(second.beside(problem).run().output, run(ReferenceBackend, problem.case).output)
     assert second.beside(problem).pool is first.pool
-    assert len(asked) == 1
+    assert len(layers) == 1
     scaled = build_problem(make_case((1, 37), cache={"layout": "HND"}), 0)
     Session(backend, scaled, CPU, pool=first.pool)
-    assert len(asked) == 2
+    assert len(layers) == 2
 
 
 def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case: Any) -> None:
@@ -348,7 +348,7 @@ def test_a_threshold_that_is_no_number_is_the_builders_fault(make_case: Any) -> 
     assert caught.value.raised.stage == "builder"
 
 
-def test_an_exception_without_words_is_still_told() -> None:
+def test_an_exception_without_a_message_is_still_named() -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError

@@ -17,7 +17,7 @@ SPECS = {
     "": Case,
 }
 NAMES = {"suite", "id", "description", "notes", "origin", "layer", "cache", "batch"}
-"""Fields of a case that ask nothing, and those that have entries of their own here."""
+"""Fields without an effect on the question, and those that have entries of their own here."""
 
 
 @pytest.mark.parametrize("prefix", SPECS)

@@ -1,4 +1,4 @@
-"""Drawn cases are cases that a file could hold, and contradictions are mended."""
+"""Drawn cases are cases that a file could hold, and contradictions are repaired."""
 
 from pathlib import Path
 from random import Random
@@ -32,7 +32,7 @@ def test_a_case_file_holds_what_is_drawn(tmp_path: Path) -> None:
         assert read.hash == case.hash
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_requested_values_are_kept() -> None:
     found = drawn({"layer.sliding_window": 17, "cache.layout": "HND", "padding.tokens": 5, "batch.requests": 3})
     assert (found.case.layer.sliding_window, found.case.cache.layout) == (17, "HND")
     assert found.case.batch.padding.tokens == 5

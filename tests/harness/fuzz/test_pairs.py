@@ -38,7 +38,7 @@ def test_a_pair_that_never_goes_together_is_tried_alone_and_given_up() -> None:
     assert not len(cover)
 
 
-def test_a_row_that_brings_nothing_new_is_told() -> None:
+def test_a_row_without_new_pairs_counts_0() -> None:
     cover = PairwiseCover(AXES, 0)
     row = next(cover.rows())
     assert cover.cover(row) == 10  # pairs of five keys
@@ -50,7 +50,7 @@ def test_rows_do_not_depend_on_the_hashes_of_texts() -> None:
         "from attncheck.harness.fuzz.pairs import PairwiseCover\n"
         f"print([list(row.items()) for row in PairwiseCover({AXES!r}, 3).rows()])"
     )
-    told = {
+    printed = {
         subprocess.run(
             [sys.executable, "-c", code],
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
@@ -60,4 +60,4 @@ def test_rows_do_not_depend_on_the_hashes_of_texts() -> None:
         ).stdout
         for hash_seed in ("1", "2")
     }
-    assert len(told) == 1
+    assert len(printed) == 1

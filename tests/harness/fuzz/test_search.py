@@ -32,7 +32,7 @@ def axes() -> DeclaredAxes:
     return declared_axes(narrow, ())
 
 
-def asked(axes: DeclaredAxes, seed: int, count: int, checks: tuple[str, ...] | None = None) -> list[DrawnQuestion]:
+def drawn(axes: DeclaredAxes, seed: int, count: int, checks: tuple[str, ...] | None = None) -> list[DrawnQuestion]:
     return list(islice(questions(axes, narrow, Lengths(), seed, checks), count))
 
 
@@ -45,28 +45,28 @@ def test_the_values_that_are_declared_are_found(axes: DeclaredAxes) -> None:
     assert "cache.layout" not in axes.undeclared
 
 
-def test_a_backend_that_declares_nothing_is_asked_everything() -> None:
+def test_every_value_is_declared_if_no_case_is_undeclared() -> None:
     found = declared_axes(lambda cases: [("no",)] * len(cases), ())
     assert len(found.declared["layer.dtype"]) == 3
     assert not found.undeclared
 
 
-def test_most_questions_are_declared_and_the_others_are_asked_for_a_refusal(axes: DeclaredAxes) -> None:
-    found = asked(axes, 0, 300)
+def test_most_questions_are_declared_and_the_others_require_a_refusal(axes: DeclaredAxes) -> None:
+    found = drawn(axes, 0, 300)
     undeclared = [each for each in found if narrow([each.case])[0]]
     assert 0 < len(undeclared) < 60
     assert {each.checks for each in undeclared} == {("refusals",)}
     assert all("numerics" in each.checks for each in found if each not in undeclared)
 
 
-def test_graphs_are_examined_now_and_then_unless_they_are_asked_for(axes: DeclaredAxes) -> None:
-    found = [each for each in asked(axes, 0, 300) if "numerics" in each.checks]
+def test_graphs_are_examined_now_and_then_unless_they_are_selected(axes: DeclaredAxes) -> None:
+    found = [each for each in drawn(axes, 0, 300) if "numerics" in each.checks]
     assert 0 < sum("cudagraph" in each.checks for each in found) < 40
-    assert {each.checks for each in asked(axes, 0, 5, ("cudagraph",))} == {("cudagraph",)}
+    assert {each.checks for each in drawn(axes, 0, 5, ("cudagraph",))} == {("cudagraph",)}
 
 
-def test_the_same_seed_asks_the_same(axes: DeclaredAxes) -> None:
-    first, again, other = asked(axes, 4, 40), asked(axes, 4, 40), asked(axes, 5, 40)
+def test_the_same_seed_draws_the_same_questions(axes: DeclaredAxes) -> None:
+    first, again, other = drawn(axes, 4, 40), drawn(axes, 4, 40), drawn(axes, 5, 40)
     assert [each.case.hash for each in first] == [each.case.hash for each in again]
     assert [each.case.hash for each in first] != [each.case.hash for each in other]
 

@@ -112,5 +112,5 @@ def test_every_case_can_be_made_small(case: Case) -> None:
     assert found.case.batch.num_tokens == found.case.batch.num_requests == 1
 
 
-def test_a_size_is_told_in_words() -> None:
+def test_a_size_is_described_in_words() -> None:
     assert size_in_words(LARGE) == "5 requests, 49 new tokens, 427 keys, 12 heads of 96, 10 fields that are not default"

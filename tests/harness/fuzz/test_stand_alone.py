@@ -1,4 +1,4 @@
-"""A stand-alone file fails while the fault is there, without attncheck, and passes when it is mended."""
+"""A stand-alone file fails while the fault is there, without attncheck, and passes once it is repaired."""
 
 import runpy
 import subprocess
@@ -121,17 +121,17 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kept")
-def test_the_assertion_holds_once_the_function_is_mended(
+def test_the_assertion_holds_once_the_function_is_repaired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
-    code, told = run_here(tmp_path, monkeypatch, capsys)
+    code, printed = run_here(tmp_path, monkeypatch, capsys)
     assert code == 1
-    assert "wrong: 3 of 3 rows" in told
-    assert "wrong: the log-sum-exp of 6 rows and heads" in told
-    mended = tmp_path / "mended.py"
-    mended.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
-    assert run_here(tmp_path, monkeypatch, capsys, str(mended)) == (0, "right\n")
+    assert "wrong: 3 of 3 rows" in printed
+    assert "wrong: the log-sum-exp of 6 rows and heads" in printed
+    repaired = tmp_path / "repaired.py"
+    repaired.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
+    assert run_here(tmp_path, monkeypatch, capsys, str(repaired)) == (0, "right\n")
 
 
 @pytest.mark.usefixtures("kept")
@@ -141,9 +141,9 @@ def test_what_a_writer_does_to_the_cache_is_shown(
 ) -> None:
     case = replace(CASE, batch=replace(CASE.batch, padding=padding))
     write_for(tmp_path, FUNCTION.replace(FAULTS, "FAULT, WRITE_FAULT = 0, 1"), "Mine", "cache_write", case=case)
-    code, told = run_here(tmp_path, monkeypatch, capsys)
+    code, printed = run_here(tmp_path, monkeypatch, capsys)
     assert code == 1
-    assert "elements of the cache" in told
+    assert "elements of the cache" in printed
 
 
 @pytest.mark.usefixtures("kept")
@@ -171,19 +171,19 @@ def test_a_function_of_another_module_is_loaded_by_its_path(
 
 
 @pytest.mark.slow
-def test_a_wrong_function_is_shown_without_attncheck_until_it_is_mended(tmp_path: Path) -> None:
+def test_a_wrong_function_is_shown_without_attncheck_until_it_is_repaired(tmp_path: Path) -> None:
     assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
     wrong = run_alone(tmp_path)
     assert wrong.returncode == 1, wrong.stderr
     assert "wrong: 3 of 3 rows" in wrong.stdout
-    mended = tmp_path / "mended.py"
-    mended.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
-    right = run_alone(tmp_path, str(mended))
+    repaired = tmp_path / "repaired.py"
+    repaired.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
+    right = run_alone(tmp_path, str(repaired))
     assert (right.returncode, right.stdout.strip()) == (0, "right"), right.stderr
 
 
 @pytest.mark.slow
-def test_a_class_that_needs_attncheck_says_so(tmp_path: Path) -> None:
+def test_the_file_of_a_class_states_that_it_needs_attncheck(tmp_path: Path) -> None:
     assert write_for(tmp_path, CLASS, "Wrong") == StandAloneAnswer(True, needs="attncheck")
     text = (tmp_path / "repro.py").read_text(encoding="utf-8")
     assert "Needs torch and attncheck." in text

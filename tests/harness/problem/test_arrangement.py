@@ -27,7 +27,7 @@ def test_the_truth_of_the_rows_holds_for_them_elsewhere(make_case: Any, which: A
     truths_agree(build_problem(make_case(sliding_window=16), 0), Arrangement(which, elsewhere))
 
 
-def test_keys_lie_where_the_block_table_says(make_case: Any) -> None:
+def test_keys_lie_in_the_blocks_of_the_block_table(make_case: Any) -> None:
     problem = build_problem(make_case(), 0)
     for how in (Arrangement((2, 0, 3)), Arrangement((2, 0, 3, 1), elsewhere=True, spare_columns=4)):
         other = arranged(problem, how)

@@ -63,7 +63,7 @@ def test_a_group_that_is_over_its_limit_has_nothing_left(group: Path) -> None:
 def test_version_1_has_a_tree_for_each_controller(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     belong(monkeypatch, group, "4:memory:/docker/1f\n3:cpu,cpuacct:/docker/1f\n1:name=systemd:/\n0::/\n")
     stat = f"inactive_file 0\ntotal_inactive_file {GIB}"
-    # A container sees its own group as the root, whatever its path says.
+    # A container sees its own group as the root, whatever its path is.
     write(group / "memory", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=2 * GIB, memory__stat=stat)
     write(group / "memory", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 3")
     write(group / "cpu", cpu__cfs_quota_us=250000, cpu__cfs_period_us=100000)

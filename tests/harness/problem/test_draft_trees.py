@@ -1,4 +1,4 @@
-"""Trees as a problem has them, by parents, and as a builder reads them say the same."""
+"""Trees as a problem has them, by parents, equal those that a builder reads."""
 
 import torch
 from hypothesis import given, settings

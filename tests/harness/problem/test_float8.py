@@ -51,7 +51,7 @@ def test_truncation_never_grows() -> None:
     ]
 
 
-def test_the_numbers_a_code_stands_for() -> None:
+def test_the_values_of_codes() -> None:
     codes = nearest_code(f64(0.0, 2.0**-9, 1.0, -1.0, 448.0, -448.0, float("nan")), E4M3)
     low, high = rounding_interval(codes, E4M3)
     assert low[:6].tolist() == [-(2.0**-10), 2.0**-10, 0.96875, -1.0625, 432.0, -torch.inf]

@@ -13,7 +13,7 @@ GIB = 2**30
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What a GPU of 1024 GiB says of its memory; ``fraction``: of 1024, that torch may take."""
+    """The memory of a GPU of 1024 GiB; ``fraction``: of 1024, that torch may take."""
     held = {"free": 0, "allocated": 0, "reserved": 0, "fraction": 1024}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (held["free"], 1024 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: held["allocated"])

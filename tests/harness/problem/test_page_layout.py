@@ -1,4 +1,4 @@
-"""Parts of a batch: each key lies in exactly one, at the slot its part's table and length say."""
+"""Parts of a batch: each key lies in exactly one, at the slot that its part's table and length give."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ def test_a_cascade_has_the_pages_all_share_and_the_rest(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4), (2, 16)])
-def test_ranks_hold_what_the_slot_mapping_of_context_parallelism_says(
+def test_ranks_hold_what_the_slot_mapping_of_context_parallelism_assigns(
     make_case: Any, size: int, interleave: int
 ) -> None:
     lengths = (1, 2, 31, 64, 65, 130)

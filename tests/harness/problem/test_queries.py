@@ -1,4 +1,4 @@
-"""Inputs that bite: needles weigh what they should, and stand where off-by-one errors live."""
+"""Inputs that reveal faults: needles have the intended weights, and are where off-by-one errors show."""
 
 from typing import Any
 
@@ -33,12 +33,12 @@ def weights(problem: Problem, request: int) -> torch.Tensor:
 def test_decode_needles_weigh_about_half(make_case: Any, keys: int, head_size: int) -> None:
     problem = build_problem(make_case((1, keys), head_size=head_size, num_heads=16), 0)
     heaviest = weights(problem, 0).amax(dim=-1).flatten()
-    # Some heads point at keys of nobody, some have large or equal scores; most carry a visible needle.
+    # Some heads point at keys of no request, some have large or equal scores; most carry a visible needle.
     assert int((heaviest > 0.15).sum()) >= 8
     assert int(((heaviest > 0.15) & (heaviest < 0.95)).sum()) >= 6
 
 
-def test_needles_stand_at_both_ends_and_at_page_edges(make_case: Any) -> None:
+def test_needles_are_at_both_ends_and_at_page_edges(make_case: Any) -> None:
     problem = build_problem(make_case((1, 1000), num_heads=16), 0)
     heavy = {int(i) for i in weights(problem, 0)[:, 0].argmax(dim=-1)}
     assert {0, 999, 998} <= heavy

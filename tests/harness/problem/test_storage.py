@@ -54,7 +54,7 @@ def test_a_writer_that_cuts_the_mantissa_off_stores_the_same_codes_where_heads_s
             assert torch.equal(truncated_code(quotient.double(), storage.held), storage.codes(rows)), storage
 
 
-def test_exact_numbers_are_codes_times_the_scale_as_the_backend_is_told_it(make_case: Any) -> None:
+def test_exact_numbers_are_codes_times_the_scale_as_the_backend_gets_it(make_case: Any) -> None:
     cache = {"kv_cache_dtype": "fp8", "k_scale": 0.3, "v_scale": (0.7, 0.07)}
     problem = build_problem(make_case(cache=cache), 0)
     keys, values = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
@@ -89,7 +89,7 @@ def test_an_encoder_has_no_cache_to_round_for() -> None:
     assert not key_storage(layer, CacheSpec(kv_cache_dtype="fp8")).is_fp8
 
 
-def test_codes_beyond_what_the_dtype_can_say_are_not_used() -> None:
+def test_codes_that_the_dtype_cannot_represent_are_not_used() -> None:
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=1, dtype="float16")
     storage = key_storage(layer, CacheSpec(kv_cache_dtype="fp8_e5m2", k_scale=2.0))
     codes = torch.tensor([0x7B, 0x78, 0x01, 0x7C, 0x7F, 0x00], dtype=torch.uint8).view(-1, 1, 1)  # 57344 * 2 > 65504

@@ -1,4 +1,4 @@
-"""The spans of visible keys against the reference's predicate, asked about every pair of a row and a key."""
+"""The spans of visible keys against the reference's predicate, for every pair of a row and a key."""
 
 import torch
 from hypothesis import given
@@ -22,7 +22,7 @@ def seen_keys(params, position, num_keys):
 
 @given(st.booleans(), st.tuples(DISTANCES, DISTANCES), SIZES, st.integers(0, 2), st.integers(0, 12), st.integers(1, 15))
 def test_a_span_holds_exactly_the_keys_the_predicate_shows(causal, window, chunk, lookback, num_keys, rows):
-    """Rows end at the last key, so that some come before the first; cross attention also asks beyond the keys."""
+    """Rows end at the last key, so that some come before the first; cross attention has rows beyond the keys, too."""
     params = params_of(causal, window, chunk, lookback)
     positions = torch.arange(num_keys - rows, num_keys + 3)
     first, last = visible_span(params, positions, num_keys)

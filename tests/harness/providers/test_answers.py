@@ -1,4 +1,4 @@
-"""Answers as plain values: what counts as a difference, where it lies, and what it says."""
+"""Answers as plain values: what counts as a difference, its place, and its message."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_a_difference_has_a_place(expected, seen, place):
     assert places(expected, seen) == [place]
 
 
-def test_a_difference_tells_both_values():
+def test_a_difference_states_both_values():
     (found,) = answer_differences(returned(torch.tensor([7, 8])), returned(torch.tensor([7, 9])))
     assert str(found) == "returned[1]: expected 8 of int64 [7, 8]; got 9 of int64 [7, 9]"
 
@@ -74,7 +74,7 @@ def test_a_maximum_above_the_truth_is_an_upper_bound_and_one_below_is_wrong(name
     assert not other.tolerated
 
 
-def test_an_integer_of_numpys_is_told_and_no_wrong_answer():
+def test_an_integer_of_numpys_is_a_tolerated_difference():
     (found,) = answer_differences(returned({"count": 3}), returned({"count": np.int32(3)}))
     assert (found.place, found.tolerated) == ("returned.count.type", True)
     (wrong,) = answer_differences(returned({"count": 3}), returned({"count": np.int32(4)}))
@@ -93,8 +93,8 @@ def test_one_refusing_alone_is_a_difference(provider_refuses):
     refusal, answer = ProviderAnswer(Refusal("ValueError", "q = 9: must be less\nmore"), {}), returned([1])
     (found,) = answer_differences(*((answer, refusal) if provider_refuses else (refusal, answer)))
     assert found.place == "refusal"
-    told = found.seen if provider_refuses else found.expected
-    assert told == "a refusal (ValueError: q = 9: must be less)"
+    refusal_text = found.seen if provider_refuses else found.expected
+    assert refusal_text == "a refusal (ValueError: q = 9: must be less)"
 
 
 def test_what_becomes_of_the_arguments_belongs_to_the_answer():

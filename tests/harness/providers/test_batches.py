@@ -1,4 +1,4 @@
-"""The batches providers are asked about: laid out as a scheduler would, drawn the same each time."""
+"""The batches that providers get: laid out as a scheduler would, drawn the same each time."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def test_what_is_drawn_covers_every_dimension(drawn):
     assert any(list(batch.query_lens) != sorted(batch.query_lens) for batch in drawn)
 
 
-def test_metadata_say_what_the_batch_says(drawn):
+def test_metadata_match_the_batch(drawn):
     for batch in (*ALWAYS, *drawn):
         made = batch.metadata(CPU)
         assert made.query_start_loc_cpu.diff().tolist() == list(batch.query_lens)
@@ -93,7 +93,7 @@ def test_batches_with_more_new_tokens_than_tokens_and_huge_ones_are_left_out(mak
     assert [batch.query_lens for batch in batches_of([short, huge, make_case((2, 3))])] == [(2,)]
 
 
-def test_a_batch_tells_how_to_ask_again():
+def test_a_batch_states_how_to_repeat_it():
     batch = ProviderBatch("mine", (2, 0), (5, 0), padding_tokens=3, causal=False, index_dtype=torch.int64)
     assert str(batch) == "mine (q 2 0 / s 5 0, 3 padding tokens, not causal, int64)"
     many = ProviderBatch("many", (1,) * 20, (2,) * 20)

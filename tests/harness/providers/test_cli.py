@@ -136,14 +136,14 @@ def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
-def test_a_run_without_providers_says_nothing_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_providers_does_not_mention_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "reference", "--case", "decode", "--output", "a.jsonl") == 0
     header = read_run("a.jsonl").header
     assert "utilities" not in {*header.checks, *(suite.name for suite in header.suites)}
     assert "provider" not in capsys.readouterr().out
 
 
-def test_without_hypothesis_the_report_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_hypothesis_the_report_states_so(capsys: pytest.CaptureFixture[str]) -> None:
     run("--provider", "right.py", "--function", "PAD*")
     assert "hypothesis is not installed" in capsys.readouterr().out
 

@@ -48,7 +48,7 @@ def test_a_subject_that_is_not_there_is_missing(key):
     assert examine(BY_KEY[key]) is None
 
 
-def test_a_wrong_answer_is_told_with_both_values():
+def test_a_wrong_answer_is_reported_with_both_values():
     def split(common_attn_metadata, decode_threshold=1, require_uniform=False):
         answer = split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
         return (*answer[:3], answer[3] + 1) if answer[1] else answer
@@ -61,7 +61,7 @@ def test_a_wrong_answer_is_told_with_both_values():
     assert (difference.place, difference.expected, difference.seen) == ("returned[3]", "9", "10")
 
 
-def test_raising_where_an_answer_was_due_is_told():
+def test_an_exception_where_an_answer_was_due_is_reported():
     def split(common_attn_metadata, decode_threshold=1, require_uniform=False):
         if require_uniform:
             raise NotImplementedError("uniform batches")
@@ -203,8 +203,8 @@ def test_a_departure_that_shows_in_some_of_the_answers_it_predicts_is_stale_too(
 
     batches = (ProviderBatch("four", (1, 1, 1, 1), (4, 5, 6, 7), causal=False), *ALWAYS)
     setting = SubjectSetting(batches, torch.device("cpu"))
-    asked = provider([CAUSAL], split_attn_metadata=at_times)
-    seen = examine_subject(asked, BY_KEY["split_attn_metadata"], setting)
+    subject = provider([CAUSAL], split_attn_metadata=at_times)
+    seen = examine_subject(subject, BY_KEY["split_attn_metadata"], setting)
     assert (seen.first, seen.stale) == (None, (CAUSAL,))
     assert seen.shown[CAUSAL] > 0
     assert seen.missed[CAUSAL] > 0
@@ -244,7 +244,7 @@ def test_where_the_bound_is_known_it_is_that_bound_or_the_truth(longest, verdict
 
 
 @pytest.mark.parametrize("shown", [(), (CAUSAL,), (LOOSE,), (CAUSAL, LOOSE)])
-def test_departures_that_meet_in_one_question_are_told_apart(shown):
+def test_departures_that_meet_in_one_question_are_distinguished(shown):
     target = split_attn_metadata
     for each in shown:
         target = each.changes(target)
@@ -258,7 +258,7 @@ def test_departures_that_meet_in_one_question_are_told_apart(shown):
     assert set(seen.stale) == {CAUSAL, LOOSE} - set(shown)
 
 
-def test_a_function_without_a_newer_parameter_is_not_asked_about_it():
+def test_a_function_without_a_newer_parameter_is_examined_without_it():
     def older(common_attn_metadata, decode_threshold=1, require_uniform=False):
         return split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
 

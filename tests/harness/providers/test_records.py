@@ -52,7 +52,7 @@ def test_outcomes_and_the_words_of_reports(value, known, outcome, word):
     assert (row.name, row.word) == ("PAD_SLOT_ID", word)
 
 
-def test_a_departure_says_how_often_it_showed():
+def test_a_departure_is_recorded_with_how_often_it_showed():
     made = record(0, Departures("2.0", (KNOWN,)))
     assert made.notes == ("judgement: is 0 (1 of 1 question)",)
     assert made.figures["judged"] == made.figures["judgements"] == 1
@@ -65,7 +65,7 @@ def test_what_no_longer_shows_fails_the_run_in_the_version_it_was_found_in_only(
     assert later.notes == ("stale: known in 2.0, and no longer there: is 0",)
 
 
-def test_a_name_that_went_says_why():
+def test_a_removed_name_is_recorded_with_the_reason():
     assert record(None, GONE).reasons == ("offers nothing of that name: padding went",)
 
 

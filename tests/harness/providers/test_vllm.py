@@ -174,7 +174,7 @@ def test_only_the_form_is_another(newer, key):
     unknown.adapted = newer.adapted
     seen = examine_subject(unknown, BY_KEY[key], SETTING)
     assert seen.place == "vllm.v1.attention.backends.utils"
-    if key == "compute_causal_conv1d_metadata":  # whose parameters are named otherwise, and that is told
+    if key == "compute_causal_conv1d_metadata":  # its parameters have other names, which is the difference
         assert seen.first.question == "its parameters"
     else:
         assert seen.first is None
@@ -214,7 +214,7 @@ def patched(newer, tmp_path):
     return path
 
 
-def test_a_file_of_its_functions_is_asked_in_its_objects(package, patched):
+def test_a_file_of_its_functions_gets_its_objects(package, patched):
     classes = {"CommonAttentionMetadata": Metadata, "UBatchSlice": UBatchSlice}
     package(
         **{
@@ -227,20 +227,23 @@ def test_a_file_of_its_functions_is_asked_in_its_objects(package, patched):
     assert (found.name, found.version) == ("vllm:patched", "0.32.0, changed by patched.py")
     seen = examine_subject(found, BY_KEY["split_attn_metadata"], SETTING)
     assert seen.first.differences[0].place == "returned[0].max_seq_len"
-    mended = examine_subject(found, BY_KEY["slice_query_start_locs"], SETTING)
-    assert (mended.first, len(mended.stale)) == (None, 1)  # of another version, so that the run says so and goes on
+    repaired = examine_subject(found, BY_KEY["slice_query_start_locs"], SETTING)
+    assert (repaired.first, len(repaired.stale)) == (
+        None,
+        1,
+    )  # of another version, so that the run notes it and goes on
     assert found.version != found.departures.version
     assert found.find("make_local_attention_virtual_batches") is None
     assert found.departures.why_gone("subclass_attention_metadata") is None
 
 
 @pytest.mark.parametrize(("ref", "why"), [("vllm:nothing", "vllm:path/to/file.py"), ("vllm:absent.py", "cannot read")])
-def test_what_is_no_file_of_its_functions_is_told(newer, ref, why):
+def test_what_is_no_file_of_its_functions_is_refused(newer, ref, why):
     with pytest.raises(ProviderLoadError, match=why):
         load_provider(ref)
 
 
-def test_a_missing_vllm_and_a_broken_one_are_told(package, monkeypatch):
+def test_a_missing_vllm_and_a_broken_one_are_reported(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ProviderLoadError, match="provider 'vllm'"):
         load_provider("vllm")

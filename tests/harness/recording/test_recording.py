@@ -1,4 +1,4 @@
-"""A recording: each real batch of an engine counted, written as a case file that says what came and how often.
+"""A recording: each real batch of an engine counted, written as a case file with its frequency.
 
 The engine is a stand-in: layers, builders and common metadata by vLLM's names.
 """
@@ -139,7 +139,7 @@ def decode_often(builder: Builder) -> None:
 def test_equal_batches_are_one_case_with_its_weight(serve: Serve) -> None:
     suite = serve(decode_often)
     decode, mixed = suite
-    # Two layers each; which of the five real decodes stands for them is drawn.
+    # Two layers each; which of the five real decodes represents them is drawn.
     assert (decode.id, decode.weight, mixed.id, mixed.weight) == ("decode-001", 10.0, "mixed-002", 2.0)
     first, second = decode.batch.requests
     assert first.total_len in range(100, 105)
@@ -187,7 +187,7 @@ def test_padding_shared_pages_and_drafts(serve: Serve) -> None:
     assert (case.id, case.batch.path.name) == ("verify-001", "spec_decode")
 
 
-def test_a_cascade_is_asked_as_one(serve: Serve) -> None:
+def test_a_cascade_is_recorded_as_one(serve: Serve) -> None:
     shared = [[7, 8, 9], [7, 8, 9]]
     (case,) = serve(lambda builder: builder.build(32, metadata([(1, 60), (1, 90)], shared)))
     assert case.batch.path.name == "cascade"
@@ -228,7 +228,7 @@ def test_what_no_case_describes_is_counted_with_its_reason(serve: Serve) -> None
 
 
 def test_tensors_of_a_device_are_not_read(serve: Serve) -> None:
-    """A tensor on the meta device cannot be read: whoever tries raises."""
+    """A tensor on the meta device cannot be read: an attempt raises."""
 
     def drive(builder: Builder) -> None:
         host = metadata([(3, 50), (1, 90)])
@@ -296,7 +296,7 @@ def test_recording_keeps_to_its_time(serve: Serve, monkeypatch: pytest.MonkeyPat
     assert int(seen[1]) < 30
 
 
-def test_sampled_batches_stand_for_the_others(serve: Serve) -> None:
+def test_sampled_batches_represent_the_others(serve: Serve) -> None:
     (case,) = serve(lambda builder: [builder.build(0, metadata([(1, 50)])) for _ in range(1000)], every=4)
     # 1000 calls a layer, of which each fourth is drawn and counts four times: within six deviations.
     assert case.weight == pytest.approx(2000, abs=6 * 8 * (1000 * 0.25 * 0.75) ** 0.5)
@@ -311,7 +311,7 @@ def batch(*lengths: tuple[int, int]) -> Batch:
 KIND = LayerKind(LayerSpec(num_heads=2, num_kv_heads=1, head_size=64), CacheSpec())
 
 
-def test_order_does_not_tell_batches_apart_and_a_second_row_does() -> None:
+def test_batches_differ_by_a_second_row_and_not_by_order() -> None:
     traffic = Traffic()
     for each in (batch((1, 50), (4, 90)), batch((4, 90), (1, 50)), batch((1, 50), (1, 90))):
         traffic.add(each, [(KIND, 1)])
@@ -347,7 +347,7 @@ def test_the_largest_group_of_requests_that_share_pages(
     assert shared_prefix(np.array(pages, dtype=np.int32), np.array(full, dtype=np.int32)) == shared
 
 
-def test_the_environment_asks_for_a_recording(tmp_path: Path) -> None:
+def test_the_environment_requests_a_recording(tmp_path: Path) -> None:
     settings = RecordingSettings(tmp_path / "traffic.yaml", every=3, most_cases=7)
     assert settings_of(settings.environment()) == settings
     assert settings_of({}) is None
@@ -357,7 +357,7 @@ def test_the_environment_asks_for_a_recording(tmp_path: Path) -> None:
         RecordingSettings(tmp_path / "a.yaml", most_cases=0)
 
 
-def test_without_vllm_the_context_manager_says_so_and_leaves_the_environment(tmp_path: Path) -> None:
+def test_without_vllm_the_context_manager_raises_and_leaves_the_environment(tmp_path: Path) -> None:
     before = dict(os.environ)
     with pytest.raises(QuestionError, match="vLLM cannot be imported"), attncheck.record(tmp_path / "a.yaml"):
         pass
