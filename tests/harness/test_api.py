@@ -87,7 +87,7 @@ def broken(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: 
     raise RuntimeError("no such kernel")
 
 
-def test_times_are_taken_once_where_they_are_asked_for(suite: str) -> None:
+def test_times_are_taken_once_where_they_are_requested(suite: str) -> None:
     quick = attncheck.TimingSettings(limit_s=60, min_samples=3, max_samples=3)
     found = attncheck.examine(attend, suite, cases="decode", checks="timing", device="cpu", timing=quick)
     assert (found.verdict, found.header.checks, found.header.rounds) == ("passed", ("timing",), 1)
@@ -246,9 +246,9 @@ def test_stop_at_first(suite: str) -> None:
     ],
 )
 def test_wrong_questions_raise(suite: str, change: dict[str, Any], error: type[Exception]) -> None:
-    asked: dict[str, Any] = {"candidate": attend, "suite": suite, "device": "cpu"}
+    arguments: dict[str, Any] = {"candidate": attend, "suite": suite, "device": "cpu"}
     with pytest.raises(error):
-        attncheck.examine(**asked | change)
+        attncheck.examine(**arguments | change)
 
 
 def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: p
         attncheck.examine("reference", suite, device="cpu")
 
 
-def test_the_front_door_offers_what_it_says() -> None:
+def test_the_package_exports_its_all() -> None:
     assert set(attncheck.__all__) <= set(dir(attncheck))
     assert all(getattr(attncheck, name) is not None for name in attncheck.__all__)
     door: Callable[[], object] = lambda: attncheck.nothing_of_that_name  # noqa: E731

@@ -90,23 +90,23 @@ def test_right_calls_are_benchmarks_and_those_of_a_cheat_fail_and_are_not_saved(
         for backend in ("torch_sdpa", "reference")
         for part in ("forward", "build")
     ]
-    # Backends of one case and part stand in one table.
+    # Backends of one case and part are in one table.
     assert re.search(r"benchmark 'small/decode build': 2 tests", text)
     for benchmark in found["benchmarks"]:
-        told, stats = benchmark["extra_info"], benchmark["stats"]
+        extra_info, stats = benchmark["extra_info"], benchmark["stats"]
         assert stats["rounds"] >= 4
         assert stats["iterations"] == 1
-        assert told["median_s"] == pytest.approx(stats["median"])
-        assert told["interval_s"][0] <= told["median_s"] <= told["interval_s"][1]
-        assert len(told["case_hash"]) == 12
+        assert extra_info["median_s"] == pytest.approx(stats["median"])
+        assert extra_info["interval_s"][0] <= extra_info["median_s"] <= extra_info["interval_s"][1]
+        assert len(extra_info["case_hash"]) == 12
         if benchmark["params"]["part"] == "forward":
-            assert told["moved_bytes"] > 0
-            assert told["roofline_share"] == pytest.approx(told["roofline_share"], abs=1)
+            assert extra_info["moved_bytes"] > 0
+            assert extra_info["roofline_share"] == pytest.approx(extra_info["roofline_share"], abs=1)
     assert found["machine_info"]["attncheck"]["device"] == "cpu"
     assert found["machine_info"]["attncheck"]["device_name"]
 
 
-def test_timing_comes_beside_the_other_checks_where_it_is_asked_for(folder: pytest.Pytester) -> None:
+def test_timing_comes_beside_the_other_checks_where_it_is_requested(folder: pytest.Pytester) -> None:
     def items(*words: str) -> list[str]:
         listed = run(folder, "--collect-only", "-q", *words).outlines
         return [line.rpartition("::")[2] for line in listed if line.startswith("attncheck::")]
@@ -135,7 +135,7 @@ def test_the_other_checks_are_made_as_ever(folder: pytest.Pytester) -> None:
     assert "--benchmark-skip active" in result.stdout.str()
 
 
-def test_disabled_benchmarks_are_examined_and_not_told(folder: pytest.Pytester) -> None:
+def test_disabled_benchmarks_are_examined_and_not_printed(folder: pytest.Pytester) -> None:
     result = run(folder, *TIMING, "--benchmark-disable", backends=("reference", "./wrong.py:Keeping"))
     result.assert_outcomes(passed=1, failed=1)
     assert "benchmark 'small" not in result.stdout.str()
@@ -171,9 +171,9 @@ def test_runs_of_different_devices_are_not_compared(folder: pytest.Pytester, sav
     other = saved_run(device="cuda", device_name="NVIDIA H200")
     result = run(folder, *TIMING, f"--benchmark-compare={other}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    told = result.stderr.str() + result.stdout.str()
-    assert "the saved times are of NVIDIA H200 (cuda), and these are of" in told
-    assert "INTERNALERROR" not in told
+    printed = result.stderr.str() + result.stdout.str()
+    assert "the saved times are of NVIDIA H200 (cuda), and these are of" in printed
+    assert "INTERNALERROR" not in printed
 
     other = saved_run(torch="2.0.0")
     with warnings.catch_warnings(record=True) as warned:
@@ -252,7 +252,7 @@ def ticking(*nanoseconds: int) -> Iterator[int]:
     raise AssertionError("a call too many")
 
 
-def test_what_is_saved_is_what_the_clock_of_the_check_said(benchmarks: Benchmarks, session: Any) -> None:
+def test_what_is_saved_is_what_the_clock_of_the_check_measured(benchmarks: Benchmarks, session: Any) -> None:
     calls = ticking(*[900] * WARM_UPS, 100, 300, 200)
     found = benchmarks.sample("forward", lambda: next(calls), TimingSettings(min_samples=3, relative_width=5.0))
     assert found.samples_ns == (100, 300, 200)

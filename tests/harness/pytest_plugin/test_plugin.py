@@ -78,8 +78,8 @@ def test_each_check_of_each_case_of_each_backend_is_an_item(folder: pytest.Pytes
     expected = [
         f"attncheck::small::{case}::{backend}::{check}"
         for backend in ("torch_sdpa", "reference")
-        for case, asked in (("decode", checks), ("capped.x-1", checks[:2]))
-        for check in asked
+        for case, checks_of_case in (("decode", checks), ("capped.x-1", checks[:2]))
+        for check in checks_of_case
     ]
     assert [line for line in result.outlines if line.startswith("attncheck::")] == expected
 

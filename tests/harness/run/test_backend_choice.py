@@ -99,7 +99,7 @@ def test_by_default_all_built_in_backends_run_and_what_is_missing_stays_visible(
 
 
 @pytest.mark.usefixtures("without_flex")
-def test_asked_for_by_name_it_is_refused_with_the_reasons() -> None:
+def test_an_unavailable_backend_requested_by_name_is_refused_with_the_reasons() -> None:
     backends, _ = choose(["reference", "flex_attention"], [suite()])
     with pytest.raises(SelectionError) as refused:
         refuse_unavailable(backends)

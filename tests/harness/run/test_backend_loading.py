@@ -1,4 +1,4 @@
-"""Backends in this process: what they say of themselves, and what they must have been started with."""
+"""Backends in this process: their descriptions, and the environment they require."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def described(ref: str) -> BackendDescription:
     return description
 
 
-def test_a_description_says_what_the_class_declares() -> None:
+def test_a_description_has_what_the_class_declares() -> None:
     description = described("torch_sdpa")
     backend = of("torch_sdpa").backend
     assert description.features == backend.features
@@ -66,7 +66,7 @@ def test_a_description_says_what_the_class_declares() -> None:
     assert description.unavailable_reasons == ()
 
 
-def test_a_latent_backend_says_so(file: str) -> None:
+def test_a_latent_backend_is_described_as_one(file: str) -> None:
     assert described(f"{file}:Latent").is_mla
 
 
@@ -75,7 +75,7 @@ def test_what_a_module_sets_for_the_process_is_undone(file: str) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
+def test_a_backend_that_requires_an_environment_is_usable_where_it_is_set(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = Loader("cpu")
@@ -116,14 +116,15 @@ def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"), [(lambda: 1 / 0, "raised ZeroDivisionError"), (lambda: "no", "answered 'no', neither True nor")]
+    ("answer", "message"),
+    [(lambda: 1 / 0, "raised ZeroDivisionError"), (lambda: "no", "answered 'no', neither True nor")],
 )
-def test_one_that_cannot_say_whether_it_is_latent_is_a_wrong_backend(
-    monkeypatch: pytest.MonkeyPatch, answer: Any, told: str
+def test_a_backend_without_an_answer_to_is_mla_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, message: str
 ) -> None:
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "is_mla", answer)
-    with pytest.raises(BackendLoadError, match=f"is_mla {told}"):
+    with pytest.raises(BackendLoadError, match=f"is_mla {message}"):
         describe_backend(backend, "cpu")
 
 
@@ -133,6 +134,6 @@ def test_reasons_that_no_file_could_hold_are_spelled_out(monkeypatch: pytest.Mon
     assert describe_backend(backend, "cpu").unavailable_reasons == (r"no \ud800 here",)
 
 
-def test_what_cannot_be_loaded_is_told_in_place() -> None:
+def test_what_cannot_be_loaded_is_described_in_place() -> None:
     found = Loader("cpu").describe(["torch_sdpa", "torch_spda", "reference"])
     assert [isinstance(each, QuestionError) for each in found] == [False, True, False]

@@ -78,7 +78,7 @@ def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: An
 
 
 def test_undeclared_accepted_and_right_is_noted(make_case: Any, examine: Any, variant: Any) -> None:
-    backend = variant(features=ReferenceBackend.features - {"sinks"})  # its impl still asks ReferenceBackend
+    backend = variant(features=ReferenceBackend.features - {"sinks"})  # its impl still reads those of ReferenceBackend
     claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "passed"
     assert claim.notes[0] == snapshot(
@@ -142,7 +142,7 @@ def test_one_case_that_this_machine_gets_wrong_is_unavailable_and_no_other(
     assert examine(backend, make_case(dtype="float16"))["numerics"].outcome == "passed"
 
 
-def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any, examine: Any) -> None:
+def test_what_this_version_cannot_examine_is_recorded_as_its_own_limit(make_case: Any, examine: Any) -> None:
     case = make_case((1, 70), output_quant=OutputQuantSpec(scale=0.02))
     split = PathSpec(name="split_kv", options=SplitKVOptions())
     record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["refusals"]

@@ -16,7 +16,7 @@ from attncheck.harness.run.environment import GpuModes, collect_environment, dev
 SRC = Path(attncheck.__file__).parents[1]
 
 
-def test_what_it_says_is_what_runs() -> None:
+def test_the_environment_is_what_runs() -> None:
     found = collect_environment("cpu")
     assert found.torch == torch.__version__
     assert found.attncheck == attncheck.__version__
@@ -26,9 +26,9 @@ def test_what_it_says_is_what_runs() -> None:
     assert found.cpu
 
 
-def test_tools_are_asked_once_and_policies_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_queried_once_and_policies_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     first = collect_environment("cpu")
-    monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("asked again"))
+    monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("queried again"))
     assert collect_environment("cpu") == first
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not first.deterministic)
     assert collect_environment("cpu").deterministic != first.deterministic
@@ -39,7 +39,7 @@ def test_a_missing_tool_is_none() -> None:
     assert environment._first_line("false") is None
 
 
-def test_a_checkout_that_is_not_installed_knows_its_version() -> None:
+def test_a_checkout_that_is_not_installed_has_a_version() -> None:
     code = "import attncheck; print(attncheck.__version__)"
     # -S leaves site-packages out, so that only PYTHONPATH finds attncheck and no metadata is there.
     done = subprocess.run(
@@ -64,16 +64,16 @@ def test_a_checkout_that_is_not_installed_knows_its_version() -> None:
 def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(
     printed: str | None, expected: GpuModes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    arguments: list[str] = []
 
     def first_line(*words: str) -> str | None:
-        asked.extend(words)
+        arguments.extend(words)
         return printed
 
     monkeypatch.setattr(environment, "_first_line", first_line)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
     assert gpu_modes("cuda:1") == expected
-    assert "--id=GPU-of cuda:1" in asked
+    assert "--id=GPU-of cuda:1" in arguments
     assert expected is None or expected.is_shared == (expected.compute == "Default")
 
 

@@ -45,7 +45,7 @@ def test_a_backend_may_answer_in_a_tensor_of_its_own(
     assert outcomes(records) == dict.fromkeys(ALL, "passed")
 
 
-def test_strides_that_a_convention_leaves_out_are_not_asked(make_case: Any, examine: Any, variant: Any) -> None:
+def test_strides_that_a_convention_leaves_out_are_not_examined(make_case: Any, examine: Any, variant: Any) -> None:
     backend = variant(conventions=Conventions(padded_rows="untouched", operand_strides="rows"))
     plain = replace(make_case(), strides=StridesSpec(query="padded", key="contiguous", output="offset"))
     assert set(outcomes(examine(backend, plain)).values()) == {"passed"}
@@ -141,12 +141,12 @@ def test_checks_are_those_of_plan_and_case_in_order(make_case: Any, examine: Any
 
 
 def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_case: Any, loaded: Any) -> None:
-    asked = []
-    monkeypatch.setattr(evaluation, "shortage", lambda case, _device: asked.append(case.id))
+    case_ids = []
+    monkeypatch.setattr(evaluation, "shortage", lambda case, _device: case_ids.append(case.id))
     cases = make_case(name="one"), make_case(name="two")
     backends = loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")
     assert {record.outcome for record in Examiner(RunPlan(cases=cases, backends=backends)).run()} == {"passed"}
-    assert asked == ["one", "two"], "what the case itself holds must not count against the second backend"
+    assert case_ids == ["one", "two"], "what the case itself holds must not count against the second backend"
 
 
 def test_a_failing_case_is_dumped_as_plain_tensors(
@@ -170,7 +170,7 @@ def test_a_failing_case_is_dumped_as_plain_tensors(
     wrong = loaded(with_impl(attend=attend))
     first = next(Examiner(RunPlan(cases=(make_case(),), backends=(wrong,), dump=tmp_path)).run())
     assert first.outcome == "failed"
-    assert list(tmp_path.iterdir()) == [path], "whoever stops at the first failure has its tensors"
+    assert list(tmp_path.iterdir()) == [path], "a run that stops at the first failure has its tensors"
 
 
 def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allocated(
@@ -194,7 +194,7 @@ def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(
 
         def write(self, kv_cache: Any, slots: Any, key: Any, value: Any) -> None:
             self.steps_stored += len(slots) == 40
-            if self.steps_stored == 2:  # stale rows stood there first; now cache_write makes its copy
+            if self.steps_stored == 2:  # stale rows were there first; now cache_write makes its copy
                 raise RuntimeError("not again")
             self._inner.write(kv_cache, slots, key, value)
 
@@ -221,7 +221,7 @@ def test_a_truth_that_runs_out_of_memory_is_unavailable(
     assert record.reasons == (f"out of memory while the truth was computed: {error}",)
 
 
-def test_a_check_of_ours_that_runs_out_of_memory_accuses_nobody(
+def test_a_check_that_runs_out_of_memory_itself_fails_no_backend(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, examine: Any
 ) -> None:
     def full(*_args: Any, **_options: Any) -> None:

@@ -128,8 +128,8 @@ def test_a_file_that_is_not_there(plain: Callable[[str], str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("need", "told"), [("soft_cap", "logits_soft_cap"), ("dtyp=float16", "dtype"), ("sinks=1", "no such form")]
+    ("need", "message"), [("soft_cap", "logits_soft_cap"), ("dtyp=float16", "dtype"), ("sinks=1", "no such form")]
 )
-def test_a_need_that_no_record_has_is_refused(tmp_path: Path, need: str, told: str) -> None:
-    with pytest.raises(CaseFileError, match=told):
+def test_a_need_that_no_record_has_is_refused(tmp_path: Path, need: str, message: str) -> None:
+    with pytest.raises(CaseFileError, match=message):
         load_expectations(write(tmp_path / "e.yaml", ENTRY | {"needs": [need]}))

@@ -57,8 +57,8 @@ def again(
     path.write_text(text, encoding="utf-8")
     cases = [SimpleNamespace(suite=each.suite, id=each.case_id) for each in records]
     entries = load_expectations(path)
-    asked = {"cases": cases, "selected": cases, "backends": ["Gqa"], "checks": ["numerics"]}
-    expected = Expectations(entries, today=date(2026, 11, 22), **asked)
+    of_run = {"cases": cases, "selected": cases, "backends": ["Gqa"], "checks": ["numerics"]}
+    expected = Expectations(entries, today=date(2026, 11, 22), **of_run)
     found = [expected.apply(each) for each in (records if then is None else then)]
     assert expected.unmet() == []
     return text, found

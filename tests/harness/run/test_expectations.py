@@ -50,9 +50,9 @@ def write(path: Path, *entries: dict[str, Any]) -> Path:
 
 
 def expectations(path: Path, **limits: Any) -> Expectations:
-    asked: dict[str, Any] = {"cases": CASES, "selected": CASES, "backends": ["Wrong"], "checks": ["numerics", "lse"]}
-    asked["today"] = date(2026, 11, 22)
-    return Expectations(load_expectations(path), **asked | limits)
+    of_run: dict[str, Any] = {"cases": CASES, "selected": CASES, "backends": ["Wrong"], "checks": ["numerics", "lse"]}
+    of_run["today"] = date(2026, 11, 22)
+    return Expectations(load_expectations(path), **of_run | limits)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_entries_outside_the_filters_are_not_looked_at(
     assert expectations(write(tmp_path / "expect.yaml", ENTRY | entry), **limits).unmet() == []
 
 
-def test_a_case_that_is_not_there_is_told_with_the_one_that_is(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_an_unknown_case_is_reported_with_the_nearest_one(plain: Callable[[str], str], tmp_path: Path) -> None:
     (error,) = expectations(write(tmp_path / "e.yaml", ENTRY | {"case": "smoke/windows.a"})).unmet()
     assert plain(error) == snapshot(
         "TMP/e.yaml:2: Wrong, smoke/windows.a, numerics: failed expected, but no case of this run's suites is called smoke/windows.a; did you mean smoke/window.a?"
@@ -171,7 +171,7 @@ def test_a_name_in_other_capitals_fails_the_run(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         (
             {"backend": "Worng"},
@@ -206,12 +206,12 @@ def test_a_name_in_other_capitals_fails_the_run(tmp_path: Path, name: str) -> No
     ],
 )
 def test_an_unknown_name_is_never_passed_over_in_silence(
-    plain: Callable[[str], str], tmp_path: Path, entry: dict[str, str], told: str
+    plain: Callable[[str], str], tmp_path: Path, entry: dict[str, str], message: str
 ) -> None:
     expected = expectations(write(tmp_path / "e.yaml", ENTRY | entry))
     (note,) = expected.unseen()
     assert note.startswith(f"{tmp_path}/e.yaml:2: ")
-    assert plain(note) == told
+    assert plain(note) == message
     assert expected.unmet() == []
 
 
@@ -226,14 +226,14 @@ def test_an_entry_excuses_nothing_after_its_last_day(tmp_path: Path, until: str,
     expected = expectations(write(tmp_path / "e.yaml", ENTRY | {"until": until}))
     outcomes = [expected.apply(record("failed", case)).outcome for case in ("window.a", "window.b")]
     assert outcomes == (["xfailed"] * 2 if is_excused else ["failed"] * 2)
-    told = (
+    message = (
         f"{tmp_path}/e.yaml:2: Wrong, smoke/window.*, numerics: failed expected, but only until 2026-11-21, and today "
         "is 2026-11-22: 2 records not excused; repair the fault, or move the date"
     )
-    assert expected.unmet() == ([] if is_excused else [told])
+    assert expected.unmet() == ([] if is_excused else [message])
 
 
-def test_an_issue_stands_beside_the_reason(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_an_issue_follows_the_reason(plain: Callable[[str], str], tmp_path: Path) -> None:
     entry = ENTRY | {"reason": "one key too long", "issue": "https://example.org/17"}
     expected = expectations(write(tmp_path / "e.yaml", entry))
     failed, passed = expected.apply(record("failed")), expected.apply(record("passed", "window.b"))
@@ -252,17 +252,17 @@ def test_the_id_alone_will_do(tmp_path: Path) -> None:
 FINDING = ENTRY | {"case": "*", "says": "* not a number *", "reason": "the cap overflows"}
 
 
-def told(summary: str, meaning: str | None = None, needs: tuple[str, ...] = (), case_id: str = "cap") -> Record:
+def failed_with(summary: str, meaning: str | None = None, needs: tuple[str, ...] = (), case_id: str = "cap") -> Record:
     return record("failed", case_id).model_copy(update={"summary": summary, "meaning": meaning, "needs": needs})
 
 
 def test_a_finding_is_expected_wherever_it_turns_up_and_nothing_else_is(tmp_path: Path) -> None:
     expected = expectations(write(tmp_path / "e.yaml", FINDING))
-    assert isinstance(expected.apply(told("row 3 is not a number at head 2")), XFailed)
+    assert isinstance(expected.apply(failed_with("row 3 is not a number at head 2")), XFailed)
     assert isinstance(
-        expected.apply(told("7 of 40 rows", "it is not a number by overflow", case_id="window.a")), XFailed
+        expected.apply(failed_with("7 of 40 rows", "it is not a number by overflow", case_id="window.a")), XFailed
     )
-    assert isinstance(expected.apply(told("7 of 40 rows", "the cap is ignored")), Failed)
+    assert isinstance(expected.apply(failed_with("7 of 40 rows", "the cap is ignored")), Failed)
     assert isinstance(expected.apply(record("passed", "window.b")), Passed)
     assert expected.unmet() == []
 
@@ -270,17 +270,19 @@ def test_a_finding_is_expected_wherever_it_turns_up_and_nothing_else_is(tmp_path
 def test_a_finding_may_be_narrowed_down_to_what_cases_take(tmp_path: Path) -> None:
     expected = expectations(write(tmp_path / "e.yaml", FINDING | {"needs": ["logits_soft_cap", "dtype=float16"]}))
     summary = "row 3 is not a number at head 2"
-    assert isinstance(expected.apply(told(summary, needs=("logits_soft_cap",))), Failed)
-    assert isinstance(expected.apply(told(summary, needs=("logits_soft_cap", "sinks", "dtype=float16"))), XFailed)
+    assert isinstance(expected.apply(failed_with(summary, needs=("logits_soft_cap",))), Failed)
+    assert isinstance(
+        expected.apply(failed_with(summary, needs=("logits_soft_cap", "sinks", "dtype=float16"))), XFailed
+    )
 
 
-def test_a_finding_that_does_not_turn_up_is_told_and_fails_no_run(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_finding_that_is_not_seen_is_reported_and_fails_no_run(plain: Callable[[str], str], tmp_path: Path) -> None:
     file = write(tmp_path / "e.yaml", FINDING)
-    asked, elsewhere = expectations(file), expectations(file)
-    asked.apply(record("passed"))
+    expected, elsewhere = expectations(file), expectations(file)
+    expected.apply(record("passed"))
     elsewhere.apply(record("passed", check="lse"))
-    assert asked.unmet() == elsewhere.unmet() == []
-    (line,) = asked.unseen()
+    assert expected.unmet() == elsewhere.unmet() == []
+    (line,) = expected.unseen()
     assert plain(line) == snapshot(
         "TMP/e.yaml:2: Wrong, *, numerics: failed expected: not seen in this run; remove it if this is repaired"
     )
@@ -308,7 +310,7 @@ FIGURES = {"budget_share": float("inf"), "finite_budget_share": 29.5, "rows_wron
 )
 def test_a_finding_beyond_its_bound_stays_failed(tmp_path: Path, figures: dict[str, float], beyond: str) -> None:
     file = write(tmp_path / "expect.yaml", BOUNDED)
-    failed = told("row 3 is not a number at head 2").model_copy(update={"figures": figures})
+    failed = failed_with("row 3 is not a number at head 2").model_copy(update={"figures": figures})
     found = expectations(file).apply(failed)
     if not beyond:
         assert isinstance(found, XFailed)
@@ -320,7 +322,7 @@ def test_a_finding_beyond_its_bound_stays_failed(tmp_path: Path, figures: dict[s
 def test_without_finite_figures_the_share_of_the_budget_is_bounded(tmp_path: Path) -> None:
     file = write(tmp_path / "expect.yaml", FINDING | {"within": {"budgets": 30}})
     for share, kind in ((12.0, XFailed), (31.0, Failed), (float("inf"), Failed)):
-        failed = told("row 3 is not a number at head 2").model_copy(update={"figures": {"budget_share": share}})
+        failed = failed_with("row 3 is not a number at head 2").model_copy(update={"figures": {"budget_share": share}})
         assert isinstance(expectations(file).apply(failed), kind)
 
 

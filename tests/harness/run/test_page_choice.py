@@ -37,9 +37,9 @@ def pages(selection: Selection) -> dict[str, tuple[int, str]]:
     return {case.id: (case.cache.block_size, case.cache.layout) for case in selection.cases}
 
 
-def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_says_is_kept(suite):
-    asked = select_cases([suite])
-    fitted, notes = fit_pages(asked, [backend(page_multiples=(32,), layouts=("HND",))], {})
+def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_sets_is_kept(suite):
+    selection = select_cases([suite])
+    fitted, notes = fit_pages(selection, [backend(page_multiples=(32,), layouts=("HND",))], {})
     assert pages(fitted) == {"left": (32, "HND"), "sized": (8, "HND"), "laid.NHD": (32, "NHD"), "laid.HND": (32, "HND")}
     assert notes == snapshot(
         ("suite own: cache.block_size=32 instead of 16, cache.layout=HND instead of NHD, for a; --set chooses others",)
@@ -49,38 +49,38 @@ def test_what_the_suite_leaves_open_is_chosen_and_what_a_case_says_is_kept(suite
 
 
 def test_a_suite_that_fits_stays_as_it_is(suite):
-    asked = select_cases([suite])
+    selection = select_cases([suite])
     for declared in (
         {},
         {"page_multiples": (1,)},
         {"page_sizes": (16, 32), "layouts": ("HND", "NHD")},
         {"page_sizes": (64,), "reasons": ("no GPU",)},
     ):
-        assert fit_pages(asked, [backend(**declared)], {}) == (asked, ())
+        assert fit_pages(selection, [backend(**declared)], {}) == (selection, ())
 
 
 def test_what_the_user_sets_is_never_changed(suite):
-    asked = select_cases([suite], settings=["cache.block_size=64"])
-    fitted, notes = fit_pages(asked, [backend(page_sizes=(32,), layouts=("HND",))], {})
+    selection = select_cases([suite], settings=["cache.block_size=64"])
+    fitted, notes = fit_pages(selection, [backend(page_sizes=(32,), layouts=("HND",))], {})
     assert pages(fitted)["left"] == (64, "HND")
     assert "block_size" not in notes[0]
 
 
 def test_most_backends_decide_and_the_suite_where_as_many_take_its_own(suite):
-    asked = select_cases([suite])
+    selection = select_cases([suite])
     small, large, any_size = backend("s", page_sizes=(16,)), backend("l", page_sizes=(128,)), backend("x")
-    kept, notes = fit_pages(asked, [small, large, any_size], {})
+    kept, notes = fit_pages(selection, [small, large, any_size], {})
     assert pages(kept)["left"] == (16, "NHD")
     assert notes == snapshot(
         ("suite own: l does not take cache.block_size=16, cache.layout=NHD; in a run of its own others are chosen",)
     )
-    fitted, _ = fit_pages(asked, [large, any_size], {})
+    fitted, _ = fit_pages(selection, [large, any_size], {})
     assert pages(fitted)["left"] == (128, "NHD")
 
 
-def test_a_backend_decides_on_the_suites_that_it_is_asked(suite):
-    asked = select_cases([suite])
-    assert fit_pages(asked, [backend(page_sizes=(32,))], {"a": "another"}) == (asked, ())
+def test_a_backend_decides_on_the_suites_it_is_examined_on(suite):
+    selection = select_cases([suite])
+    assert fit_pages(selection, [backend(page_sizes=(32,))], {"a": "another"}) == (selection, ())
 
 
 def test_filters_stay(suite):

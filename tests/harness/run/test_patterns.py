@@ -54,8 +54,8 @@ def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(plain: Callable[[st
 
 
 def test_skip_leaves_checks_out() -> None:
-    asked = select_cases(["smoke"], skip=["cudagraph,l*"])
-    assert asked.checks == tuple(check for check in DEFAULT_CHECKS if check not in ("cudagraph", "lse"))
+    selection = select_cases(["smoke"], skip=["cudagraph,l*"])
+    assert selection.checks == tuple(check for check in DEFAULT_CHECKS if check not in ("cudagraph", "lse"))
     assert select_cases(["smoke"], (), ["lse,numerics"], skip=["lse"]).checks == ("numerics",)
     with pytest.raises(SelectionError) as refused:
         select_cases(["smoke"], (), ["lse"], skip=["lse"])
@@ -113,9 +113,9 @@ def test_a_case_of_another_suite_is_suggested_with_its_suite() -> None:
 
 
 def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
-    asked = select_cases(["decode"])
-    keys = [case.key for case in asked.cases]
-    first = asked.beginning_with([keys[3], keys[1], "decode/gone"])
+    selection = select_cases(["decode"])
+    keys = [case.key for case in selection.cases]
+    first = selection.beginning_with([keys[3], keys[1], "decode/gone"])
     assert [case.key for case in first.cases] == [keys[1], keys[3], keys[0], keys[2], *keys[4:]]
 
 
@@ -168,12 +168,12 @@ def test_keywords_are_looked_for_in_id_description_and_needs(expression, expecte
         ),
     ],
 )
-def test_a_wrong_expression_says_what_is_wrong(expression: str, message: str) -> None:
+def test_the_message_of_a_wrong_expression_states_what_is_wrong(expression: str, message: str) -> None:
     with pytest.raises(QuestionError) as refused:
         select_cases(["smoke"], keywords=expression)
     assert str(refused.value) == message
 
 
 def test_checks_keep_the_order_of_reports() -> None:
-    asked = select_cases(["smoke"], (), ["lse", "numerics"]).checks
-    assert asked == tuple(check for check in BACKEND_CHECKS if check in ("numerics", "lse"))
+    checks = select_cases(["smoke"], (), ["lse", "numerics"]).checks
+    assert checks == tuple(check for check in BACKEND_CHECKS if check in ("numerics", "lse"))

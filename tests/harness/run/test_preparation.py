@@ -1,4 +1,4 @@
-"""A run is prepared: without a named suite, each backend gets the one that it says suits it."""
+"""A run is prepared: without a named suite, each backend gets the one that it declares."""
 
 import re
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def slow(tmp_path: Path) -> str:
     return f"{path}:Slow"
 
 
-def asked(records: list[Record]) -> dict[str, set[str]]:
+def examined_keys(records: list[Record]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for record in records:
         found.setdefault(record.backend, set()).add(f"{record.suite}/{record.case_id}")
@@ -51,10 +51,10 @@ def examined(prepared: PreparedRun) -> list[Record]:
     return list(Examiner(prepared.plan, prepared.environment).run())
 
 
-def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
+def test_each_backend_is_examined_on_its_own_suite(slow: str) -> None:
     selection = select_cases([], CASES, ["numerics"])
     prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
-    assert asked(examined(prepared)) == {
+    assert examined_keys(examined(prepared)) == {
         "reference": {"smoke/decode.float16", "smoke/decode.bfloat16", "smoke/decode.float32", "smoke/shared-cache"},
         "Slow": {"interpreted/decode", "interpreted/shared-cache"},
     }
@@ -62,7 +62,7 @@ def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
     assert prepared.notes == (f"reference: suite smoke; {slow}: suite interpreted",)
 
 
-def test_a_suite_that_nobody_is_asked_is_not_part_of_the_run(slow: str) -> None:
+def test_a_suite_without_a_backend_is_not_part_of_the_run(slow: str) -> None:
     for ref, suite in ((slow, "interpreted"), ("reference", "smoke")):
         prepared = prepare_run(select_cases([], (), ["numerics"]), [ref], RunSettings(device="cpu"))
         assert prepared.selection.refs == (suite,)
@@ -70,10 +70,10 @@ def test_a_suite_that_nobody_is_asked_is_not_part_of_the_run(slow: str) -> None:
         assert prepared.notes == ()
 
 
-def test_a_suite_that_is_named_is_asked_of_all(slow: str) -> None:
+def test_every_backend_is_examined_on_a_named_suite(slow: str) -> None:
     selection = select_cases(["smoke"], ["decode.float16"], ["numerics"])
     prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
-    assert asked(examined(prepared)) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
+    assert examined_keys(examined(prepared)) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
 
 
 @pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
@@ -89,13 +89,13 @@ def test_a_run_that_names_nothing_is_short() -> None:
     """Of the real candidates: those that are interpreted on a CPU, and those that serve latent caches alone."""
     pytest.importorskip("triton", reason="without Triton nothing is interpreted")
     prepared = prepare_run(select_cases([]), [], RunSettings(device="cpu"))
-    asked = {each.ref: {case.key for case in prepared.plan.cases_of(each.ref)} for each in prepared.backends}
-    assert asked["triton_unified"] == {f"interpreted/{case}" for case in DEFAULT_INTERPRETED}
-    assert asked["triton_mla"] == {"interpreted/latent"}
-    assert asked["torch_mla"] == {"smoke/latent", "smoke/latent-float32"}
-    assert asked["torch_sdpa"] == {case.key for case in load_suite("smoke").cases}
+    case_keys = {each.ref: {case.key for case in prepared.plan.cases_of(each.ref)} for each in prepared.backends}
+    assert case_keys["triton_unified"] == {f"interpreted/{case}" for case in DEFAULT_INTERPRETED}
+    assert case_keys["triton_mla"] == {"interpreted/latent"}
+    assert case_keys["torch_mla"] == {"smoke/latent", "smoke/latent-float32"}
+    assert case_keys["torch_sdpa"] == {case.key for case in load_suite("smoke").cases}
     assert set(prepared.selection.cases) == set(prepared.plan.cases)
-    assert {case.key for case in prepared.plan.cases} == set().union(*asked.values())
+    assert {case.key for case in prepared.plan.cases} == set().union(*case_keys.values())
     (note,) = prepared.notes
     assert re.search(r"triton_unified.*: 9 of 79 cases of suite interpreted; ", note)
     assert note == snapshot(
@@ -118,7 +118,7 @@ def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
     assert "of 77 cases" not in by_case.notes[0]
 
 
-def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:
+def test_a_backend_that_the_filters_leave_no_case_is_reported(slow: str) -> None:
     prepared = prepare_run(select_cases([], ["decode.float16"]), ["reference", slow], RunSettings(device="cpu"))
     assert prepared.notes == (f"reference: suite smoke; {slow}: no case of suite interpreted",)
 
@@ -150,11 +150,11 @@ def test_a_seed_below_zero_is_refused() -> None:
 
 def test_from_python_too(slow: str) -> None:
     examination = attncheck.examine(slow, cases="decode", checks="numerics")
-    assert asked(list(examination.records)) == {"Slow": {"interpreted/decode"}}
+    assert examined_keys(list(examination.records)) == {"Slow": {"interpreted/decode"}}
     assert [suite.name for suite in examination.header.suites] == ["interpreted"]
 
 
-def test_only_the_two_can_be_said(plain: Callable[[str], str], slow: str) -> None:
+def test_a_default_suite_is_one_of_the_two(plain: Callable[[str], str], slow: str) -> None:
     with pytest.raises(BackendLoadError) as refused:
         attncheck.examine(slow.replace("Slow", "Odd"))
     assert plain(str(refused.value)) == snapshot(
@@ -180,7 +180,7 @@ class Broken(ReferenceBackend):
 """
 
 
-def test_a_named_backend_is_asked_on_pages_that_it_takes(tmp_path: Path) -> None:
+def test_a_named_backend_is_examined_on_pages_that_it_takes(tmp_path: Path) -> None:
     path = tmp_path / "picky.py"
     path.write_text(PICKY)
     selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
@@ -204,7 +204,7 @@ def test_declarations_that_raise_choose_no_pages(tmp_path: Path) -> None:
     assert prepared.selection.refs == ("smoke",)
 
 
-def test_pages_are_chosen_in_the_suite_that_is_asked_by_default(tmp_path: Path) -> None:
+def test_pages_are_chosen_in_the_default_suite(tmp_path: Path) -> None:
     path = tmp_path / "picky.py"
     path.write_text(PICKY)
     selection = select_cases([], ["decode*"], ["numerics"])

@@ -1,4 +1,4 @@
-"""What is asked in which process: timing in rounds and apart from all else; how many rounds may be asked for."""
+"""The process of each question: timing in rounds and apart from all else; valid numbers of rounds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ from attncheck.reference.spec_names import DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 
-def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
+def test_times_are_taken_apart_from_all_other_checks(make_case: Any) -> None:
     plain, named = make_case(name="plain"), replace(make_case(name="named"), checks=("lse", "timing"))
     by_case = RunPlan(cases=(plain, named))
     assert untimed_questions(by_case, "a") == RoundQuestions(((plain, DEFAULT_CHECKS), (named, ("lse",))))
@@ -38,7 +38,7 @@ def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
     assert timed_questions(by_run, "a", 1, {plain.key}) == RoundQuestions(((named, ("timing",)),), round=1)
 
 
-def test_a_backend_is_asked_its_own_suite_only(make_case: Any) -> None:
+def test_a_backend_is_examined_on_its_own_suite_only(make_case: Any) -> None:
     mine, other = make_case(), replace(make_case(), suite="other")
     plan = RunPlan(cases=(mine, other), checks=("numerics", "timing"), chosen={"a": frozenset({other.key})}, rounds=3)
     assert [case for case, _ in untimed_questions(plan, "a").questions] == [other]
@@ -67,14 +67,12 @@ def test_every_backend_is_the_first_as_often_as_any_other() -> None:
         (1, True, True, 1),
     ],
 )
-def test_ten_rounds_where_nothing_else_is_said(
-    wanted: int | None, is_timed: bool, in_process: bool, rounds: int
-) -> None:
+def test_ten_rounds_by_default(wanted: int | None, is_timed: bool, in_process: bool, rounds: int) -> None:
     assert choose_rounds(wanted, is_timed=is_timed, in_process=in_process) == rounds
 
 
 @pytest.mark.parametrize(
-    ("wanted", "is_timed", "in_process", "told"),
+    ("wanted", "is_timed", "in_process", "message"),
     [
         (0, True, False, snapshot("0 rounds: give a whole number, 1 or above")),
         (-1, False, True, snapshot("-1 rounds: give a whole number, 1 or above")),
@@ -82,10 +80,10 @@ def test_ten_rounds_where_nothing_else_is_said(
         (2, True, True, snapshot("2 rounds in one process: a round is a process; leave out --in-process or --rounds")),
     ],
 )
-def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, told: str) -> None:
+def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, message: str) -> None:
     with pytest.raises(SelectionError) as refused:
         choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
-    assert str(refused.value) == told
+    assert str(refused.value) == message
 
 
 class FakePool(WorkerPool):
@@ -101,24 +99,24 @@ class FakePool(WorkerPool):
         return [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
 
 
-def test_what_is_said_of_times_reaches_the_plan_the_processes_and_the_header() -> None:
+def test_settings_of_times_reach_the_plan_the_processes_and_the_header() -> None:
     pool, settings = FakePool(), TimingSettings(limit_s=2.0, warm=True)
     selection = select_cases(["decode"], (), ["timing"])
-    asked = RunSettings(device="cpu", timing=settings, rounds=4)
-    apart = prepare_run(selection, ["reference"], asked, pool=pool)
+    run_settings = RunSettings(device="cpu", timing=settings, rounds=4)
+    apart = prepare_run(selection, ["reference"], run_settings, pool=pool)
     assert (apart.plan.rounds, apart.plan.timing, pool.assignment.timing) == (4, settings, settings)
     assert make_header(selection, apart.plan, [], apart.environment).rounds == 4
     assert apart.notes == ()
-    here = prepare_run(selection, ["reference"], replace(asked, rounds=1))
+    here = prepare_run(selection, ["reference"], replace(run_settings, rounds=1))
     assert (here.plan.rounds, here.plan.timing) == (1, settings)
 
 
-def test_a_selection_knows_whether_it_is_timed() -> None:
+def test_a_selection_states_whether_it_is_timed() -> None:
     assert not select_cases(["decode"]).is_timed
-    asked = select_cases(["decode"], (), ["timing"])
-    assert asked.is_timed
-    assert asked.cases == select_cases(["decode"]).cases
-    check_timed(asked, "--kernels")
+    selection = select_cases(["decode"], (), ["timing"])
+    assert selection.is_timed
+    assert selection.cases == select_cases(["decode"]).cases
+    check_timed(selection, "--kernels")
     with pytest.raises(SelectionError) as refused:
         check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")
     assert str(refused.value) == snapshot("--kernels configures the check timing: add --check timing")

@@ -19,5 +19,5 @@ def test_the_fault_is_named_first(mutant: Mutant) -> None:
     examined: Any = examine(mutant.ref, suite=suite, cases=case, checks=str(mutant.check))
     first = findings(examined.records, examined.header)[0]
     assert isinstance(first.example, Failed)
-    said = f"{first.title} {first.example.meaning}"
-    assert re.search(str(mutant.cause), said), said
+    diagnosis = f"{first.title} {first.example.meaning}"
+    assert re.search(str(mutant.cause), diagnosis), diagnosis

@@ -69,7 +69,7 @@ def first_cause(meaning: str | None) -> str | None:
     return meaning and meaning.partition(ALTERNATIVE)[0]
 
 
-def asked(case: Any) -> tuple[Problem, Truth]:
+def problem_and_truth(case: Any) -> tuple[Problem, Truth]:
     problem = build_problem(case, 0)
     return problem, truth_of(problem, CPU)
 
@@ -85,7 +85,7 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
     """Wherever a hypothesis equals the truth, an output that is merely imprecise must not be blamed on it."""
     met = 0
     for case in load_suite("smoke").cases[::every]:
-        problem, truth = asked(case)
+        problem, truth = problem_and_truth(case)
         vacuous = {
             hypothesis.meaning
             for hypothesis in _explanations(problem, truth)
@@ -97,8 +97,8 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
         shape = truth.out.shape
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         worst = share_of_budget(noise, truth.budget).nan_to_num(posinf=0.0).amax()
-        said = explained(problem, truth, truth.out + noise * 1.3 / worst)
-        assert not vacuous.intersection(likely_causes(said)), (case.id, said)
+        explanation = explained(problem, truth, truth.out + noise * 1.3 / worst)
+        assert not vacuous.intersection(likely_causes(explanation)), (case.id, explanation)
     assert met > 5
 
 
@@ -113,18 +113,20 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
         (slice(None), slice(3, 4), ", only head 3"),
     ],
 )
-def test_the_rows_that_fit_are_told(make_case: Any, rows: Any, heads: Any, which: str) -> None:
-    said = meaning(where(rows, heads, logits_soft_cap=None), make_case(*BATCH, logits_soft_cap=5.0))
-    assert said is not None
-    assert said.startswith("the soft cap is ignored: a reference with this fault gives the same output in ")
-    assert said.endswith(which)
+def test_the_rows_that_fit_are_named(make_case: Any, rows: Any, heads: Any, which: str) -> None:
+    explanation = meaning(where(rows, heads, logits_soft_cap=None), make_case(*BATCH, logits_soft_cap=5.0))
+    assert explanation is not None
+    assert explanation.startswith("the soft cap is ignored: a reference with this fault gives the same output in ")
+    assert explanation.endswith(which)
 
 
 def test_rows_without_context_share_just_that(make_case: Any) -> None:
     batch = (1, 90), (25, 25), (14, 60), (18, 18), (1, 45)
-    said = meaning(where([*range(1, 26), *range(40, 58)], logits_soft_cap=None), make_case(*batch, logits_soft_cap=5.0))
-    assert said is not None
-    assert said.endswith("wrong rows, all without context")
+    explanation = meaning(
+        where([*range(1, 26), *range(40, 58)], logits_soft_cap=None), make_case(*batch, logits_soft_cap=5.0)
+    )
+    assert explanation is not None
+    assert explanation.endswith("wrong rows, all without context")
 
 
 def test_a_window_ignored_on_both_sides_is_one_fault(make_case: Any) -> None:
@@ -134,8 +136,8 @@ def test_a_window_ignored_on_both_sides_is_one_fault(make_case: Any) -> None:
     )
 
 
-def test_a_common_factor_is_told(make_case: Any) -> None:
-    problem, truth = asked(make_case(*BATCH))
+def test_a_common_factor_is_named(make_case: Any) -> None:
+    problem, truth = problem_and_truth(make_case(*BATCH))
     output = truth.out.clone()
     output[1:34] *= 0.9
     assert explained(problem, truth, output) == (
@@ -152,7 +154,7 @@ FLOAT32 = Precision(torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounded", "parts", "coarse", "said"),
+    ("dtype", "rounded", "parts", "coarse", "imprecision"),
     [
         ("float32", ten_bits, ("query", "keys"), FLOAT32, "products of query and key in TF32 or float16"),
         ("float32", ten_bits, ("query", "keys", "values"), FLOAT32, "inputs rounded to TF32 or float16"),
@@ -168,23 +170,23 @@ FLOAT32 = Precision(torch.float32)
         ("float16", None, (), Precision(*3 * (torch.float16,)), "scores and sums kept in float16"),
     ],
 )
-def test_coarse_arithmetic_is_told_by_the_size_of_its_error(
-    make_case: Any, dtype: str, rounded: Any, parts: tuple[str, ...], coarse: Precision, said: str
+def test_coarse_arithmetic_is_recognised_by_the_size_of_its_error(
+    make_case: Any, dtype: str, rounded: Any, parts: tuple[str, ...], coarse: Precision, imprecision: str
 ) -> None:
-    problem, truth = asked(make_case(*BATCH, dtype=dtype))
+    problem, truth = problem_and_truth(make_case(*BATCH, dtype=dtype))
     rows = replace(truth.rows, **{part: rounded(getattr(truth.rows, part)).to(problem.dtype) for part in parts})
     out, _ = rows.attend(truth.params, coarse)
-    assert explained(problem, truth, out.double()) == f"as inexact as {said}"
+    assert explained(problem, truth, out.double()) == f"as inexact as {imprecision}"
 
 
 def test_an_error_of_another_size_is_no_imprecision(make_case: Any) -> None:
-    problem, truth = asked(make_case(*BATCH))
+    problem, truth = problem_and_truth(make_case(*BATCH))
     noise = torch.randn(truth.out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert likely_causes(explained(problem, truth, truth.out + noise)) == ()
 
 
-def test_not_a_number_is_told_by_where_it_stands(make_case: Any) -> None:
-    problem, truth = asked(make_case((5, 3), (1, 20)))
+def test_not_a_number_is_explained_by_its_place(make_case: Any) -> None:
+    problem, truth = problem_and_truth(make_case((5, 3), (1, 20)))
     output = truth.out.clone()
     output[:2] = float("nan")
     assert explained(problem, truth, output) == (
@@ -204,7 +206,7 @@ def test_not_a_number_is_told_by_where_it_stands(make_case: Any) -> None:
 
 
 def test_padding_rows_are_suspected_only_where_there_are_some(make_case: Any) -> None:
-    problem, truth = asked(make_case((1, 20), padding=(0, 2)))
+    problem, truth = problem_and_truth(make_case((1, 20), padding=(0, 2)))
     assert "or a padding row of the inputs" in str(explained(problem, truth, truth.out * float("nan")))
 
 
@@ -221,7 +223,7 @@ def without_sinks(*, output: bool) -> Any:
     return with_impl(attend=attend)
 
 
-def test_sinks_missing_in_the_lse_alone_are_told_from_sinks_ignored(make_case: Any) -> None:
+def test_sinks_missing_in_the_lse_alone_are_distinguished_from_sinks_ignored(make_case: Any) -> None:
     case = make_case(*BATCH, sinks=True)
     assert meaning(without_sinks(output=False), case, "lse") == (
         "the sinks are in the output but not in the LSE: a reference with this fault gives the same output in all rows"

@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 ON = {"sliding_window": 5, "logits_soft_cap": 2.0, "alibi": True, "sinks": True, "attn_chunk_size": 7}
 
 
-def asked(case: Any) -> tuple[AttentionParams, UnpagedAttention]:
+def params_and_rows(case: Any) -> tuple[AttentionParams, UnpagedAttention]:
     problem = build_problem(case, 0)
     return params_of(problem), rows_of(problem, CPU)
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_a_case_must_notice_each_of_its_modifiers(make_case: Any, name: str) -> None:
-    params, rows = asked(make_case((3, 20), **{name: ON[name]}))
+    params, rows = params_and_rows(make_case((3, 20), **{name: ON[name]}))
     found = list(toggles(params, rows))
     assert found[0].subject == name
     out, _ = rows.attend(params)
@@ -32,13 +32,13 @@ def test_a_case_must_notice_each_of_its_modifiers(make_case: Any, name: str) -> 
 
 
 def test_a_plain_layer_has_nothing_to_notice(make_case: Any) -> None:
-    assert list(toggles(*asked(make_case((3, 20))))) == []
+    assert list(toggles(*params_and_rows(make_case((3, 20))))) == []
 
 
 @pytest.mark.parametrize("modifiers", [{}, {"sliding_window": 5}, {"attn_chunk_size": 7}, {"causal": False}])
 @pytest.mark.parametrize("tree", [False, True])
 def test_seen_keys_are_counted(make_case: Any, modifiers: dict[str, Any], tree: bool) -> None:
-    params, rows = asked(make_case((3, 20), (3, 3), (3, 2), **modifiers))
+    params, rows = params_and_rows(make_case((3, 20), (3, 3), (3, 2), **modifiers))
     branches = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
     if tree:
         rows = replace(rows, tree=branches)

@@ -37,7 +37,7 @@ def make_latent(make_case: Any) -> Any:
 
 
 def paged(problem: Problem) -> tuple[Any, ...]:
-    """The arguments of the reference's functions over pages; whatever nobody owns is NaN."""
+    """The arguments of the reference's functions over pages; what belongs to no request is NaN."""
     size = problem.cache.block_size
     rows = torch.cat([problem.keys, problem.values], dim=-1)[:, 0]
     cache = torch.full((problem.num_blocks * size, rows.shape[1]), torch.nan, dtype=problem.dtype)
@@ -53,7 +53,7 @@ def paged(problem: Problem) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("mla", [SIZES, replace(SIZES, qk_nope_head_dim=0), replace(SIZES, v_head_dim=90)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_truth_is_what_the_reference_says_over_pages_in_either_form(make_latent: Any, dtype: str, mla: Any) -> None:
+def test_the_truth_is_that_of_the_reference_over_pages_in_either_form(make_latent: Any, dtype: str, mla: Any) -> None:
     problem = build_problem(make_latent(dtype=dtype, mla=mla, scale=0.3), 0)
     truth = truth_of(problem, CPU)
     for out, lse in (
@@ -210,7 +210,7 @@ def recorder() -> Any:
     return Recorder
 
 
-def test_a_layer_is_driven_as_the_contract_says(make_latent: Any, recorder: Any) -> None:
+def test_a_layer_is_driven_as_the_contract_requires(make_latent: Any, recorder: Any) -> None:
     mla = replace(SIZES, workspace=24)
     problem = build_problem(make_latent((1, 37), (5, 40), padding=(1, 3), dtype="float16", mla=mla), 0)
     seen = Session(recorder, problem, CPU).run()

@@ -66,7 +66,7 @@ def test_one_scale_stores_the_whole_row(make_case: Any) -> None:
     assert (latent.unique().tolist(), rotary.unique().tolist()) == ([2.0], [6.0])
 
 
-def test_a_scale_close_to_1_asks_nothing(make_case: Any) -> None:
+def test_a_scale_close_to_1_is_blind(make_case: Any) -> None:
     cache = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 1.0 + 2**-20}
     with pytest.raises(BlindCaseError, match="blind to k_scale: only 0 of 40 rows"):
         truth_of(build_problem(make_case(cache=cache, **LAYER), 0), CPU)

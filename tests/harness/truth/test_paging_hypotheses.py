@@ -41,7 +41,7 @@ def test_the_likely_cause_is_the_fault(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("first_block", [None, 8388600])
-def test_what_stands_in_a_pool_is_known_slot_by_slot(make_case: Any, first_block: int | None) -> None:
+def test_the_contents_of_a_pool_are_known_slot_by_slot(make_case: Any, first_block: int | None) -> None:
     cache = {"first_block": first_block}
     problem = build_problem(make_case((1, 40), (3, 21), cache=cache, num_kv_heads=1, head_size=16), 0)
     for slots in (torch.tensor([-1]), torch.tensor([problem.num_blocks * 16])):
@@ -59,7 +59,7 @@ def test_what_stands_in_a_pool_is_known_slot_by_slot(make_case: Any, first_block
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "cause"),
     [
         (lambda pages: (*pages[:-2], pages[-1], pages[-2]), "the last two pages of the block table are exchanged"),
         (lambda pages: (pages[-1], *pages[1:-1], pages[0]), "the first and the last page of the block table are"),
@@ -67,7 +67,7 @@ def test_what_stands_in_a_pool_is_known_slot_by_slot(make_case: Any, first_block
         (lambda pages: pages[::-1], "all pages, in reversed order, of the block table are exchanged"),
     ],
 )
-def test_exchanged_pages_are_told(make_case: Any, order: Any, said: str) -> None:
+def test_exchanged_pages_are_named(make_case: Any, order: Any, cause: str) -> None:
     problem = build_problem(make_case((1, 100), (6, 90), (20, 120), alibi=True), 0)
     truth = truth_of(problem, CPU)
     size, slots = problem.cache.block_size, []
@@ -78,4 +78,4 @@ def test_exchanged_pages_are_told(make_case: Any, order: Any, said: str) -> None
     assert found is not None
     out, _ = replace(truth.rows, keys=found[0], values=found[1]).attend(truth.params)
     causes = likely_causes(explain(problem, truth, out, share_of_budget(out - truth.out, truth.budget)))
-    assert causes[0].startswith(said)
+    assert causes[0].startswith(cause)

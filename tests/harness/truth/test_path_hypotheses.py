@@ -83,7 +83,7 @@ def level(output: torch.Tensor, lse: torch.Tensor, metadata: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "cause"),
     [
         (lose_others, "only part 1 of the keys is seen|part 0 of the keys is missing"),
         (lose_last, "part 1 of the keys is missing|only part 0 of the keys is seen|the keys of this step are missing"),
@@ -92,7 +92,7 @@ def level(output: torch.Tensor, lse: torch.Tensor, metadata: Any) -> None:
         (level, "the outputs of the parts are averaged"),
     ],
 )
-def test_what_is_wrong_with_a_part_is_told(make_case: Any, spoil: Any, said: str) -> None:
+def test_what_is_wrong_with_a_part_is_named(make_case: Any, spoil: Any, cause: str) -> None:
     batch = [RequestSpec(query_len=n, seq_len=60 + n, shared_prefix=32) for n in (1, 5)]
     for case in (
         make_case(*batch, path="cascade"),
@@ -100,18 +100,18 @@ def test_what_is_wrong_with_a_part_is_told(make_case: Any, spoil: Any, said: str
     ):
         found = meaning(spoiled(spoil), case)
         assert found is not None
-        assert found.startswith(tuple(said.split("|"))), found
+        assert found.startswith(tuple(cause.split("|"))), found
         assert found.endswith("a reference with this fault gives the same output in all rows")
 
 
-def test_an_empty_part_with_a_weight_is_told(make_case: Any) -> None:
+def test_an_empty_part_with_a_weight_is_named(make_case: Any) -> None:
     case = make_case((1, 2), (1, 90), path="dcp", options=DCPOptions(size=4))
     found = meaning(spoiled(fill_empty), case)
     assert found is not None
     assert found.startswith("a part in which a row sees nothing is merged with an LSE of 0")
 
 
-def test_sinks_in_every_part_are_told(make_case: Any) -> None:
+def test_sinks_in_every_part_are_named(make_case: Any) -> None:
     case = make_case((1, 90), (6, 61), (1, 200), sinks=True, path="split_kv", options=SplitKVOptions(parts=2))
 
     class Impl(ReferenceImpl):
@@ -127,7 +127,7 @@ def test_sinks_in_every_part_are_told(make_case: Any) -> None:
     )
 
 
-def test_a_piece_that_does_not_see_the_one_before_is_told(make_case: Any) -> None:
+def test_a_piece_that_does_not_see_the_one_before_is_named(make_case: Any) -> None:
     """Of seven rows at position 33 on, the last four see nothing of the first three."""
 
     def hide(metadata: Any, request: int, q: Any, k: Any) -> Any:
@@ -160,7 +160,7 @@ def with_mask(places: Callable[[Any, int, Any, Any], Any]) -> Any:
     return type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
 
 
-def test_chunks_counted_from_the_first_row_are_told(make_case: Any) -> None:
+def test_chunks_counted_from_the_first_row_are_named(make_case: Any) -> None:
     def from_context(metadata: Any, request: int, q: Any, k: Any) -> Any:
         context = metadata.seq_lens[request] - metadata.query_lens[request]
         return q - context, k - context
@@ -171,7 +171,7 @@ def test_chunks_counted_from_the_first_row_are_told(make_case: Any) -> None:
     assert found.startswith("chunks are counted from the first new row")
 
 
-def test_rows_of_fast_prefill_counted_from_the_front_are_told(make_case: Any) -> None:
+def test_rows_of_fast_prefill_counted_from_the_front_are_named(make_case: Any) -> None:
     def from_front(metadata: Any, request: int, q: Any, k: Any) -> Any:
         return q - (18, 38)[request], k
 
@@ -182,7 +182,7 @@ def test_rows_of_fast_prefill_counted_from_the_front_are_told(make_case: Any) ->
     assert found.startswith("the rows are treated as the first new ones of their requests")
 
 
-def test_a_tree_without_ancestors_is_told(make_case: Any) -> None:
+def test_a_tree_without_ancestors_is_named(make_case: Any) -> None:
     class Impl(ReferenceImpl):
         def _tree_of_step(self, metadata: Any) -> Any:
             tree = super()._tree_of_step(metadata)

@@ -1,4 +1,4 @@
-"""The budget: right kernels stay inside it, blind answers do not, and it is the formula it says it is."""
+"""The budget: right kernels stay inside it, blind answers do not, and it is the documented formula."""
 
 import math
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_right_kernels_are_never_accused(
 
 @pytest.mark.parametrize("head_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_luck_of_few_numbers_accuses_nobody(make_case: Any, dtype: str, head_size: int) -> None:
+def test_the_luck_of_few_numbers_fails_no_kernel(make_case: Any, dtype: str, head_size: int) -> None:
     for seed in range(20):
         problem = build_problem(make_case((4, 60), (1, 130), head_size=head_size, dtype=dtype), seed)
         output = float32_kernel(problem, round_p=True, peak=0.7)
@@ -186,7 +186,7 @@ def test_a_tanh_of_exponentials_is_within_the_budget(make_case: Any, scale: floa
             assert bool(((lse + 1e-4 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
 
 
-def test_what_positive_values_would_give_is_told_beside_the_answer(make_case: Any) -> None:
+def test_what_positive_values_would_give_is_returned_beside_the_answer(make_case: Any) -> None:
     case = make_case((5, 40), (1, 17), num_heads=4, num_kv_heads=2, head_size=16, sinks=True)
     problem = build_problem(case, 0)
     rows, params = rows_of(problem, CPU), params_of(problem)

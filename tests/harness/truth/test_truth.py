@@ -1,4 +1,4 @@
-"""Cases that cannot see what they ask about are refused, by name and number."""
+"""Blind cases are refused, by name and number."""
 
 from typing import Any
 
@@ -36,22 +36,22 @@ def test_ordinary_cases_bite_whatever_the_seed(make_case: Any, layer: dict[str, 
         truth(make_case(dtype=dtype, **layer), seed)
 
 
-def test_a_window_wider_than_every_request_asks_nothing(make_case: Any) -> None:
+def test_a_window_wider_than_every_request_is_blind(make_case: Any) -> None:
     with pytest.raises(BlindCaseError, match=r"made/case: blind to sliding_window: no row .* could act on"):
         truth(make_case(sliding_window=1000))
 
 
-def test_sinks_far_below_the_scores_ask_nothing(make_case: Any) -> None:
+def test_sinks_far_below_the_scores_are_blind(make_case: Any) -> None:
     with pytest.raises(BlindCaseError, match=r"blind to sinks: only 0 of 40 rows move by 10 times the allowed error"):
         truth(make_case(sinks=(-30.0,) * 8))
 
 
-def test_slopes_near_zero_ask_nothing(make_case: Any) -> None:
+def test_slopes_near_zero_are_blind(make_case: Any) -> None:
     with pytest.raises(BlindCaseError, match="blind to alibi"):
         truth(make_case(alibi=(1e-6,) * 8))
 
 
-def test_single_rows_do_not_ask_about_causality(make_case: Any) -> None:
+def test_single_rows_are_blind_to_causality(make_case: Any) -> None:
     with pytest.raises(BlindCaseError, match="blind to causal: no row of the batch has a key it could act on"):
         truth_of(build_problem(make_case((1, 40), causal=False), 0), CPU)
     truth_of(build_problem(make_case((1, 40), (2, 33), causal=False), 0), CPU)

@@ -160,11 +160,11 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", FAULTS)
-def test_a_fault_is_named(make_case: Any, said: str) -> None:
-    found = finding(make_case, **FAULTS[said])
+@pytest.mark.parametrize("meaning", FAULTS)
+def test_a_fault_is_named(make_case: Any, meaning: str) -> None:
+    found = finding(make_case, **FAULTS[meaning])
     assert isinstance(found, Broken)
-    assert str(found.meaning).startswith(said), found
+    assert str(found.meaning).startswith(meaning), found
 
 
 def test_a_fault_of_another_kind_gets_none_of_these_names(make_case: Any) -> None:

@@ -1,4 +1,4 @@
-"""What wrong rows, heads, channels and keys share is said in words; the rows are counted by hand here."""
+"""What wrong rows, heads, channels and keys share is described in words; the rows are counted by hand here."""
 
 from dataclasses import replace
 from typing import Any
@@ -39,10 +39,10 @@ def mask(size: int, *places: int) -> torch.Tensor:
         ((0, 9, 23), None),
     ],
 )
-def test_rows_are_told_by_what_the_others_do_not_have(make_case: Any, rows: Any, words: str | None) -> None:
+def test_rows_are_described_by_what_the_others_do_not_have(make_case: Any, rows: Any, words: str | None) -> None:
     wrong = mask(40, *rows)
-    said = shared_by(build_problem(make_case(*BATCH), 0), wrong, ~wrong)
-    assert said == words
+    shared = shared_by(build_problem(make_case(*BATCH), 0), wrong, ~wrong)
+    assert shared == words
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_rows_are_told_by_what_the_others_do_not_have(make_case: Any, rows: Any,
         ((6,), "only head 6"),
     ],
 )
-def test_heads_are_told_by_their_group(make_case: Any, heads: tuple[int, ...], words: str) -> None:
+def test_heads_are_described_by_their_group(make_case: Any, heads: tuple[int, ...], words: str) -> None:
     assert which_heads(build_problem(make_case(*BATCH), 0), mask(8, *heads)) == words
 
 
-def test_rows_heads_and_channels_are_told_together(make_case: Any) -> None:
+def test_rows_heads_and_channels_are_described_together(make_case: Any) -> None:
     problem = build_problem(make_case(*BATCH), 0)
     truth = truth_of(problem, torch.device("cpu"))
     error = torch.zeros_like(truth.out)
@@ -71,13 +71,13 @@ def test_rows_heads_and_channels_are_told_together(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize(("factor", "amount"), [(0.6, "too little"), (1.6, "too much")])
-def test_keys_of_other_weights_are_told(make_case: Any, factor: float, amount: str) -> None:
+def test_keys_of_other_weights_are_named(make_case: Any, factor: float, amount: str) -> None:
     problem = build_problem(make_case((1, 120), (20, 150), (1, 140)), 0)
     truth = truth_of(problem, torch.device("cpu"))
     keys = truth.rows.keys.clone()
     for request in problem.requests:
         keys[request.base + 64 : request.base + request.num_keys] *= factor
     output, _ = replace(truth.rows, keys=keys).attend(truth.params)
-    said = explain(problem, truth, output, share_of_budget(output - truth.out, truth.budget))
-    assert said is not None
-    assert said.startswith(f"not known; the heaviest keys weigh {amount}")
+    explanation = explain(problem, truth, output, share_of_budget(output - truth.out, truth.budget))
+    assert explanation is not None
+    assert explanation.startswith(f"not known; the heaviest keys weigh {amount}")
