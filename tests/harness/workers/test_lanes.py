@@ -1,4 +1,4 @@
-"""Several processes at work at once: who is asked when, in which order records come, and what an end costs."""
+"""Several processes at work at once: who gets which case when, the order of records, and what an end costs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -37,7 +37,7 @@ def passed(ref: str, key: str, check: str) -> Passed:
 
 
 class FakeProcess:
-    """Passes what it is asked, each answer after ``pause`` looks in vain; dies of the cases in ``deadly``."""
+    """Passes each case, each answer after ``pause`` looks in vain; dies of the cases in ``deadly``."""
 
     def __init__(self, pool: "FakePool", ref: str) -> None:
         self.has_ended = False
@@ -47,7 +47,7 @@ class FakeProcess:
         self.examined: list[Examine] = []
 
     def send(self, request: Examine) -> None:
-        assert not self._answers, "asked before it has answered"
+        assert not self._answers, "sent before it has answered"
         self._pool.log.append(f"{self._pool.name}{self._ref} begins {request.case.partition('/')[2]}")
         case, check = request.case, request.checks[0]
         if request.case in self._pool.deadly:
@@ -65,7 +65,7 @@ class FakeProcess:
 
 
 class FakePool:
-    """Stands for the pool. ``pauses``: how long the processes of a backend take for each case."""
+    """A fake of the pool. ``pauses``: how long the processes of a backend take for each case."""
 
     gpus: tuple[Gpu, ...] = ()
 
@@ -163,7 +163,7 @@ def test_two_processes_are_at_work_and_records_keep_their_order(cases: list[Case
     assert workers.twins == []
 
 
-def test_records_of_the_first_are_told_before_the_others_are_done(cases: list[Case]) -> None:
+def test_records_of_the_first_come_before_the_others_are_done(cases: list[Case]) -> None:
     workers = FakePool("ab", b=20)
     found = examine(workers, cases, *map(known, "ab"))
     assert in_order(next(found) for _ in cases) == everything("a", cases)
@@ -271,14 +271,14 @@ def test_one_that_could_not_be_loaded_keeps_no_process_from_its_work(cases: list
 
 
 @pytest.mark.parametrize("ref", ["a", "b"])
-def test_a_process_that_ended_before_it_was_asked_anything_is_replaced(cases: list[Case], ref: str) -> None:
+def test_a_process_that_ended_before_its_first_question_is_replaced(cases: list[Case], ref: str) -> None:
     workers = FakePool("ab")
     workers.processes[ref].has_ended = True
     assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
     assert [line for line in workers.log if "started" in line] == [f"{ref} is started"]
 
 
-def test_warmers_are_told_of_each_case_that_is_untimed_and_end_before_the_next_backend_and_the_times(
+def test_warmers_get_each_case_that_is_untimed_and_end_before_the_next_backend_and_the_times(
     make_case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
@@ -299,7 +299,7 @@ def test_what_is_only_timed_is_warmed_before_the_first_round(make_case: Any, mon
 
 
 class Noting:
-    """Stands for what warms: keeps the calls."""
+    """A fake of what warms: keeps the calls."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Limits that a backend's process keeps itself, and what its records say of them."""
+"""Limits that a backend's process keeps itself, and its records of them."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ MIB, GIB = 2**20, 2**30
 Make = Callable[..., Record]
 
 
-def test_sizes_are_said_in_the_unit_that_suits() -> None:
+def test_sizes_are_stated_in_the_unit_that_suits() -> None:
     sizes = (0, 600 * MIB, 4 * GIB, int(4.13 * GIB), 128 * GIB)
     assert list(map(size_in_words, sizes)) == ["0 MiB", "600 MiB", "4 GiB", "4.13 GiB", "128 GiB"]
 

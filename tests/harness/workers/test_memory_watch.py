@@ -105,7 +105,7 @@ time.sleep(60)
         session = process.identity
         assert held_bytes([session], None)[session] > 400 * MIB
         if not Path("/proc/self/smaps_rollup").exists():
-            pytest.skip("this kernel does not tell the share of a process")
+            pytest.skip("this kernel does not report the share of a process")
         assert 50 * MIB < held_bytes([session], 400 * MIB)[session] < 120 * MIB
 
 

@@ -37,7 +37,7 @@ def test_a_mark_may_come_in_pieces_and_what_looks_like_one_is_text(pipe: tuple[i
     printed.close()
 
 
-def test_little_is_kept_of_earlier_cases_and_it_says_how_much_is_not(pipe: tuple[int, int]) -> None:
+def test_little_is_kept_of_earlier_cases_and_the_rest_is_counted(pipe: tuple[int, int]) -> None:
     printed = PrintedOutput(pipe[0], "mine")
     line = b"x" * 99 + b"\n"
     os.write(pipe[1], line * 1000 + mark_of("s/next"))
@@ -82,7 +82,7 @@ def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_s
     assert printed.of("s/b") == "short\n"
 
 
-def test_that_a_case_was_cut_stands_in_what_is_kept_of_it(
+def test_the_kept_output_of_a_case_states_that_it_was_cut(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(printed_output, "SHOWN", 50_000)

@@ -59,8 +59,8 @@ def test_an_answer_is_one_line_and_comes_back(answer: Answer) -> None:
 
 
 def test_a_request_comes_back() -> None:
-    asked = Examine(case="smoke/decode", checks=("timing",), round=3)
-    assert parse_request(format_message(asked)) == asked
+    request = Examine(case="smoke/decode", checks=("timing",), round=3)
+    assert parse_request(format_message(request)) == request
 
 
 @pytest.mark.parametrize("line", [b"", b"hello", b"{}", b'{"kind":"examine","index":1}', b'{"kind":"done","more":1}'])

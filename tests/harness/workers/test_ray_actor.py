@@ -69,7 +69,7 @@ def begun(actor: RayActor, folder: Path) -> tuple[Selection, PreparedRun]:
     return selection, prepared
 
 
-def test_a_node_examines_what_a_backend_of_the_same_file_is_asked(actor: RayActor, folder: Path) -> None:
+def test_a_node_examines_questions_to_a_backend_of_the_same_file(actor: RayActor, folder: Path) -> None:
     selection, _ = begun(actor, folder)
     digest = file_digest(REF)
     (description,) = actor.describe({REF: digest})
@@ -101,7 +101,7 @@ def test_another_file_or_another_description_is_refused(actor: RayActor, folder:
     assert found.reason == f"backend {REF!r} is another one there"
 
 
-def test_a_backend_that_cannot_be_loaded_is_unavailable_wherever_it_is_asked(actor: RayActor, folder: Path) -> None:
+def test_a_backend_that_cannot_be_loaded_is_unavailable(actor: RayActor, folder: Path) -> None:
     selection, _ = begun(actor, folder)
     (reason,) = actor.describe({"no.such:Thing": ""})
     assert isinstance(reason, str)

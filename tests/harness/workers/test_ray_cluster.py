@@ -34,7 +34,7 @@ class RayTaskError(RayError):
 
 
 class FakeRay(ModuleType):
-    """Stands for ray: ``joins`` has what each actor answers when it joins, ``answers`` what to each question."""
+    """A fake of ray: ``joins`` has what each actor answers when it joins, ``answers`` what to each question."""
 
     class exceptions:  # noqa: N801 (the name of ray's module)
         RayError = RayError
@@ -148,7 +148,7 @@ def opened(ray: FakeRay, notes: list[str]) -> Opener:
     return make
 
 
-def asked() -> BackendQuestion:
+def question() -> BackendQuestion:
     from attncheck.harness.run.backend_description import BackendDescription
 
     backend = BackendDescription.model_validate({"info": {"name": "reference", "ref": "reference"}})
@@ -178,7 +178,7 @@ def test_actors_are_one_a_gpu_or_one_a_core(
     assert len(cpus_and_gpus) == 1
 
 
-def test_other_resources_are_asked_for_by_their_names(ray: FakeRay, opened: Opener) -> None:
+def test_other_resources_are_requested_by_their_names(ray: FakeRay, opened: Opener) -> None:
     ray.offered |= {"memory": 2e9, "accelerator_type:H100": 1.0}
     opened(RaySettings(resources={"memory": 1e9, "accelerator_type:H100": 0.001}))
     assert (ray.options[0]["memory"], ray.options[0]["resources"]) == (1e9, {"accelerator_type:H100": 0.001})
@@ -250,7 +250,7 @@ def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str])
     ray.answers.append(RayError("The node died.\n\n  its raylet was killed \n"))
     ray.joins.append(joining())
     first = cluster.start(1)
-    cluster.send(first, asked())
+    cluster.send(first, question())
     ((node, answer),) = cluster.wait()
     assert (node, answer) == (first, Lost("its raylet was killed"))
     assert notes == snapshot(["near was lost: its raylet was killed"])
@@ -258,7 +258,7 @@ def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str])
     assert other is not first
     assert answer is None
     ray.answers.append(Examined(()))
-    cluster.send(other, asked())
+    cluster.send(other, question())
     assert cluster.wait() == [(other, Examined(()))]
 
 
@@ -271,7 +271,7 @@ def test_a_lost_connection_ends_the_run(
 
     cluster = opened()
     ray.answers.append(Examined(()))
-    cluster.send(cluster.start(1), asked())
+    cluster.send(cluster.start(1), question())
     monkeypatch.setattr(ray, call, lost)
     with pytest.raises(ClusterError) as refused:
         cluster.wait()
@@ -282,7 +282,7 @@ def test_a_lost_connection_ends_the_run(
 def test_an_exception_of_attncheck_on_a_node_is_a_fault_of_its_own(ray: FakeRay, opened: Opener) -> None:
     cluster = opened()
     ray.answers.append(RayTaskError("Traceback ...\nKeyError: 3"))
-    cluster.send(cluster.start(1), asked())
+    cluster.send(cluster.start(1), question())
     ((_, answer),) = cluster.wait()
     assert isinstance(answer, HarnessFailure)
     assert (answer.error, answer.traceback) == ("KeyError: 3", snapshot("Traceback ...\nKeyError: 3"))

@@ -37,7 +37,7 @@ def examined(question: BackendQuestion, blind: str | None = None) -> Examined:
 
 
 class FakeCluster:
-    """Nodes that answer by ``script``, those that join first, then the latest asked; a lost node is replaced."""
+    """Nodes that answer by ``script``, those that join first, then the latest sent to; a lost node is replaced."""
 
     def __init__(self, script: Callable[[str, BackendQuestion], Answer], nodes: int = 2) -> None:
         self._script = script
@@ -87,7 +87,7 @@ def test_records_come_in_the_order_of_a_serial_run(cases: list[Case], nodes: int
     assert len({node for node, _ in cluster.sent}) == min(nodes, 6)
 
 
-def test_a_plan_without_questions_asks_no_node() -> None:
+def test_a_plan_without_questions_starts_no_node() -> None:
     assert list(executor(FakeCluster(lambda node, question: None)).run()) == []
 
 
@@ -107,10 +107,10 @@ def test_a_question_that_loses_every_node_is_crashed_and_the_others_are_examined
     crashed, skipped = (record for record in records if record.case_id == "b")
     assert isinstance(crashed, Crashed)
     assert crashed.cause == snapshot("its node was lost 3 times: out of memory")
-    assert skipped.outcome == "unsupported"  # the backend declares no LSE, so that nothing would have been asked
+    assert skipped.outcome == "unsupported"  # the backend declares no LSE, so that no check would have applied
 
 
-def test_a_node_that_refuses_a_backend_is_asked_nothing_more(cases: list[Case]) -> None:
+def test_a_node_that_refuses_a_backend_gets_no_more_questions(cases: list[Case]) -> None:
     cluster = FakeCluster(lambda node, question: Refused(reason="another") if node == "node 1" else examined(question))
     assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
     assert [node for node, _ in cluster.sent].count("node 1") == 1

@@ -8,7 +8,7 @@ from attncheck.harness.workers.protocol import Examine
 from attncheck.harness.workers.recurrence import Recurrence, Replayed, find_recurrence
 
 EARLIER = [Examine(case=f"smoke/{number}", checks=("lse",)) for number in range(10)]
-ASKED = Examine(case="smoke/victim", checks=("numerics", "lse"))
+REQUEST = Examine(case="smoke/victim", checks=("numerics", "lse"))
 
 
 class Replays:
@@ -29,7 +29,7 @@ class Replays:
 def find(replays: Replays, earlier: Sequence[Examine] = EARLIER, seconds: float = 0.0) -> Recurrence:
     """Each look at the clock takes ``seconds``."""
     now = iter(range(1000))
-    finding = find_recurrence(replays, ASKED, earlier, lambda: seconds * next(now))
+    finding = find_recurrence(replays, REQUEST, earlier, lambda: seconds * next(now))
     while True:
         try:
             assert next(finding) is None

@@ -24,11 +24,11 @@ from attncheck.reports.run_file.records import Crashed, Record
 ENVIRONMENT = environment_of("cpu")
 DEATH = ProcessEndedError(ProcessEnd("killed by SIGSEGV", "the end of it"))
 Deed = Finding | Exception | str
-"""What a process does when it is asked: a finding, its end, or why the case cannot be put."""
+"""What a process does with a case: a finding, its end, or why the case cannot be put."""
 
 
 class FakePool:
-    """Stands for the workers: keeps account of who is alive, and of who is alive besides when one is asked for times.
+    """A fake of the workers: keeps account of who is alive, and of who else is alive while one takes times.
 
     ``deeds``: by backend, case and round, what is not ``Holds``.
     """
@@ -121,7 +121,7 @@ def examine(
     return list(supervisor(pool, *backends, checks=checks, rounds=rounds).run())
 
 
-def told(records: Iterable[Record]) -> list[tuple[str, str, int, str]]:
+def outcomes(records: Iterable[Record]) -> list[tuple[str, str, int, str]]:
     return [(record.backend, record.case_id, record.round, record.outcome) for record in records]
 
 
@@ -136,7 +136,7 @@ def test_each_round_has_fresh_processes_one_alone_at_a_time_and_another_one_firs
     assert [line.split()[0] for line in pool.log[::2]] == ["a0", "b1", "c1", "b2", "c2", "a1", "c3", "a2", "b3"]
     assert pool.log[:2] == ["a0 x timing 0", "a0 y timing 0"]
     order = ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
-    assert told(records) == [(ref, case.id, turn // 3, "passed") for turn, ref in enumerate(order) for case in two]
+    assert outcomes(records) == [(ref, case.id, turn // 3, "passed") for turn, ref in enumerate(order) for case in two]
     assert len({record.key for record in records}) == 18
 
 
@@ -151,7 +151,7 @@ def test_other_checks_come_before_in_processes_of_their_own(two: tuple[Case, ...
 
 def test_without_times_there_is_one_process_and_one_round(two: tuple[Case, ...]) -> None:
     pool = FakePool(two, "a")
-    assert told(examine(pool, known("a"), checks=("numerics",), rounds=1)) == [
+    assert outcomes(examine(pool, known("a"), checks=("numerics",), rounds=1)) == [
         ("a", "x", 0, "passed"),
         ("a", "y", 0, "passed"),
     ]
@@ -162,7 +162,7 @@ def test_a_crash_in_one_round_is_of_that_round_and_the_others_go_on(two: tuple[C
     pool = FakePool(two, "ab")
     pool.deeds["a", "x", 1] = DEATH
     records = examine(pool, *map(known, "ab"), rounds=3)
-    of_a = [entry for entry in told(records) if entry[0] == "a"]
+    of_a = [entry for entry in outcomes(records) if entry[0] == "a"]
     assert [(case, number, outcome) for _, case, number, outcome in of_a] == [
         *(("x", 0, "passed"), ("y", 0, "passed")),
         *(("x", 1, "crashed"), ("y", 1, "passed")),
@@ -170,7 +170,7 @@ def test_a_crash_in_one_round_is_of_that_round_and_the_others_go_on(two: tuple[C
     ]
     (crash,) = (record for record in records if isinstance(record, Crashed))
     assert (crash.stage, crash.cause, crash.round) == ("check timing", snapshot("killed by SIGSEGV"), 1)
-    assert {outcome for ref, _, _, outcome in told(records) if ref == "b"} == {"passed"}
+    assert {outcome for ref, _, _, outcome in outcomes(records) if ref == "b"} == {"passed"}
 
 
 def test_one_that_does_not_come_up_in_a_round_loses_that_round(two: tuple[Case, ...]) -> None:
@@ -178,17 +178,17 @@ def test_one_that_does_not_come_up_in_a_round_loses_that_round(two: tuple[Case, 
     pool.unstartable["b"] = [3]  # its process of the second round
     records = examine(pool, *map(known, "ab"), rounds=3)
     lost = [record for record in records if isinstance(record, Crashed)]
-    assert told(lost) == [("b", "x", 1, "crashed"), ("b", "y", 1, "crashed")]
+    assert outcomes(lost) == [("b", "x", 1, "crashed"), ("b", "y", 1, "crashed")]
     assert {(record.stage, record.cause.rpartition(": ")[2]) for record in lost} == {("the start", "no more memory")}
     assert len(records) == 12
 
 
-def test_what_the_first_round_did_not_examine_is_said_once(two: tuple[Case, ...]) -> None:
+def test_what_the_first_round_did_not_examine_is_recorded_once(two: tuple[Case, ...]) -> None:
     pool = FakePool(two, "ab")
     pool.deeds["a", "x", 0] = NotExamined(("no windows",))
     pool.deeds["b", "x", 0] = pool.deeds["b", "y", 0] = NotExamined(("nothing",))
     records = examine(pool, known("a"), known("b"), unloadable("gone", "gone", ("no library",)), rounds=3)
-    assert told(records) == [
+    assert outcomes(records) == [
         *(("a", "x", 0, "unsupported"), ("a", "y", 0, "passed")),
         *(("b", "x", 0, "unsupported"), ("b", "y", 0, "unsupported")),
         *(("gone", "x", 0, "unavailable"), ("gone", "y", 0, "unavailable")),
@@ -205,7 +205,7 @@ def test_what_a_later_round_does_not_examine_is_of_that_round(two: tuple[Case, .
 
 
 @pytest.mark.parametrize("checks", [("timing",), ("numerics", "timing")])
-def test_a_case_that_cannot_be_put_is_told_once_and_asked_in_no_later_round(
+def test_a_case_that_cannot_be_put_is_reported_once_and_left_out_of_later_rounds(
     two: tuple[Case, ...], checks: tuple[str, ...]
 ) -> None:
     pool = FakePool(two, "ab")

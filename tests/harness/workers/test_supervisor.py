@@ -1,4 +1,4 @@
-"""Cases of several backends through their processes: what each loses when one of them dies, and what nobody notices."""
+"""Cases of several backends through their processes: what each loses when one of them dies, and what none notices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ Script = list[list[Answer | Exception]]
 
 
 class FakePool:
-    """Stands for the processes: each case gets the next script of its backend; ``restarts`` says which starts fail."""
+    """A fake of the processes: each case gets the next script of its backend; ``restarts``: which starts fail."""
 
     gpus = ()
 
@@ -40,7 +40,7 @@ class FakePool:
         self.scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)
         self.finished: list[str] = []
-        self.asked: list[Examine] = []
+        self.sent: list[Examine] = []
         self.unshared: list[str] = []
         self.limits = TimeLimits()
         self.examined: list[Examine] = []
@@ -74,13 +74,13 @@ class FakePool:
 class FakeProcess:
     def __init__(self, pool: FakePool, ref: str) -> None:
         self._script, self.has_ended = pool.scripts[ref], False
-        self._asked, self.examined = pool.asked, pool.examined
+        self._sent, self.examined = pool.sent, pool.examined
 
     def output(self, case: str | None = None, limit: int = 0) -> str:
         return f"printed in {case}\n"
 
     def send(self, request: Examine) -> None:
-        self._asked.append(request)
+        self._sent.append(request)
         self.examined.append(request)
         self._answers = iter(self._script.pop(0))
 
@@ -108,7 +108,7 @@ def supervisor(workers: FakePool, *cases: Case, backends: tuple[BackendDescripti
     return Supervisor(plan, known, cast(WorkerPool, workers), ENVIRONMENT)
 
 
-def told(records: list[Record]) -> list[tuple[str, ...]]:
+def outcomes(records: list[Record]) -> list[tuple[str, ...]]:
     return [
         (record.check, record.outcome, *((record.stage, record.cause) if isinstance(record, Crashed) else ()))
         for record in records
@@ -120,9 +120,9 @@ def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case: Any)
     lse: list[Answer | Exception] = [passed("lse"), Done()]
     workers, case = FakePool(a=[WELL, lse, WELL], b=[WELL]), make_case()
     examiner = supervisor(workers, case, backends=(a, b))
-    assert told(list(examiner.examine_case(a, case, CHECKS))) == [("numerics", "passed"), ("lse", "passed")]
-    assert told(list(examiner.examine_case(a, case, ("lse",)))) == [("lse", "passed")]
-    assert workers.asked[-1].checks == ("lse",)
+    assert outcomes(list(examiner.examine_case(a, case, CHECKS))) == [("numerics", "passed"), ("lse", "passed")]
+    assert outcomes(list(examiner.examine_case(a, case, ("lse",)))) == [("lse", "passed")]
+    assert workers.sent[-1].checks == ("lse",)
     assert workers.finished == []
     list(examiner.examine_case(b, case, CHECKS))
     assert workers.finished == ["a"]
@@ -134,7 +134,7 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
     dying = [Begun(stage="check numerics"), passed("numerics"), Begun(stage="check lse"), DEATH]
     workers = FakePool(a=[dying, dying[:], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
-    assert told(records) == [
+    assert outcomes(records) == [
         ("numerics", "passed"),
         ("lse", "crashed", "check lse", snapshot("killed by SIGSEGV")),
         ("numerics", "passed"),
@@ -147,7 +147,7 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
     assert workers.finished == ["a"]
 
 
-def test_a_case_that_goes_well_when_asked_first_loses_one_check(make_case: Any) -> None:
+def test_a_case_that_passes_when_examined_first_loses_one_check(make_case: Any) -> None:
     dying = [Begun(stage="check numerics"), DEATH]
     workers = FakePool(a=[WELL, dying, WELL, WELL, dying, WELL])
     cases = [make_case(name=name) for name in ("first", "second", "third")]
@@ -156,8 +156,8 @@ def test_a_case_that_goes_well_when_asked_first_loses_one_check(make_case: Any) 
     crashed = records[2]
     assert isinstance(crashed, Crashed)
     assert (crashed.recurrence, crashed.after) == ("after", "made/first")
-    asked = [request.case.partition("/")[2] for request in workers.asked]
-    assert asked == ["first", "second", "second", "first", "second", "third"]
+    case_ids = [request.case.partition("/")[2] for request in workers.sent]
+    assert case_ids == ["first", "second", "second", "first", "second", "third"]
 
 
 def test_each_finding_is_tried_again_once(make_case: Any) -> None:
@@ -172,12 +172,12 @@ def test_a_backend_has_so_much_time_for_all_its_cases(make_case: Any) -> None:
     workers.limits = TimeLimits(backend_s=1e-9)
     first, *_, last = supervisor(workers, make_case(), make_case(name="next")).run()
     assert first.outcome == "passed"
-    assert [request.case for request in workers.asked] == ["made/case"]
+    assert [request.case for request in workers.sent] == ["made/case"]
     assert isinstance(last, TimedOut)
     assert (last.case_id, last.stage, last.limit_s) == ("next", "the wait for this case", 1e-9)
 
 
-def test_what_was_printed_is_told_with_a_failure_and_an_error_alone(make_case: Any) -> None:
+def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case: Any) -> None:
     who = passed("lse").model_dump(include=set(Errored.model_fields) - {"outcome"})
     wrong = [passed("numerics"), Errored(**who, stage="forward", error_type="ValueError", message="no"), Done()]
     first, second = supervisor(FakePool(a=[wrong]), make_case()).run()
@@ -188,10 +188,10 @@ def test_what_was_printed_is_told_with_a_failure_and_an_error_alone(make_case: A
 
 def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
     records = list(supervisor(FakePool(a=[[DEATH], [DEATH]]), make_case()).run())
-    assert told(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
+    assert outcomes(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
 
 
-def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
+def test_a_check_that_does_not_apply_is_not_lost_to_a_death(make_case: Any) -> None:
     workers = FakePool(plain=[[Begun(stage="check numerics"), DEATH]] * 2)
     known = (BackendDescription(info=BackendInfo(name="plain", ref="plain")),)
     records = list(supervisor(workers, make_case(), backends=known).run())
@@ -207,7 +207,7 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     cases = (make_case(), make_case(name="second"), make_case(name="third"))
     records = list(supervisor(workers, *cases, backends=known).run())
     cause = f"its process has ended, and no other could be started: {error}"
-    assert told(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
+    assert outcomes(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
     assert [record.case_id for record in records[:6]] == ["case", "case", "second", "second", "third", "third"]
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
 
@@ -223,13 +223,13 @@ def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process
     found = supervisor(workers, case).run()
     first = next(found)
     assert not workers.alive
-    assert told([first, *found]) == [
+    assert outcomes([first, *found]) == [
         ("numerics", "crashed", "check numerics", snapshot("the device was lost")),
         ("lse", "passed"),
     ]
     assert isinstance(first, Crashed)
     assert first.output == "line 3\nprinted in made/case\n"
-    assert [request.checks for request in workers.asked] == [CHECKS, CHECKS, CHECKS[1:]]
+    assert [request.checks for request in workers.sent] == [CHECKS, CHECKS, CHECKS[1:]]
 
 
 def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case: Any) -> None:
@@ -253,16 +253,16 @@ def test_a_backend_that_dies_in_the_check_of_graphs_shares_no_probes_any_more(
 FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")
 
 
-def test_a_fault_in_a_spoilt_process_is_mended_by_a_fresh_one(make_case: Any) -> None:
+def test_a_fault_in_a_spoilt_process_does_not_recur_in_a_fresh_one(make_case: Any) -> None:
     workers = FakePool(a=[[passed("numerics"), FAULT], WELL, WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
-    assert told(records) == [("numerics", "passed"), ("lse", "passed")] * 2
+    assert outcomes(records) == [("numerics", "passed"), ("lse", "passed")] * 2
 
 
-def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> None:
+def test_a_fault_of_ours_costs_a_case_and_is_recorded_as_ours(make_case: Any) -> None:
     workers = FakePool(a=[[passed("numerics"), FAULT], [FAULT], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
-    assert told(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
+    assert outcomes(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
     ours = records[1]
     assert isinstance(ours, Errored)
     assert (ours.stage, ours.message, ours.traceback) == (OURSELVES, "ValueError: ours", "Traceback")
@@ -271,15 +271,15 @@ def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> Non
 def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
     workers = FakePool([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
     found = supervisor(workers, make_case(), make_case(name="next")).run()
-    assert told([next(found)]) == [("numerics", "passed")]
+    assert outcomes([next(found)]) == [("numerics", "passed")]
     with pytest.raises(WorkerError, match="ValueError: ours"):
         next(found)
 
 
-def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:
+def test_a_backend_that_could_not_be_loaded_gets_no_question(make_case: Any) -> None:
     workers = FakePool(b=[])
     records = list(supervisor(workers, make_case(), backends=(unloadable("gone", "gone", ("no library",)),)).run())
-    assert told(records) == [(check, "unavailable") for check in CHECKS]
+    assert outcomes(records) == [(check, "unavailable") for check in CHECKS]
     assert not workers.alive
 
 
@@ -377,7 +377,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("before", [[], ["reference"]])  # which is examined while the other is asked ahead
+@pytest.mark.parametrize("before", [[], ["reference"]])  # which is examined while the other starts ahead
 @pytest.mark.parametrize("rows", [(11, 12), (13, 14), (15, 16), (17, 18)])
 def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, ...], before: list[str]) -> None:
     patterns = [f"rows{number}" for number in (*rows, 19)]
@@ -386,8 +386,8 @@ def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, .
     records = records[6 * len(before) :]
     for record, number in zip(records, (rows[0], rows[0], rows[1], rows[1]), strict=False):
         assert isinstance(record, Crashed)
-        cause, said = ENDS[number]
+        cause, printed = ENDS[number]
         assert (record.case_id, record.stage) == (f"rows{number}", "check numerics")
         assert record.cause.partition(";")[0] == cause
-        assert said in record.output
+        assert printed in record.output
     assert [(record.case_id, record.outcome) for record in records[4:]] == [("rows19", "passed")] * 2

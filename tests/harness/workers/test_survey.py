@@ -35,7 +35,7 @@ def library(monkeypatch):
     return module
 
 
-def test_each_backend_is_told_and_one_that_ends_the_process_costs_itself_alone(library):
+def test_each_backend_is_reported_and_one_that_ends_the_process_costs_itself_alone(library):
     found = {each.name: each for each in survey("some", "cpu", (), LIMIT)}
     assert list(found) == ["some:reference", "some:deadly", "some:torch_sdpa", "some:vllm", "some:triton_unified:x"]
     assert [each.name for each in found.values() if not each.reason] == ["some:reference", "some:torch_sdpa"]

@@ -1,4 +1,4 @@
-"""Processes that examine cases ahead of a run: what they are asked, when they begin, and how they end."""
+"""Processes that examine cases ahead of a run: their cases, when they begin, and how they end."""
 
 import threading
 from collections.abc import Callable
@@ -27,19 +27,19 @@ CaseMaker = Callable[..., Case]
 class FakeProcess:
     """Answers each case at once; a ``hanging`` case waits until it is killed, a ``deadly`` one ends the process."""
 
-    def __init__(self, asked: list[str], *, deadly: str = "", hanging: str = "", first: Any = LOADED) -> None:
-        self._asked, self._deadly, self._hanging, self._answers = asked, deadly, hanging, [first]
+    def __init__(self, sent: list[str], *, deadly: str = "", hanging: str = "", first: Any = LOADED) -> None:
+        self._sent, self._deadly, self._hanging, self._answers = sent, deadly, hanging, [first]
         self._killed = threading.Event()
         self.is_closed = False
 
     def send(self, request: Examine) -> None:
-        self._asked.append(request.case.partition("/")[2])
+        self._sent.append(request.case.partition("/")[2])
         self._answers = [Begun(stage="check numerics"), Done()]
 
     def receive(self, _limit: object = None) -> Any:
-        if self._asked and self._asked[-1] == self._deadly:
+        if self._sent and self._sent[-1] == self._deadly:
             raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
-        if self._asked and self._asked[-1] == self._hanging:
+        if self._sent and self._sent[-1] == self._hanging:
             assert self._killed.wait(30), "not killed"
             raise ProcessEndedError(ProcessEnd("killed by SIGKILL", ""))
         return self._answers.pop(0)
@@ -58,15 +58,15 @@ def questions(make_case: CaseMaker) -> list[Question]:
 
 
 class Starter:
-    """Starts fakes, the first of which is as ``first`` says, and keeps what they are asked."""
+    """Starts fakes, the first of which is as ``first`` describes, and keeps the cases sent to them."""
 
     def __init__(self, **first: Any) -> None:
-        self.asked: list[str] = []
+        self.sent: list[str] = []
         self.made: list[FakeProcess] = []
         self._first = first
 
     def __call__(self) -> Any:
-        self.made.append(FakeProcess(self.asked, **({} if self.made else self._first)))
+        self.made.append(FakeProcess(self.sent, **({} if self.made else self._first)))
         return self.made[-1]
 
 
@@ -74,7 +74,7 @@ def test_cases_are_examined_from_the_last_by_one_process(questions: list[Questio
     start = Starter()
     warmers = Warmers(start, questions, 1)
     warmers.wait()
-    assert start.asked == ["d", "c", "b", "a"]
+    assert start.sent == ["d", "c", "b", "a"]
     assert warmers.examined == [f"made/{name}" for name in "dcba"]
     assert [process.is_closed for process in start.made] == [True]
 
@@ -83,21 +83,21 @@ def test_there_are_no_more_processes_than_cases(questions: list[Question]) -> No
     start = Starter()
     Warmers(start, questions[:2], 8).wait()
     assert len(start.made) <= 2
-    assert sorted(start.asked) == ["a", "b"]
+    assert sorted(start.sent) == ["a", "b"]
 
 
 def test_a_case_that_needs_much_memory_is_left_out(questions: list[Question], make_case: CaseMaker) -> None:
     start = Starter()
     large = make_case((8192, 2**17), name="large")
     Warmers(start, [*questions, (large, ("numerics",))], 1).wait()
-    assert start.asked == ["d", "c", "b", "a"]
+    assert start.sent == ["d", "c", "b", "a"]
 
 
 def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_others(questions: list[Question]) -> None:
     start = Starter(deadly="c")
     warmers = Warmers(start, questions, 1)
     warmers.wait()
-    assert (start.asked, len(start.made)) == (["d", "c", "b", "a"], 2)
+    assert (start.sent, len(start.made)) == (["d", "c", "b", "a"], 2)
     assert (warmers.lost, warmers.examined) == (["made/c"], ["made/d", "made/b", "made/a"])
     assert all(process.is_closed for process in start.made)
 
@@ -106,7 +106,7 @@ def test_a_case_without_an_end_is_ended(questions: list[Question]) -> None:
     start = Starter(hanging="d")
     warmers = Warmers(start, questions, 1, limit_s=0.05)
     warmers.wait()
-    assert (warmers.lost, start.asked) == (["made/d"], ["d", "c", "b", "a"])
+    assert (warmers.lost, start.sent) == (["made/d"], ["d", "c", "b", "a"])
 
 
 def test_a_case_that_the_run_has_come_to_is_left_out(questions: list[Question]) -> None:
@@ -117,25 +117,25 @@ def test_a_case_that_the_run_has_come_to_is_left_out(questions: list[Question]) 
         pass
     start.made[0].kill()
     warmers.wait()
-    assert start.asked == ["d", "c", "a"]
+    assert start.sent == ["d", "c", "a"]
 
 
-def test_closing_ends_a_process_in_the_midst_of_a_case_and_asks_no_more(questions: list[Question]) -> None:
+def test_closing_ends_a_process_in_the_midst_of_a_case_and_sends_no_more(questions: list[Question]) -> None:
     start = Starter(hanging="c")
     warmers = Warmers(start, questions, 1)
-    while "c" not in start.asked:
+    while "c" not in start.sent:
         pass
     warmers.close()
-    assert start.asked == ["d", "c"]
+    assert start.sent == ["d", "c"]
     assert [process.is_closed for process in start.made] == [True]
     warmers.close()
 
 
-def test_a_backend_that_cannot_be_loaded_again_is_not_asked(questions: list[Question]) -> None:
+def test_a_backend_that_cannot_be_loaded_again_gets_no_case(questions: list[Question]) -> None:
     start = Starter(first=Refused(reason="the suite has changed"))
     warmers = Warmers(start, questions, 1)
     warmers.wait()
-    assert (start.asked, warmers.examined) == ([], [])
+    assert (start.sent, warmers.examined) == ([], [])
     assert [process.is_closed for process in start.made] == [True]
 
 
@@ -146,7 +146,7 @@ def test_what_is_only_timed_is_warmed_by_its_numerics(make_case: CaseMaker) -> N
 
 
 class Begins:
-    """Stands for ``Warmers``: keeps what each was given, and what happened to it."""
+    """A fake of ``Warmers``: keeps what each was given, and what happened to it."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log

@@ -77,7 +77,7 @@ def assignment() -> Assignment:
 
 
 def loading(ref: str, checks: tuple[str, ...] = BACKEND_CHECKS) -> WorkerProcess:
-    """A process that is asked to load the backend ``ref``; to be closed."""
+    """A process that loads the backend ``ref``; to be closed."""
     process = WorkerProcess()
     process.send(Prepare(checks=checks, functions=True))
     process.load(ref)
@@ -91,33 +91,33 @@ def answers(process: WorkerProcess) -> Iterator[Answer]:
     yield answer
 
 
-def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
-    asked = assignment()
+def test_cases_are_examined_as_requested(folder: Path) -> None:
+    assigned = assignment()
     with loading("reference") as process:
-        process.send(asked)
+        process.send(assigned)
         described = process.receive()
         assert isinstance(described, Described)
         assert described.description.name == "reference"
         for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
             process.send(Examine(case=case, checks=("numerics", "lse"), round=number))
-            told = list(answers(process))
-            records = [answer for answer in told if answer.kind == "record"]
+            received = list(answers(process))
+            records = [answer for answer in received if answer.kind == "record"]
             assert [(record.case_id, record.check) for record in records] == [
                 ("decode", "numerics"),
                 ("decode", "lse"),
             ][:number]
-            assert {record.environment for record in records} <= {asked.environment.digest}
+            assert {record.environment for record in records} <= {assigned.environment.digest}
             assert {record.seed for record in records} <= {3}
             assert {record.round for record in records} <= {number}
-            stages = [answer.stage for answer in told if isinstance(answer, Begun)]
-            took_s = [answer.reference_s for answer in told if isinstance(answer, Begun) and "check" in answer.stage]
+            stages = [answer.stage for answer in received if isinstance(answer, Begun)]
+            took_s = [each.reference_s for each in received if isinstance(each, Begun) and "check" in each.stage]
             assert len(took_s) == number
             assert all(seconds > 0 for seconds in took_s)
             assert stages[:2] == ["declarations", "the preparation of the case"]
             assert stages[2:] == ["check numerics", "check lse"][:number]
-            assert isinstance(told[-1], Done)
-            assert (told[-1].blind is None) == (number == 2)
-        assert told[-1].blind is None
+            assert isinstance(received[-1], Done)
+            assert (received[-1].blind is None) == (number == 2)
+        assert received[-1].blind is None
         process.send(Examine(case="small/none", checks=("lse",)))
         fault = process.receive()
         assert isinstance(fault, HarnessFailure)
@@ -138,8 +138,8 @@ def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
         process.send(first.model_copy(update={"suites": (changed,), "digests": (load_suite(changed).hash,)}))
         process.send(Examine(case="small/decode", checks=("numerics",)))
         (record,) = [each for each in answers(process) if each.kind == "record"]
-    (asked,) = [case.hash for case in load_suite(changed).cases if case.id == "decode"]
-    assert record.case_hash == asked
+    (changed_hash,) = [case.hash for case in load_suite(changed).cases if case.id == "decode"]
+    assert record.case_hash == changed_hash
 
 
 @pytest.mark.parametrize(("ref", "stored"), [("reference", 1), ("mine.py:Mine", 0)])
@@ -157,23 +157,23 @@ def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: 
 
 
 @pytest.mark.parametrize(
-    ("told", "shared"),
+    ("update", "shared"),
     [
         ({}, ["decode", "blind"]),
         ({"cases": ("small/decode",)}, ["decode"]),
         ({"shares_probes": False}, []),
     ],
 )
-def test_probes_are_shared_over_the_cases_of_the_run(folder: Path, told: dict[str, Any], shared: list[str]) -> None:
+def test_probes_are_shared_over_the_cases_of_the_run(folder: Path, update: dict[str, Any], shared: list[str]) -> None:
     description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
-    examiner = _examiner(assignment().model_copy(update=told), description)
+    examiner = _examiner(assignment().model_copy(update=update), description)
     cases = examiner.plan.cases_with("reference", "cudagraph")
     assert [case.id for case in cases] == shared
 
 
 def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -> None:
     selection = select_cases([])
-    asked = assignment().model_copy(
+    assigned = assignment().model_copy(
         update={
             "suites": selection.refs,
             "digests": tuple(suite.hash for suite in selection.suites),
@@ -183,11 +183,11 @@ def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -
     )
     for suite in ("smoke", "interpreted"):
         description = BackendDescription(info=BackendInfo(name="mine", ref="mine"), default_suite=suite)
-        cases = _examiner(asked, description).plan.cases_with("mine", "cudagraph")
+        cases = _examiner(assigned, description).plan.cases_with("mine", "cudagraph")
         assert {case.suite for case in cases} == {suite}
 
 
-def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
+def test_the_clock_is_imported_before_the_backend(folder: Path) -> None:
     (folder / "late.py").write_text(
         "import sys\n"
         "from attncheck.backends.candidates.reference import ReferenceBackend\n"
@@ -225,7 +225,7 @@ def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: 
         assert isinstance(process.receive(), Described)
 
 
-def test_times_are_taken_as_the_run_says(folder: Path) -> None:
+def test_times_are_taken_with_the_settings_of_the_run(folder: Path) -> None:
     three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
     with loading("reference") as process:
         process.send(assignment().model_copy(update={"timing": three}))
@@ -256,16 +256,16 @@ def test_what_is_no_backend_is_refused_in_the_same_words(
 
 
 def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
-    asked = assignment()
+    assigned = assignment()
     (folder / "small.yaml").write_text(SUITE.replace("q1s9", "q1s8"))
     with loading("reference") as process:
-        process.send(asked)
+        process.send(assigned)
         refused = process.receive()
         assert isinstance(refused, Refused)
         assert refused.reason == snapshot("small.yaml has changed since the run began")
 
 
-def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
+def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder: Path) -> None:
     with loading("mine.py:Needy") as process:
         process.send(assignment())
         described = process.receive()

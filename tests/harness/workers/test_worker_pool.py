@@ -1,4 +1,4 @@
-"""The processes of a run: what they are started with, and what is told of one that does not come up."""
+"""The processes of a run: what they are started with, and the report of one that does not come up."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -130,12 +130,12 @@ def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) ->
 
 def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list[Fake]) -> None:
     spare = Fake()
-    asked = Prepare(checks=("lse",), functions=False)
-    with assigned(None, spare, asked) as processes:
+    request = Prepare(checks=("lse",), functions=False)
+    with assigned(None, spare, request) as processes:
         processes.start(["a", "b"])
         assert [fake.ref for fake in started] == ["a", "b"]
         assert started[0] is spare
-        assert [fake.requests for fake in started] == [[asked]] * 2
+        assert [fake.requests for fake in started] == [[request]] * 2
 
 
 def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
@@ -176,7 +176,7 @@ def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(
     assert [fake.ref for fake in started] == ["a", "b"]
 
 
-def test_where_even_that_one_ends_the_reason_is_told(started: list[Fake]) -> None:
+def test_where_even_that_one_ends_the_reason_is_reported(started: list[Fake]) -> None:
     Fake.silent = ("a", "")
     with WorkerPool() as processes:
         processes.start(["a"])
@@ -187,7 +187,7 @@ def test_where_even_that_one_ends_the_reason_is_told(started: list[Fake]) -> Non
         )
 
 
-def test_every_process_is_watched_and_told_its_limits(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_is_watched_and_gets_its_limits(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[object] = []
     monkeypatch.setattr(MemoryWatch, "add", lambda _watch, process: watched.append(process))
     limits = MemoryLimits(host=4 * 2**30, device=2**30)
@@ -197,7 +197,7 @@ def test_every_process_is_watched_and_told_its_limits(started: list[Fake], monke
         processes.twin().restart("a")
         extra.close()
     assert watched == started
-    assert [[asked.memory for asked in fake.received] for fake in started] == [[limits]] * 3
+    assert [[message.memory for message in fake.received] for fake in started] == [[limits]] * 3
 
 
 def test_processes_of_a_twin_see_one_gpu_and_have_to_use_it(started: list[Fake]) -> None:
@@ -215,7 +215,7 @@ def test_processes_of_a_twin_see_one_gpu_and_have_to_use_it(started: list[Fake])
     needed = {"ATTNCHECK_NEED": "1"}
     alone = needed | {"CUDA_VISIBLE_DEVICES": "1"}
     assert [fake.environment for fake in started[1:]] == [needed, alone, alone, needed]
-    assert [asked.gpu for fake in started[1:] for asked in fake.received] == [None, "GPU-1", "GPU-1", None]
+    assert [message.gpu for fake in started[1:] for message in fake.received] == [None, "GPU-1", "GPU-1", None]
 
 
 def test_a_device_that_is_not_there_is_refused(started: list[Fake]) -> None:
@@ -247,9 +247,9 @@ def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works
 def test_one_that_requires_an_environment_is_started_again_with_it(
     started: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ATTNCHECK_STANDS", "yes")
-    needy = described("needy", ATTNCHECK_NEED="1", ATTNCHECK_STANDS="yes")
-    content = described("content", ATTNCHECK_STANDS="yes")
+    monkeypatch.setenv("ATTNCHECK_SET", "yes")
+    needy = described("needy", ATTNCHECK_NEED="1", ATTNCHECK_SET="yes")
+    content = described("content", ATTNCHECK_SET="yes")
     Fake.script = {"needy": [needy, needy, needy], "content": [content]}
     with assigned() as processes:
         assert processes.describe(["needy", "content"]) == [needy.description, content.description]
@@ -367,7 +367,7 @@ def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
         assert started[1].state == "ended at once"
 
 
-def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
+def test_an_interrupted_run_waits_for_no_process(started: list[Fake]) -> None:
     processes = assigned()
     processes.describe(["a"])
     processes.finish("a")

@@ -1,4 +1,4 @@
-"""The process of a backend, from outside: how it is started, how its end is told, and that nothing is left behind."""
+"""The process of a backend, from outside: its start, the report of its end, and that nothing is left behind."""
 
 import os
 import re
@@ -19,9 +19,9 @@ from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerPr
 
 
 def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
-    """A process that runs ``code`` where the worker would be; ``say(text)`` writes a line into its pipe."""
-    say = "import os, sys\nsay = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
-    monkeypatch.setattr(process_control, "_START", say + code)
+    """A process that runs ``code`` where the worker would be; ``send(text)`` writes a line into its pipe."""
+    send = "import os, sys\nsend = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
+    monkeypatch.setattr(process_control, "_START", send + code)
     return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
 
@@ -51,7 +51,7 @@ def wait_for(condition: object, limit: float = 20) -> bool:
         ("os._exit(0)", "left with exit code 0"),
         ("sys.exit(3)", "left with exit code 3"),
         ("os.kill(os.getpid(), 35)", "killed by signal 35"),
-        ("say('no message')\nimport time; time.sleep(60)", "stopped, since it wrote into attncheck's own pipe"),
+        ("send('no message')\nimport time; time.sleep(60)", "stopped, since it wrote into attncheck's own pipe"),
     ],
 )
 def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: str) -> None:
@@ -68,9 +68,9 @@ def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytes
         process.receive()
 
 
-def test_what_was_said_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_sent_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "x" * 200_000
-    text = """say('{"kind":"refused","reason":"' + "x" * 200_000 + '"}'); os.abort()"""
+    text = """send('{"kind":"refused","reason":"' + "x" * 200_000 + '"}'); os.abort()"""
     with start(monkeypatch, text) as process:
         answer = process.receive()
         assert answer.kind == "refused"
@@ -84,7 +84,7 @@ import faulthandler, signal, time
 faulthandler.register(signal.SIGUSR2)
 child = os.fork()
 if child: print(child, flush=True)
-say('{"kind":"begun","stage":"check lse"}')
+send('{"kind":"begun","stage":"check lse"}')
 def hang():
     time.sleep(600)
 hang()
@@ -174,7 +174,7 @@ open({str(tmp_path / "awake")!r}, "w").close()
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
         assert str(refused.value) == snapshot("left with exit code 4")
-        assert not (tmp_path / "awake").exists()  # told while the copy still held the pipe
+        assert not (tmp_path / "awake").exists()  # reported while the copy still held the pipe
     assert wait_for(lambda: ended(int(note.read_text())))
 
 
@@ -196,10 +196,10 @@ def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: 
     assert note == f"[{3 * (10**6 - len(lines) + 1)} bytes before this are not kept]"
 
 
-def test_one_that_prints_without_end_waits_for_nobody_and_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "for _ in range(200): os.write(1, b'x' * 2**20)\nos._exit(0)"
     with start(monkeypatch, code) as process:
-        assert wait_for(lambda: process.has_ended)  # nobody listens to it meanwhile
+        assert wait_for(lambda: process.has_ended)  # nothing reads its output meanwhile
         note, _, kept = process.output().partition("\n")
         assert note.startswith(
             f"[{200 * 2**20 - 20_000} bytes before this are not kept; of a case that prints more than 64"
@@ -207,7 +207,7 @@ def test_one_that_prints_without_end_waits_for_nobody_and_fills_no_disk(monkeypa
         assert kept == "x" * 20_000
 
 
-def test_how_much_memory_a_killed_process_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_much_memory_a_killed_process_had_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
     for module in (worker_process, process_control):
         monkeypatch.setattr(module, "oom_kills", lambda: 1)
@@ -222,7 +222,7 @@ def test_how_much_memory_a_killed_process_had_is_told(monkeypatch: pytest.Monkey
     assert 0.5 <= float(found[1]) <= max(0.6, own + 0.1)
 
 
-def test_a_kill_that_the_kernel_counts_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_that_the_kernel_counts_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([1, 2])
     for module in (worker_process, process_control):
         monkeypatch.setattr(module, "oom_kills", lambda: next(counts))
