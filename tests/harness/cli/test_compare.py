@@ -42,13 +42,13 @@ def write(
                 yield make_record("passed", check="timing", round=index, timing=timing, **who)
 
     def write(name: str, *, factor: float = 1.0, rounds: int = 10, has_sinks: bool = True) -> Path:
-        asked = {
+        header_fields = {
             "suites": (SuiteInfo(name="decode", ref="decode", cases=2),),
             "checks": ("numerics", "timing"),
             "rounds": rounds,
             "backends": tuple(BackendInfo(name=each, ref=each) for each in ("one", "two")),
         }
-        whole = header.model_copy(update=asked)
+        whole = header.model_copy(update=header_fields)
         return write_run(folder / name, whole, *records(factor, rounds, has_sinks=has_sinks))
 
     return write
@@ -68,7 +68,7 @@ def test_a_slowdown_and_a_lost_feature_are_named_and_fail(write: Write, capsys: 
     assert out.rstrip().splitlines()[-1].startswith("regression: 1 outcome worse; of 2 times 1 slower")
 
 
-def test_equal_runs_pass_and_what_cannot_be_told_does_too(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_and_too_noisy_ones_pass(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     write("base.jsonl")
     write("new.jsonl")
     write("few.jsonl", factor=2, rounds=3)
@@ -128,12 +128,12 @@ def test_where_it_writes(
 ) -> None:
     write("base.jsonl")
     write("new.jsonl", factor=1.1)
-    assert compare("base.jsonl", "new.jsonl", "--format", "markdown", "--output", "told.md") == 1
-    assert (folder / "told.md").read_text().startswith("# attncheck comparison")
+    assert compare("base.jsonl", "new.jsonl", "--format", "markdown", "--output", "comparison.md") == 1
+    assert (folder / "comparison.md").read_text().startswith("# attncheck comparison")
     assert capsys.readouterr().out == ""
     before = (folder / "new.jsonl").read_bytes()
     assert compare("base.jsonl", "new.jsonl", "--output", "new.jsonl") == 2
-    assert compare("base.jsonl", "new.jsonl", "--output", "nowhere/told.md") == 2
+    assert compare("base.jsonl", "new.jsonl", "--output", "nowhere/comparison.md") == 2
     assert (folder / "new.jsonl").read_bytes() == before
 
 

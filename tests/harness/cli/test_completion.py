@@ -1,4 +1,4 @@
-"""What a shell completes, as typer asks for it: by environment variables, without torch."""
+"""What a shell completes, as typer requests it: by environment variables, without torch."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What ends with which exit code, and the line that says why."""
+"""What ends with which exit code, and the line that states why."""
 
 import errno
 import os
@@ -185,7 +185,7 @@ def test_each_mistake_of_a_case_file_is_an_error_of_its_own(
     assert "'bach'" in second
 
 
-def test_a_backend_asked_for_by_name_must_have_been_examined(
+def test_a_backend_requested_by_name_must_have_been_examined(
     the_run: TheRun, here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert here("--backend", "./wrong.py:Nothing") == 2
@@ -196,7 +196,7 @@ def test_a_backend_asked_for_by_name_must_have_been_examined(
     assert read_run(the_run(folder)).complete
 
 
-def test_our_own_fault_is_exit_code_3_and_says_how_to_see_more(
+def test_our_own_fault_is_exit_code_3_and_its_message_states_how_to_see_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fall() -> int:

@@ -16,10 +16,10 @@ Attncheck = Callable[..., int]
 def test_a_wrong_backend_is_green_with_the_file_written_from_its_run(
     here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ("--backend", "./wrong.py:Wrong", "--check", "numerics", "--check", "lse")
-    assert here(*asked, "--output", "run.jsonl") == 1
+    options = ("--backend", "./wrong.py:Wrong", "--check", "numerics", "--check", "lse")
+    assert here(*options, "--output", "run.jsonl") == 1
     assert cli.main(["expect", "run.jsonl", "--output", "known.yaml"]) == 0
-    assert here(*asked, "--expect", "known.yaml") == 0
+    assert here(*options, "--expect", "known.yaml") == 0
     assert {entry.expectation.check for entry in load_expectations(folder / "known.yaml")} == {"numerics"}
     capsys.readouterr()
     assert cli.main(["expect", "run.jsonl"]) == 0

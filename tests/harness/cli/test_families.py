@@ -1,4 +1,4 @@
-"""A run over every backend of a family: those that can run are examined, the others told with one reason each."""
+"""A run over every backend of a family: those that can run are examined, the others reported with one reason each."""
 
 import pytest
 from inline_snapshot import snapshot
@@ -17,7 +17,7 @@ def surveyed(monkeypatch, *found):
     monkeypatch.setattr(survey, "survey", lambda family, device, wishes, limit: found)
 
 
-def test_those_that_can_run_are_examined_and_the_others_told(monkeypatch, tmp_path, capfd):
+def test_those_that_can_run_are_examined_and_the_others_reported(monkeypatch, tmp_path, capfd):
     surveyed(
         monkeypatch,
         SurveyedBackend(name="reference", level="NEVER", declared={"dtype": ("float32",)}),

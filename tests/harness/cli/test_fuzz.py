@@ -48,13 +48,13 @@ def test_a_fault_that_needs_three_heads_is_found_and_made_small(
     (folder / "mine.py").write_text(FUNCTION)
     words = ("fuzz", "--backend", "./mine.py:Wrong", "--check", "numerics", "--maxfail", "1", "--output", "found")
     assert cli.main([*words, "--device", "cpu", "--shrink-time", "300"]) == 1
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     (file,) = (folder / "found").iterdir()
     (small,) = load_file(file).cases
     assert (small.layer.num_kv_heads, small.layer.num_heads, small.batch.num_requests) == (3, 3, 1)
     assert small.checks == ("numerics",)
-    assert re.search(r"small: 1 requests, \d new tokens, \d keys, 3 heads of \d+, 0 fields .* steps tried in", told)
-    assert f"repeat: attncheck run --backend ./mine.py:Wrong --suite found/{file.name} " in told
+    assert re.search(r"small: 1 requests, \d new tokens, \d keys, 3 heads of \d+, 0 fields .* steps tried in", printed)
+    assert f"repeat: attncheck run --backend ./mine.py:Wrong --suite found/{file.name} " in printed
     assert cli.main(["run", "./mine.py:Wrong", "--suite", str(file), "--in-process", "--no-output"]) == 1
 
 
@@ -70,13 +70,13 @@ def test_a_recorded_failure_is_made_small(folder: Path, run: Attncheck, capsys: 
     assert run("--backend", "wrong.py:Wrong", "--check", "numerics", "--output", "run.jsonl") == 1
     capsys.readouterr()
     assert cli.main(["shrink", "run.jsonl::small/decode::numerics", "--output", "found"]) == 1
-    told = capsys.readouterr().out
-    assert "found: 2 requests, 2 new tokens, 27 keys, 4 heads of 32" in told
-    assert "small: 1 requests, 1 new tokens, 1 keys, 1 heads of 1, 0 fields" in told
+    printed = capsys.readouterr().out
+    assert "found: 2 requests, 2 new tokens, 27 keys, 4 heads of 32" in printed
+    assert "small: 1 requests, 1 new tokens, 1 keys, 1 heads of 1, 0 fields" in printed
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_failure_that_is_mended_is_told(folder: Path, run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repaired_failure_is_reported(folder: Path, run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "wrong.py:Wrong", "--check", "numerics", "--output", "run.jsonl") == 1
     (folder / "wrong.py").write_text((folder / "wrong.py").read_text().replace("1.25", "1.0"))
     assert cli.main(["shrink", "run.jsonl::decode", "--output", "found"]) == 0

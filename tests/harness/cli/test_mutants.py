@@ -100,13 +100,13 @@ def test_the_text_has_the_score_the_survivors_and_what_each_check_is_worth(matri
 
 
 def test_json_has_the_same(matrix):
-    told = as_json(matrix)
-    assert (told["examined"], told["caught"], told["checks"]["lse"]) == (3, 2, {"catches": 2, "alone": ["deaf"]})
-    assert [each["not_examined"] for each in told["mutants"]][2:4] == [None, "needs triton"]
+    found = as_json(matrix)
+    assert (found["examined"], found["caught"], found["checks"]["lse"]) == (3, 2, {"catches": 2, "alone": ["deaf"]})
+    assert [each["not_examined"] for each in found["mutants"]][2:4] == [None, "needs triton"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["nowhere-*"], "no mutant matches 'nowhere-*'"),
         (["--kind", "weather"], "no mutant is of kind 'weather'; known are accident, "),
@@ -115,10 +115,10 @@ def test_json_has_the_same(matrix):
         (["--from", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
-def test_a_wrong_question_is_refused_before_a_process_starts(words, told, capsys, monkeypatch):
+def test_a_wrong_question_is_refused_before_a_process_starts(words, message, capsys, monkeypatch):
     monkeypatch.setattr("attncheck.harness.cli.mutant_groups.ProcessPoolExecutor", None)
     assert cli.main(["mutants", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_groups_hold_mutants_of_one_base_and_each_base_is_a_group():
@@ -156,9 +156,9 @@ def test_a_process_that_ends_costs_no_other_backend_its_records(suite, tmp_path)
 def test_the_command_examines_and_reads_its_run_file_again(suite, capsys):
     words = ["mutants", "sinks-ignored", "mutates-query", "--suite", suite, "--jobs", "2"]
     assert cli.main([*words, "--output", "run.jsonl"]) == 1  # no sinks there
-    told = capsys.readouterr().out
-    assert "caught: 1 of 2 mutants, 50.0 %" in told
-    assert "no false alarm of reference" in told
+    printed = capsys.readouterr().out
+    assert "caught: 1 of 2 mutants, 50.0 %" in printed
+    assert "no false alarm of reference" in printed
     assert cli.main(["mutants", "--from", "run.jsonl", "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     caught = {each["name"]: each["caught_by"] for each in found["mutants"]}

@@ -150,7 +150,7 @@ def test_nothing_is_written_through_a_link_to_nowhere(
     assert not (tmp_path / "elsewhere.py").exists()
 
 
-def test_what_stands_beside_is_not_hidden(tmp_path: Path) -> None:
+def test_modules_beside_the_new_ones_are_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "fast.py").write_text("")
     (tmp_path / "kernels").mkdir()
     for name in ("fast", "kernels"):

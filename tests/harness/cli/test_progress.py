@@ -32,7 +32,7 @@ def record(
     return Failed.model_validate(who | {"summary": "1 of 2 rows"}) if failed else Passed.model_validate(who)
 
 
-def test_lines_tell_the_first_failures_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_state_the_first_failures_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_for(30) as watcher:
         assert isinstance(watcher, ProgressLines)
         for number in range(30):
@@ -44,7 +44,7 @@ def test_lines_tell_the_first_failures_at_once(capsys: pytest.CaptureFixture[str
     assert len(lines) == progress.PRINTED_AT_ONCE
 
 
-def test_lines_say_now_and_then_how_far_it_is(
+def test_lines_state_the_progress_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(step=6.0)
@@ -77,12 +77,12 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
             watcher.see(record(0, check=check))
         watcher.see(record(1))
         watcher.see(record(0, check="timing"))
-        told = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "chosen_kernels", "timing"})
-        watcher.see(Unsupported.model_validate(told | {"outcome": "unsupported", "reasons": ["no windows"]}))
+        fields = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "chosen_kernels", "timing"})
+        watcher.see(Unsupported.model_validate(fields | {"outcome": "unsupported", "reasons": ["no windows"]}))
         for number in (1, 2):
             watcher.see(record(0, check="timing", round_number=number))
     lines = capsys.readouterr().err.splitlines()
-    # Nobody asks in later rounds what the first one did not examine: it is done with at once.
+    # Later rounds leave out what the first one did not examine, so it counts as done at once.
     assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
     assert lines[-1] == snapshot("case 8 of 8, 0 did not pass")
 
@@ -96,21 +96,21 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
         (3, 40.0, ["about 1 min left", "about 40 s left", None]),
     ],
 )
-def test_the_time_left_is_told_once_there_is_a_pace(
+def test_the_time_left_is_estimated_once_there_is_a_pace(
     cases: int, seconds_a_case: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     tally = progress.Tally(cases, 1)
-    told = []
+    times_left = []
     for number in range(len(expected)):
         now += seconds_a_case
         tally.see(record(number))
-        told.append(tally.left or None)
-    assert told == expected
+        times_left.append(tally.left or None)
+    assert times_left == expected
 
 
-def test_verbose_lines_tell_every_record(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_lines_state_every_record(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_for(30, verbose=True) as watcher:
         for number in range(30):
             watcher.see(record(number, failed=number % 2 == 0))

@@ -22,7 +22,7 @@ def run(
 ) -> None:
     """``run.jsonl``: a backend that is right with sinks, and timed; and one that ignores them."""
     monkeypatch.chdir(tmp_path)
-    asked = {
+    header_fields = {
         "suites": (SuiteInfo(name="mine", ref="mine", cases=2),),
         "checks": ("numerics", "timing"),
         "backends": (BackendInfo(name="Good", ref="Good"), BackendInfo(name="Liar", ref="Liar", features=("lse",))),
@@ -35,7 +35,7 @@ def run(
     timing = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
     write_run(
         tmp_path / "run.jsonl",
-        header.model_copy(update=asked),
+        header.model_copy(update=header_fields),
         make_record("passed", **good),
         make_record("passed", check="timing", timing=timing, **good),
         make_record("failed", finding="the sinks are ignored", concerns=("sinks",), **liar),
@@ -62,7 +62,7 @@ def test_right_backends_come_first_with_their_time(capsys: pytest.CaptureFixture
     ]
 
 
-def test_the_exit_code_says_whether_a_backend_is_right() -> None:
+def test_the_exit_code_states_whether_a_backend_is_right() -> None:
     assert recommend("--needs", "lse") == 1  # declared by one, measured of none
     assert recommend("--needs", "sinks", "--needs", "block_size=16") == 0
 
@@ -83,9 +83,9 @@ def test_a_need_that_no_case_has_is_a_wrong_question(
 
 def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommend("--needs", "sinks", "--format", "json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["needs"] == ["sinks"]
-    ((good, liar),) = (run["backends"] for run in told["runs"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["needs"] == ["sinks"]
+    ((good, liar),) = (run["backends"] for run in report["runs"])
     assert (good["backend"], good["standing"], good["right"]) == ("Good", "right", 1)
     assert good["median_ns"] == pytest.approx(2e6)
     assert (liar["backend"], liar["standing"], liar["wrong"]) == ("Liar", "wrong", 1)

@@ -23,7 +23,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
 
-def test_the_command_is_told_by_its_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_gets_the_settings_in_its_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", NOTES_ITS_ENVIRONMENT, "5"]
     assert cli.main(["record", "--output", "a.yaml", "--every", "3", "--cases", "7", "--", *command]) == 5
     assert json.loads((tmp_path / "a.yaml").read_text()) == {

@@ -30,12 +30,12 @@ def run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(STEP_SUMMARY, raising=False)
     suite = SuiteInfo(name="mine", ref="suites/mine.yaml", cases=2)
-    asked = {"suites": (suite,), "checks": ("timing",), "backends": header.backends[:1]}
+    header_fields = {"suites": (suite,), "checks": ("timing",), "backends": header.backends[:1]}
     latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 1.9e6, "high_ns": 2.1e6}
     timing = {"latencies": [latency | {"samples_ns": [2_000_000, 2_000_000], "is_settled": True}]}
     return write_run(
         tmp_path / "run.jsonl",
-        header.model_copy(update=asked),
+        header.model_copy(update=header_fields),
         make_record("passed", suite="mine", case_id="good", check="timing", timing=timing),
         make_record("failed", suite="mine", case_id="bad", check="timing"),
     )
@@ -48,10 +48,10 @@ def report(*words: str) -> int:
 @pytest.mark.parametrize("form", ["terminal", "markdown", "github"])
 def test_named_sections_alone_are_printed(run: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     assert report("--section", "verdict", "--section", "failures", "--format", form) == 0
-    told = capsys.readouterr().out
-    assert told.index("1 finding in 1 of 2 cases") < told.index("Repeat:")
-    assert "timing" in told
-    assert "median" not in told
+    printed = capsys.readouterr().out
+    assert printed.index("1 finding in 1 of 2 cases") < printed.index("Repeat:")
+    assert "timing" in printed
+    assert "median" not in printed
     assert report("--section", "graph-levels", "--format", form) == 0
     assert capsys.readouterr().out == "The run has no graph-levels.\n"
 
@@ -68,7 +68,7 @@ def test_verbose_leaves_nothing_out(run: Path, capsys: pytest.CaptureFixture[str
     assert "\nCircumstances\n" in capsys.readouterr().out
 
 
-def test_each_format_is_what_it_says(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_format_is_the_named_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def printed(form: str) -> str:
         assert report("--format", form) == 0
         return capsys.readouterr().out
@@ -77,9 +77,9 @@ def test_each_format_is_what_it_says(run: Path, capsys: pytest.CaptureFixture[st
     assert [each["group"] for each in json.loads(printed("pytest-benchmark"))["benchmarks"]] == ["mine/good forward"]
     assert printed("terminal").splitlines()[-1] == "failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed"
     assert printed("markdown").startswith("# attncheck report\n")
-    told = printed("github")
-    assert told.startswith("## attncheck: failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed\n")
-    annotation = told.splitlines()[-1]
+    summary = printed("github")
+    assert summary.startswith("## attncheck: failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed\n")
+    annotation = summary.splitlines()[-1]
     assert annotation.startswith(
         "::error file=suites/mine.yaml,title=reference%3A 7 of 40 rows::1 case, check timing%0A"
     )
@@ -96,16 +96,16 @@ def test_the_page_is_written_where_its_extra_is_installed(run: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_without_its_extra_the_page_says_what_to_install(
+def test_without_its_extra_a_message_states_what_to_install(
     run: Path, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert report("--format", "html") == 2
-    told = capsys.readouterr().err
-    assert missing in told
-    assert "pip install 'attncheck[report]'" in told
+    printed = capsys.readouterr().err
+    assert missing in printed
+    assert "pip install 'attncheck[report]'" in printed
 
 
 def test_a_step_summary_is_added_to_what_is_there(

@@ -247,7 +247,7 @@ def test_an_expected_failure_of_the_first_part_is_not_missed(cut, whole, capsys)
     assert json.loads(path.read_text().splitlines()[-1])["errors"] == json.loads(lines[-1])["errors"]
 
 
-def test_a_time_that_was_not_taken_in_the_first_round_is_not_asked_in_others(make_record):
+def test_a_time_that_was_not_taken_in_the_first_round_is_not_taken_in_others(make_record):
     taken = make_record("passed", check="timing", case_id="a")
     refused = make_record("unsupported", check="timing", case_id="b")
     found = found_in([taken, refused], rounds=3)

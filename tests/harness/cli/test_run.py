@@ -140,6 +140,6 @@ def test_what_is_printed_fits_100_columns(here: Attncheck, capsys: pytest.Captur
         assert len(line) <= 100 or line.strip().startswith("repeat: ")
 
 
-def test_a_run_that_stopped_early_says_so(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_stopped_early_is_marked(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
     assert "stopped at the first record that did not pass (--exitfirst)" in capsys.readouterr().out

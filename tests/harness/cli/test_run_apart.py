@@ -79,11 +79,11 @@ def test_what_a_backend_prints_is_shown_and_kept_with_its_failure(
     assert "printed by C" in record.output
     assert record.output.count("rows: 17") == 1
     assert "rows: 2\n" not in record.output  # of the other case
-    told = capfd.readouterr().err.splitlines()
-    assert {"Pausing | rows: 2", "Pausing | rows: 17"} <= set(told)
+    printed = capfd.readouterr().err.splitlines()
+    assert {"Pausing | rows: 2", "Pausing | rows: 17"} <= set(printed)
 
 
-def test_a_death_is_told_with_its_place_and_the_others_are_examined(
+def test_a_death_is_reported_with_its_place_and_the_others_are_examined(
     run: Attncheck, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--backend", "mine.py:Aborting", "--backend", "reference", "--case", "decode", "--case", "prefill")
@@ -139,7 +139,7 @@ def test_in_process_takes_any_selection_and_finds_the_same(run: Attncheck) -> No
     assert [case for _, case, _ in here] == ["decode", "decode", "prefill", "prefill"]
 
 
-def test_a_blind_case_is_told_once(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_blind_case_is_reported_once(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "reference", "--backend", "torch_sdpa", "--case", "blind", "--case", "decode") == 2
     assert [case for _, case, _ in outcomes()] == ["decode", "decode"]
     (error,) = read_run("out.jsonl").errors
@@ -163,10 +163,10 @@ attncheck itself failed at small/prefill: WorkerError: TypeError: 'NoneType' obj
 """)
     found = read_run("out.jsonl")
     assert found.complete
-    told = {(record.backend, record.case_id): record.outcome for record in found.records}
-    assert told.pop(("Breaking", "prefill")) == "errored"
-    assert set(told.values()) == {"passed"}
-    assert len(told) == 3
+    outcome_of = {(record.backend, record.case_id): record.outcome for record in found.records}
+    assert outcome_of.pop(("Breaking", "prefill")) == "errored"
+    assert set(outcome_of.values()) == {"passed"}
+    assert len(outcome_of) == 3
 
 
 def test_a_crash_when_stopping_at_the_first(run: Attncheck) -> None:

@@ -95,7 +95,7 @@ def test_the_runs_of_the_cache_count_together(tmp_path: Path, monkeypatch: pytes
     ]
 
 
-def test_the_newest_runs_on_this_device_say_what_checks_cost(
+def test_costs_of_checks_come_from_the_newest_runs_on_this_device(
     here: Attncheck, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2):

@@ -65,7 +65,7 @@ def test_an_allocation_far_beyond_the_limit_is_refused_and_the_error_names_it(ru
     assert isinstance(other, Passed)
 
 
-def test_one_that_prints_without_end_stops_nobody(run: Attncheck) -> None:
+def test_a_backend_that_prints_without_end_does_not_stop_a_run(run: Attncheck) -> None:
     assert run("mine.py:Printing", "reference") == 0
     assert [record.outcome for record in read_run("out.jsonl").records] == ["passed"] * 4
 

@@ -1,4 +1,4 @@
-"""Options of ``attncheck run`` as users of pytest know them: how much is asked, when it stops, what is printed."""
+"""Options of ``attncheck run`` as users of pytest know them: how much is selected, when it stops, what is printed."""
 
 import re
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def test_maxfail_counts_records_and_x_is_one(here: Attncheck, folder: Path, caps
     assert len(read_run("one.jsonl").records) == 1
 
 
-def test_last_failed_asks_what_fell_short_in_the_newest_kept_run(
+def test_last_failed_selects_what_fell_short_in_the_newest_kept_run(
     here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fails = (folder / "wrong.py").read_text().replace("mul_(1.25)", "mul_(1.25 if len(result) > 2 else 1)")

@@ -1,4 +1,4 @@
-"""``attncheck run --check timing``: rounds of fresh processes, what the run file says of them, and wrong questions."""
+"""``attncheck run --check timing``: rounds of fresh processes, their records in the run file, and wrong questions."""
 
 import inspect
 import json
@@ -102,7 +102,7 @@ def records() -> tuple[Record, ...]:
     return read_run("out.jsonl").records
 
 
-def told() -> list[tuple[str, int, str, str]]:
+def outcomes() -> list[tuple[str, int, str, str]]:
     return [(record.backend, record.round, record.case_id, record.outcome) for record in records()]
 
 
@@ -117,7 +117,7 @@ def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
     Path("known.yaml").write_text(json.dumps([entry | {"reason": "issue 9"}]))
     words = ("--backend", "mine.py:Mortal", "--backend", "mine.py:Alone", "--rounds", "2")
     assert run(*words, "--expect", "known.yaml") == 0
-    assert told() == [
+    assert outcomes() == [
         ("Mortal", 0, "decode", "passed"),
         ("Mortal", 0, "prefill", "passed"),
         ("Mortal", 0, "window", "unsupported"),
@@ -138,7 +138,7 @@ def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
 
 def test_the_first_round_that_falls_short_may_be_the_last(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "mine.py:Mortal", "--rounds", "3", "--case", "prefill", "--exitfirst") == 1
-    assert told() == [("Mortal", 0, "prefill", "passed"), ("Mortal", 1, "prefill", "crashed")]
+    assert outcomes() == [("Mortal", 0, "prefill", "passed"), ("Mortal", 1, "prefill", "crashed")]
     (crash,) = (record for record in records() if isinstance(record, Crashed))
     assert crash.stage == "check timing"
     line = next(line for line in capfd.readouterr().out.splitlines() if line.strip().startswith("repeat: "))
@@ -155,7 +155,7 @@ def test_other_checks_are_made_before_in_a_process_of_their_own(run: Attncheck) 
     assert len(set(pids())) == 2
 
 
-def test_an_interrupted_run_keeps_its_rounds_and_leaves_nobody(
+def test_an_interrupted_run_keeps_its_rounds_and_leaves_no_process(
     run: Attncheck, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     see = ProgressLines.see
@@ -183,7 +183,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_in_this_process_there_is_one_round_and_it_says_so(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
+def test_in_this_process_there_is_one_round_with_a_note(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "mine.py:Plain", "--case", "decode", "--check", "numerics", "--in-process") == 0
     found = read_run("out.jsonl")
     assert [(record.check, record.round) for record in found.records] == [("numerics", 0), ("timing", 0)]
@@ -198,7 +198,7 @@ def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
     run: Attncheck, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--backend", "mine.py:Plain", "--case", "window", "--rounds", "9") == 2
-    assert told() == [("Plain", 0, "window", "unsupported")]
+    assert outcomes() == [("Plain", 0, "window", "unsupported")]
     printed = capfd.readouterr().err
     assert "'Plain'" in printed
     assert printed == snapshot("error: no case of backend 'Plain' was examined: no windows\n")
@@ -206,7 +206,7 @@ def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
 
 def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
     assert run("--backend", "mine.py:Wrong", "--case", "prefill", "--in-process", "--dump", "dumped") == 1
-    assert told() == [("Wrong", 0, "prefill", "failed")]
+    assert outcomes() == [("Wrong", 0, "prefill", "failed")]
     assert [path.name for path in Path("dumped").iterdir()] == ["small.prefill.Wrong.seed0.pt"]
 
 
@@ -221,16 +221,16 @@ def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
 def test_options_reach_the_plan(
     run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[RunSettings] = []
+    settings_of_runs: list[RunSettings] = []
 
     def prepare(selection: Selection, refs: Any, settings: RunSettings, **keywords: Any) -> None:
-        asked.append(settings)
+        settings_of_runs.append(settings)
         raise SelectionError("enough")
 
     monkeypatch.setattr("attncheck.harness.run.preparation.prepare_run", prepare)
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
     assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
-    assert [(each.timing, each.rounds) for each in asked] == [(settings, rounds)]
+    assert [(each.timing, each.rounds) for each in settings_of_runs] == [(settings, rounds)]
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_options_reach_the_plan(
     ],
 )
 def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["run", "--suite", "small.yaml", "--device", "cpu", "--backend", "nobody.py:Nothing"]
-    assert cli.main([*asked, *words]) == 2
+    command = ["run", "--suite", "small.yaml", "--device", "cpu", "--backend", "missing.py:Nothing"]
+    assert cli.main([*command, *words]) == 2
     assert right in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""``attncheck show``: the picture of a mask is the reference's mask, and the YAML asks the same question."""
+"""``attncheck show``: the picture of a mask is the reference's mask, and the YAML is the same question."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_masks_are_those_of_the_reference() -> None:
     assert paths <= compared
 
 
-def test_the_yaml_asks_the_same(tmp_path: Path) -> None:
+def test_the_yaml_is_the_same_question(tmp_path: Path) -> None:
     for number, case in enumerate(CASES[:: max(len(CASES) // 150, 1)]):
         path = tmp_path / f"{number}.yaml"
         path.write_text(case_yaml(case), encoding="utf-8")

@@ -49,7 +49,7 @@ defaults:
 cases:
 """
 ROWS = (16, 32, 48, 64, 80, 96)
-ASKED = ("--backend", "./compiling.py:Compiling", "--suite", "rows.yaml", "--check", "numerics", "--device", "cpu")
+OPTIONS = ("--backend", "./compiling.py:Compiling", "--suite", "rows.yaml", "--check", "numerics", "--device", "cpu")
 
 
 @pytest.fixture
@@ -73,15 +73,15 @@ def compiled(folder: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_what_it_warms_is_what_a_run_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warm", *ASKED]) == 0
+    assert cli.main(["warm", *OPTIONS]) == 0
     warmed = compiled(folder)
     assert set(ROWS) <= {rows for _, rows in warmed}
-    said = re.search(r"^Compiling: 6 cases, \S+ s, processes at once: 2; kernels added: (.*)$", capsys.readouterr().out)
+    line = re.search(r"^Compiling: 6 cases, \S+ s, processes at once: 2; kernels added: (.*)$", capsys.readouterr().out)
     kernels = len({rows for _, rows in warmed})
-    assert said is not None
-    assert said[1] == f"triton {kernels}, inductor 0, flashinfer 0"
+    assert line is not None
+    assert line[1] == f"triton {kernels}, inductor 0, flashinfer 0"
     assert not list((folder / "results").iterdir())
-    assert cli.main(["run", *ASKED]) == 0
+    assert cli.main(["run", *OPTIONS]) == 0
     assert compiled(folder) == warmed
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_sees_kernels_compiled_has_others_compile_ahead(
 ) -> None:
     monkeypatch.setattr(warming, "_SLOW_S", 0.05)
     monkeypatch.setattr(supervisor, "WarmingAhead", lambda *given, is_on: WarmingAhead(*given, is_on=True))
-    assert cli.main(["run", *ASKED]) == 0
+    assert cli.main(["run", *OPTIONS]) == 0
     found = read_run(the_run(folder))
     assert [(record.case_id, record.outcome) for record in found.records] == [(f"rows-{n}", "passed") for n in ROWS]
     (first, *_) = processes = list(dict.fromkeys(process for process, _ in compiled(folder)))

@@ -134,7 +134,7 @@ def test_a_save_ends_the_round_and_what_it_wrote_is_not_kept(
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"in_process": True}, "--in-process"),
         ({"providers": ("vllm",), "checks": ()}, "--provider"),
@@ -145,8 +145,8 @@ def test_a_save_ends_the_round_and_what_it_wrote_is_not_kept(
         ({"checks": ("timing",)}, "check timing"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(mine: Path, given: dict[str, object], told: str) -> None:
-    with pytest.raises(SelectionError, match=told):
+def test_what_does_not_go_with_it_is_refused(mine: Path, given: dict[str, object], message: str) -> None:
+    with pytest.raises(SelectionError, match=message):
         watch_run(options(**given), None, color=False, keys=Script())
 
 
