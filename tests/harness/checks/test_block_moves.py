@@ -1,4 +1,4 @@
-"""Functions on pages: what is asked, in which caches, and what wrong ones are told."""
+"""Functions on pages: their arguments and caches, and the findings about wrong ones."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_what_was_found_before_stays(make_case: Any) -> None:
     assert judge(make_case(), skipped) is skipped
 
 
-def test_what_is_asked(make_case: Any) -> None:
+def test_functions_get_arguments_that_reveal_faults(make_case: Any) -> None:
     seen: dict[str, Any] = {}
 
     def copy(caches: Any, mapping: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_changed_source_is_named(make_case: Any) -> None:
     assert judge(make_case(), swap_blocks=swap) == Broken("swap_blocks changed its argument src")
 
 
-def test_pages_not_written_are_told(make_case: Any) -> None:
+def test_pages_not_written_are_found(make_case: Any) -> None:
     found = judge(make_case(), swap_blocks=lambda src, dst, mapping: None)
     assert isinstance(found, Broken)
     assert found.summary == snapshot("swap_blocks: 5 of 13 pages of dst are wrong, the first is page 3")

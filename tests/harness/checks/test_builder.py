@@ -86,9 +86,9 @@ def test_a_wait_is_a_note_or_a_broken_promise(make_case: Any, kind: str, build: 
     def waits(builder: Any, common: Any) -> None:
         build(builder, replace(common, block_table_tensor=common.block_table_tensor[:1, 0]))
 
-    told = examine(backend(waits), case)
-    assert told.outcome == "passed"
-    assert any(kind in note and "test_builder.py" in note for note in told.notes)
+    found = examine(backend(waits), case)
+    assert found.outcome == "passed"
+    assert any(kind in note and "test_builder.py" in note for note in found.notes)
     promised = examine(backend(waits, conventions=SYNC_FREE), case)
     assert promised.outcome == "failed"
     assert "sync_free_build is declared" in promised.summary
@@ -121,7 +121,7 @@ def test_a_field_that_forward_changes_is_named_without_a_cache(make_case: Any) -
     assert (record.outcome, record.summary) == ("failed", snapshot("forward changed metadata.seq_lens_cpu"))
 
 
-def test_what_raises_beside_another_builder_is_told_with_its_stage() -> None:
+def test_what_raises_beside_another_builder_is_reported_with_its_stage() -> None:
     built: list[Any] = []
 
     def build(builder: Any, _common: Any) -> None:

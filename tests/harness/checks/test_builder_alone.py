@@ -118,7 +118,7 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(builder: type[Bu
 
 
 @pytest.mark.parametrize(
-    ("builder", "said"),
+    ("builder", "summary"),
     [
         (
             Moves,
@@ -146,10 +146,10 @@ def test_a_right_builder_passes_and_no_level_is_called_measured(builder: type[Bu
         ),
     ],
 )
-def test_what_a_graph_would_read_wrongly_is_named(builder: type[Builder], said: str) -> None:
+def test_what_a_graph_would_read_wrongly_is_named(builder: type[Builder], summary: str) -> None:
     fault = found(builder, "cudagraph")
     assert isinstance(fault, Broken)
-    assert fault.summary == said
+    assert fault.summary == summary
     assert fault.graph is not None
     assert fault.graph.measured is None
 
@@ -164,7 +164,7 @@ def test_a_builder_that_promises_no_graph_is_not_captured() -> None:
     assert level.graph.probes == ()
 
 
-def test_what_a_build_changes_or_waits_for_is_told(plain: Callable[[str], str]) -> None:
+def test_what_a_build_changes_or_waits_for_is_reported(plain: Callable[[str], str]) -> None:
     assert plain(found(Writes, "builder").summary) == snapshot("build changed metadata.seq_lens")
     (note,) = found(Reads, "builder").notes
     assert plain(note) == snapshot(
@@ -172,7 +172,7 @@ def test_what_a_build_changes_or_waits_for_is_told(plain: Callable[[str], str]) 
     )
 
 
-def test_the_other_checks_say_why_they_are_not_made() -> None:
+def test_the_other_checks_state_why_they_do_not_apply() -> None:
     plan = RunPlan(cases=(CASE,), checks=("numerics", "refusals", "builder"), device="cpu")
     loaded = LoadedBackend("STATE", "STATE", backend_of(Builder), "", "")
     undeclared: Callable[..., list[str]] = staticmethod(lambda *_: [])

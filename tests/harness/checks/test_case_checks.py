@@ -119,8 +119,8 @@ def test_a_new_check_is_one_module_and_one_row(extended: Path, tmp_path: Path, p
         "  - {id: named, batch: 2q1s20, checks: [repeats]}\n"
     )
     candidates = ("--backend", "mine.py:Constant", "--backend", "mine.py:Drifting")
-    asked = ("--suite", "small.yaml", "--check", "repeats", "--device", "cpu", "--output", "run.jsonl")
-    status, printed = run("run", *candidates, *asked, "--in-process")
+    options = ("--suite", "small.yaml", "--check", "repeats", "--device", "cpu", "--output", "run.jsonl")
+    status, printed = run("run", *candidates, *options, "--in-process")
     assert status == 1, printed
     assert "repeats" in printed
     assert "elements differ in a second step" in printed

@@ -1,4 +1,4 @@
-"""Layers and paths in combinations that no suite asks: a right backend passes each, and attncheck does not stumble."""
+"""Layers and paths in combinations that are in no suite: a right backend passes each."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def test_parts_of_a_cache_that_another_layer_fills(name: str, options: Any, make
     assert outcomes(case) == {"numerics": "passed", "lse": "passed", "cache_write": "passed", "refusals": "passed"}
 
 
-def test_chunks_that_are_no_whole_pages_are_refused_by_whom_they_are_told(make_case: Any) -> None:
+def test_chunks_that_are_no_whole_pages_are_refused_by_backends_that_take_chunks(make_case: Any) -> None:
     case = by_path(make_case((3, 40), (1, 33), attn_chunk_size=24), "local")
     assert outcomes(case)["numerics"] == "passed"
     seen = outcomes(case, "torch_sdpa")
@@ -58,14 +58,14 @@ def test_queries_that_overflow_in_the_latent_space_are_no_question(make_case: An
 
 
 @pytest.mark.parametrize("modifier", [{"sliding_window": 24}, {"alibi": True}, {"attn_chunk_size": 32}])
-def test_a_prefix_is_not_told_where_the_queries_are(modifier: dict[str, Any], make_case: Any) -> None:
+def test_a_prefix_has_no_positions_of_queries(modifier: dict[str, Any], make_case: Any) -> None:
     batch = RequestSpec(query_len=9, seq_len=73, shared_prefix=32, count=2)
     case = by_path(make_case(batch, **modifier), "cascade")
     assert set(outcomes(case).values()) == {"passed"}
     assert set(outcomes(case, "flex_attention").values()) == {"unsupported"}
 
 
-def test_memory_is_asked_for_every_rank_part_code_and_projection(make_case: Any) -> None:
+def test_needed_memory_includes_every_rank_part_code_and_projection(make_case: Any) -> None:
     case = make_case((1, 500), cache={"first_block": 1000})
     alone = needed_bytes(case)
     assert needed_bytes(by_path(case, "dcp", DCPOptions(size=7))) > 7 * alone
@@ -78,7 +78,7 @@ def test_memory_is_asked_for_every_rank_part_code_and_projection(make_case: Any)
     assert needed_bytes(by_path(latent, "mla")) > 2 * 8 * 512 * 128 * 256
 
 
-def test_functions_of_a_latent_backend_are_not_asked_for_latent_layers(make_case: Any) -> None:
+def test_functions_of_a_latent_backend_are_not_examined_on_latent_layers(make_case: Any) -> None:
     layer, cache, batch = (case := by_path(make_case(), "merge")).layer, case.cache, case.batch
     assert ReferenceMLABackend.unsupported_reasons(layer, cache, batch) == []
     assert ReferenceMLABackend.unsupported_reasons(layer, cache, make_case().batch) == snapshot(

@@ -88,7 +88,7 @@ ALL = snapshot(
     ("is_wrong", "rows", "summary"),
     [
         (lambda call: call > 1, slice(None), ALL),
-        (lambda call: call > 3, slice(None), ALL),  # first in a poisoned step; the clean one after it tells
+        (lambda call: call > 3, slice(None), ALL),  # first in a poisoned step; the clean one after it differs, too
         (lambda call: call % 2 == 0, slice(None), ALL),
         (
             lambda call: call == 2,
@@ -110,7 +110,7 @@ def test_a_fault_of_some_calls_is_state_and_no_matter_of_memory(
     assert (plain(finding.summary), finding.meaning) == (summary, STATE)
 
 
-def test_a_single_slip_in_a_poisoned_step_accuses_nobody(make_case: Any) -> None:
+def test_a_single_slip_in_a_poisoned_step_is_no_finding(make_case: Any) -> None:
     def change(call: int, output: torch.Tensor, *_: Any) -> None:
         output[3] *= 0.9 if call == 4 else 1.0
 
@@ -146,7 +146,7 @@ def test_noise_hides_no_leak(make_case: Any) -> None:
     assert "40 of 40" in finding.summary
 
 
-def test_weights_of_zero_are_told_from_values_that_count(make_case: Any) -> None:
+def test_weights_of_zero_are_distinguished_from_values_that_count(make_case: Any) -> None:
     def null_page(factor: float) -> Any:
         def change(_call: int, output: torch.Tensor, caches: Any, _metadata: Any) -> None:
             output += factor * caches[1][0].float().amax().to(output.dtype)
@@ -222,7 +222,7 @@ def test_padding_rows_that_matter_are_called_so(make_case: Any) -> None:
     assert "4 of 4" in finding.summary
 
 
-def test_beside_foreign_slots_that_leak_padding_is_asked_all_the_same(make_case: Any) -> None:
+def test_beside_foreign_slots_that_leak_padding_is_examined_all_the_same(make_case: Any) -> None:
     class Impl(ReferenceImpl):
         def attend(self, *args: Any) -> None:
             super().attend(*args)

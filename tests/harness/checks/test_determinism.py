@@ -1,4 +1,4 @@
-"""The same question, the same bits; or within the budget, for a backend that says it is not deterministic."""
+"""The same question, the same bits; or within the budget, for a backend that declares that it is not deterministic."""
 
 from dataclasses import replace
 from typing import Any

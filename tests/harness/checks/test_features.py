@@ -1,4 +1,4 @@
-"""Other layers of the process: which are asked, and what is found of values that one layer fixes for all."""
+"""Other layers of the process: which are examined, and findings about values that one layer fixes for all."""
 
 from dataclasses import replace
 from typing import Any
@@ -113,7 +113,7 @@ def test_what_no_layer_reads_is_named(make_case: Any, word: str, changed: dict[s
 
 
 def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) -> None:
-    """What an impl writes to a global when it is made, the impls before it read."""
+    """An impl writes to a global when it is constructed, and earlier impls read it."""
     latest: dict[str, Any] = {}
 
     class Impl(ReferenceImpl):
@@ -133,7 +133,7 @@ def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) ->
     assert "logits_soft_cap" in found.summary
 
 
-def test_of_layers_that_are_not_declared_the_next_is_asked(make_case: Any) -> None:
+def test_an_undeclared_layer_is_replaced_by_the_next(make_case: Any) -> None:
     cases = [make_case((1, length)) for length in range(30, 60)]
     case = next(case for case in cases if "causal" in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
     assert examine(ReferenceBackend, case).notes == snapshot(("a layer with causal False in between",))
@@ -143,7 +143,7 @@ def test_of_layers_that_are_not_declared_the_next_is_asked(make_case: Any) -> No
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])
-def test_a_wider_window_is_not_asked_where_pages_behind_it_are_gone(make_case: Any, heads: int) -> None:
+def test_a_wider_window_is_not_examined_where_pages_behind_it_are_gone(make_case: Any, heads: int) -> None:
     """Pages that every row's window has left behind may be page 0: a wider one would read them."""
     case = make_case((2, 329), sliding_window=8, num_heads=heads, scale=0.03)
     batch = replace(case.batch, block_table=BlockTableSpec(null_pages=True))

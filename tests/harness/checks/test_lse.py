@@ -1,4 +1,4 @@
-"""``lse`` where a row sees nothing, and where a backend measures it otherwise and says so."""
+"""``lse`` where a row sees nothing, and where a backend declares another convention."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""FP8 caches and outputs: codes that right arithmetic reaches, the errors codes stand for, scales in explanations."""
+"""FP8 caches and outputs: codes that right arithmetic reaches, the errors of codes, scales in explanations."""
 
 from dataclasses import replace
 from typing import Any
@@ -72,7 +72,7 @@ def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(make_case: An
         ("fp8_e4m3", False, snapshot("NaN is stored as a number")),
     ],
 )
-def test_a_writer_that_makes_numbers_of_nan_is_told_so(make_case: Any, kind: str, is_cut: bool, meaning: str) -> None:
+def test_a_writer_that_makes_numbers_of_nan_is_named(make_case: Any, kind: str, is_cut: bool, meaning: str) -> None:
     class Impl(ReferenceImpl):
         def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
             limit = torch.finfo(key_cache.dtype).max
@@ -149,7 +149,7 @@ def test_a_right_codec_vouches_for_no_other_cache(make_case: Any) -> None:
         prove_codec(codec, Flat, problem)
 
 
-def test_an_infinity_stands_in_foreign_slots_where_the_format_has_one(make_case: Any) -> None:
+def test_foreign_slots_hold_an_infinity_where_the_format_has_one(make_case: Any) -> None:
     for kind, infinite in (("fp8_e5m2", True), ("fp8_e4m3", False)):
         session = Session(ReferenceBackend, build_problem(make_case(cache={"kv_cache_dtype": kind}), 0), CPU)
         assert session.pool is not None
@@ -170,7 +170,7 @@ def test_a_case_that_cannot_notice_a_scale_is_blind(make_case: Any) -> None:
         truth_of(build_problem(make_case((1, 1), cache={"kv_cache_dtype": "fp8", "k_scale": 3.0}), 0), CPU)
 
 
-def test_the_error_of_a_code_is_the_distance_to_what_it_stands_for() -> None:
+def test_the_error_of_a_code_is_the_distance_to_its_value() -> None:
     codes = OutputCodes(E4M3, 0.5)
     out = torch.tensor([0.5, 0.53, 0.56, 1e9, 0.0004, -0.0004], dtype=torch.float64)
     seen = torch.tensor([1.0, 1.0, 1.0, 448.0, 0.0, 0.0]).to(E4M3)
@@ -181,15 +181,15 @@ def test_the_error_of_a_code_is_the_distance_to_what_it_stands_for() -> None:
     assert torch.equal(codes.of(out).float(), torch.tensor([1.0, 1.0, 1.125, 448.0, 0.0, -0.0]))
 
 
-def test_the_output_scale_is_what_the_backend_is_told() -> None:
+def test_the_output_scale_is_what_the_backend_gets() -> None:
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, output_quant=OutputQuantSpec(scale=0.1))
     codes = output_codes(layer)
     assert codes is not None
     assert codes.scale == float(torch.tensor(0.1, dtype=torch.float32)) != 0.1
 
 
-class SaysNo(ReferenceImpl):
-    """Would quantise its output, but says it does not."""
+class NeverFuses(ReferenceImpl):
+    """Would quantise its output, but returns False."""
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -199,8 +199,8 @@ class SaysNo(ReferenceImpl):
     ("features", "outcome"),
     [(ReferenceBackend.features - {"output_quant"}, "passed"), (ReferenceBackend.features, "failed")],
 )
-def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], outcome: str) -> None:
-    members = {"get_impl_cls": staticmethod(lambda: SaysNo), "features": features}
+def test_an_impl_that_returns_false_refuses(make_case: Any, features: frozenset[str], outcome: str) -> None:
+    members = {"get_impl_cls": staticmethod(lambda: NeverFuses), "features": features}
     candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
     case = make_case(output_quant=OutputQuantSpec(scale=0.1))
     records = {record.check: record for record in Examiner(RunPlan(cases=(case,), backends=(candidate,))).run()}

@@ -42,7 +42,7 @@ def test_keys_may_be_refused_but_nothing_may_break(error: Exception, outcome: st
     assert getattr(record, "stage", "") == ("forward with keys for a shared cache" if outcome == "errored" else "")
 
 
-def test_changed_inputs_are_told_where_there_is_no_cache(make_case: Any) -> None:
+def test_changed_inputs_are_found_where_there_is_no_cache(make_case: Any) -> None:
     def attend(self: Any, layer: Any, query: Any, *rest: Any) -> None:
         ReferenceImpl.attend(self, layer, query, *rest)
         query.mul_(2)

@@ -1,4 +1,4 @@
-"""What a backend leaves out is asked one thing at a time, once a backend, and judged like a case of a suite."""
+"""Undeclared forms are tried one at a time, once a backend, and judged like a case of a suite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,26 +41,26 @@ def records(backend: Any, *cases: Any) -> dict[str, Any]:
     return {record.case_id: record for record in Examiner(plan).run()}
 
 
-def test_every_dimension_is_asked_by_itself(make_case: Any) -> None:
+def test_every_dimension_is_tried_by_itself(make_case: Any) -> None:
     case = make_case()
-    asked = {form.changes: form.case for form in undeclared_forms(Bare, case, "cpu")}
-    dimensions = {changes.split()[0] for changes in asked}
+    tried = {form.changes: form.case for form in undeclared_forms(Bare, case, "cpu")}
+    dimensions = {changes.split()[0] for changes in tried}
     assert dimensions == {
         *("dtype", "head_size", "head_size_v", "attn_type", "causal", "sliding_window", "logits_soft_cap", "alibi"),
         *("sinks", "output_quant", "kv_sharing", "layout", "block_size", "kv_cache_dtype"),
     }
     for form in undeclared_forms(Bare, case, "cpu"):
         assert len({reason.split(":")[0].split()[0] for reason in form.reasons}) <= 2, form
-    assert {"attn_type encoder", "attn_type encoder_only", "attn_type encoder_decoder"} <= asked.keys()
+    assert {"attn_type encoder", "attn_type encoder_only", "attn_type encoder_decoder"} <= tried.keys()
 
 
-def test_what_is_declared_is_not_asked(make_case: Any) -> None:
+def test_declared_forms_are_not_tried(make_case: Any) -> None:
     everything = type("All", (ReferenceBackend,), {"features": frozenset(FEATURES)})
     assert list(undeclared_forms(everything, make_case(), "cpu")) == []
     assert list(undeclared_forms(Bare, make_case(dtype="float32"), "cpu")) == []
 
 
-def test_forms_are_asked_with_the_first_plain_case_alone(make_case: Any) -> None:
+def test_forms_are_tried_with_the_first_plain_case_alone(make_case: Any) -> None:
     window, first, second = make_case(name="a", sliding_window=9), make_case(name="b"), make_case((1, 9), name="c")
     assert [is_plain(case) for case in (window, first, second)] == [False, True, True]
     seen = records(Bare, window, first, second)
@@ -109,19 +109,19 @@ def test_an_accident_in_one_form_fails(make_case: Any) -> None:
 
 
 def test_no_form_has_pages_of_no_token(make_case: Any) -> None:
-    asked = list[int]()
+    block_sizes = list[int]()
 
-    class Told(Bare):
+    class Recording(Bare):
         @classmethod
         def unsupported_reasons(cls, layer: Any, cache: Any, batch: Any) -> list[str]:
-            asked.append(cache.block_size)
+            block_sizes.append(cache.block_size)
             return ["no other page size"] if cache.block_size > 1 else []
 
-    assert list(undeclared_forms(Told, make_case(cache={"block_size": 1}), "cpu"))
-    assert min(asked) == 1
+    assert list(undeclared_forms(Recording, make_case(cache={"block_size": 1}), "cpu"))
+    assert min(block_sizes) == 1
 
 
-def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_raise(
+def test_a_wrong_form_is_reported_before_a_profiling_call_that_fails_and_forms_that_raise(
     plain: Callable[[str], str], make_case: Any
 ) -> None:
     class Impl(ReferenceImpl):

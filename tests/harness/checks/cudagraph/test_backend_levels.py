@@ -74,9 +74,9 @@ def plays(monkeypatch):
     return replaced
 
 
-def examined(backend, *asked, cases=CASES):
+def examined(backend, *examined_cases, cases=CASES):
     check = GraphLevelCheck(0, torch.device("cpu"))
-    return {case.id: check.examine(backend, case, lambda: cases) for case in asked}
+    return {case.id: check.examine(backend, case, lambda: cases) for case in examined_cases}
 
 
 def names(finding):

@@ -62,8 +62,8 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
     problem = build_problem(case, 0)
     shared = SharedByChecks()
     shared.get(TruthCache, lambda: Cache(CPU))
-    asked = CheckedCase(load("reference"), problem, truth_of(problem, CPU), CPU, (), shared)
-    assert isinstance(check.CHECK.run(asked), Holds)
+    checked = CheckedCase(load("reference"), problem, truth_of(problem, CPU), CPU, (), shared)
+    assert isinstance(check.CHECK.run(checked), Holds)
     assert given == [("cudagraph", False)]
 
 
@@ -80,7 +80,7 @@ def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(
     assert finding.graph.declared == declared.name
 
 
-def test_head_room_is_told():
+def test_head_room_is_noted():
     finding = judge_level(measurement(NEVER, UNIFORM, ProbeFault("wrong")))
     assert isinstance(finding, Holds)
     assert finding.notes == snapshot(("head-room: NEVER is declared, UNIFORM_BATCH measured",))
@@ -94,13 +94,13 @@ def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
     assert "a kernel the dispatcher does not see" in finding.reasons[0]
 
 
-def test_head_room_is_told_as_far_as_it_was_seen():
+def test_head_room_is_noted_as_far_as_it_was_seen():
     finding = judge_level(measurement(NEVER, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
     assert finding.notes[0] == snapshot("head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured")
 
 
-def test_how_it_was_measured_stands_beside_a_level_that_holds():
+def test_a_level_that_holds_has_a_note_on_its_measurement():
     measured = measurement(SINGLE, UNIFORM)
     noted = replace(measured, levels=measured.levels.model_copy(update={"notes": ("over numbers",)}))
     assert judge_level(noted).notes == (

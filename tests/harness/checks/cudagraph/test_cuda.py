@@ -1,6 +1,6 @@
-"""The CUDA recorder: in which order it asks torch for what, and what it says when something raises.
+"""The CUDA recorder calls torch in the right order and reports exceptions.
 
-A stand-in for torch's CUDA graphs takes down the calls; real ones are captured in ``test_cuda_real.py``.
+A fake of torch's CUDA graphs records the calls; real ones are captured in ``test_cuda_real.py``.
 """
 
 import gc
@@ -34,7 +34,7 @@ class Graph:
 
 
 class Journal(list):
-    """What was asked of the stand-in, in order; ``waits`` and ``end`` are what it raises."""
+    """The calls of the fake, in order; ``waits`` and ``end`` are what it raises."""
 
     end: Exception | None = None
     mode = 0
@@ -129,7 +129,7 @@ def journal(monkeypatch, elsewhere):
 
 
 def prepared(journal, forward=None):
-    """A ``prepare`` that takes down on which stream it was called."""
+    """A ``prepare`` that records on which stream it was called."""
 
     def prepare():
         journal.append(f"prepare on {torch.cuda.current_stream().name}")
@@ -179,15 +179,15 @@ def test_what_waits_for_the_device_is_named_with_its_line_before_anything_is_cap
 
 
 def test_a_backend_that_reads_on_the_host_only_outside_of_capture_is_captured(journal):
-    told = []
+    capturing = []
 
     def forward():
-        told.append(torch.cuda.is_current_stream_capturing())
-        if journal.mode == "error" and not told[-1]:
+        capturing.append(torch.cuda.is_current_stream_capturing())
+        if journal.mode == "error" and not capturing[-1]:
             raise RuntimeError(SYNCHRONISED)
 
     CudaRecorder(DEVICE).record(prepared(journal, forward))
-    assert told == [False, True, True]
+    assert capturing == [False, True, True]
     assert not torch.cuda.is_current_stream_capturing()
 
 
@@ -264,7 +264,7 @@ def test_a_graph_whose_capture_cannot_be_ended_outlives_its_recorder(journal, mo
     assert made[0]() is not None
 
 
-def test_what_the_capture_raises_is_told_after_it_was_ended(journal):
+def test_what_the_capture_raises_is_a_violation_after_it_was_ended(journal):
     def forward():
         if "synchronize" in journal:
             raise ValueError("no such shape\nand more")

@@ -1,4 +1,4 @@
-"""Memory held for a graph: whose it still is, what becomes of it when it is nobody's, and who writes to it then."""
+"""Memory held for a graph: who references it, what unreferenced memory becomes, and who writes to it then."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def block_of(*tensors):
         *((dtype, "zero") for dtype in (torch.int32, torch.int64, torch.uint8, torch.bool)),
     ],
 )
-def test_what_nobody_holds_becomes_nan_or_zero(dtype, spoilt):
+def test_unreferenced_memory_becomes_nan_or_zero(dtype, spoilt):
     tensor = torch.ones(6).to(dtype)
     block = block_of(tensor[2:4], tensor)
     storage = tensor.untyped_storage()

@@ -37,7 +37,7 @@ def test_a_real_host_read_is_named_and_the_next_recording_works(monkeypatch, tmp
         event.record()
         event.synchronize()
 
-    def asking():  # which no debug mode sees: only the capture fails
+    def querying():  # which no debug mode sees: only the capture fails
         event = torch.cuda.Event()
         event.record()
         event.query()
@@ -50,8 +50,8 @@ def test_a_real_host_read_is_named_and_the_next_recording_works(monkeypatch, tmp
         recorder.record(lambda: copying)
     with pytest.raises(CaptureError, match=r"^host read: event\.synchronize\(\).*in waiting$"):
         recorder.record(lambda: waiting)
-    with pytest.raises(CaptureError, match="in asking"):
-        recorder.record(lambda: asking)
+    with pytest.raises(CaptureError, match="in querying"):
+        recorder.record(lambda: querying)
     recording = recorder.record(lambda: partial(torch.add, x, x, out=out))
     x.fill_(3.0)
     recording.replay()

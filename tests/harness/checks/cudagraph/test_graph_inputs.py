@@ -1,4 +1,4 @@
-"""Buffers of a model runner: refilled in place, padded as an engine pads, dummies that can harm nobody."""
+"""Buffers of a model runner: refilled in place, padded as an engine pads, with harmless dummies."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def dummy_of(problem, bucket, *, longest=False):
     return buffers_for(problem).load(dummy_call(problem, bucket, 8, longest=longest))
 
 
-def test_a_later_step_lies_where_the_earlier_one_lay_and_says_something_else():
+def test_a_later_step_has_other_values_at_the_same_addresses():
     first, second = problem_of([(1, 9), (1, 4), (1, 5)]), problem_of([(1, 2), (1, 13), (1, 6)])
     inputs = buffers_for(first)
     earlier = inputs.load(call_of(first))
@@ -85,7 +85,7 @@ def test_dummies_are_nan_and_write_nowhere(longest, lens):
     assert all(bool(torch.isnan(rows).all()) for rows in (call.query, call.key, call.value))
 
 
-def test_a_uniform_graph_is_told_its_query_length():
+def test_a_uniform_graph_gets_its_query_length():
     problem = problem_of([(1, 9)])
     assert dummy_of(problem, Bucket(2, 6, 3)).common.max_query_len == 3
 

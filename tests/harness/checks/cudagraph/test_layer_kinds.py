@@ -93,7 +93,7 @@ def test_the_right_ones_have_their_level_on_every_layer(name, layers):
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["class"])
-def test_a_fault_is_found_on_the_layer_that_has_its_traits_and_told_by_its_cause(entry):
+def test_a_fault_is_found_on_the_layer_that_has_its_traits_and_reported_with_its_cause(entry):
     *others, broken = examined(entry["class"], *FAILING[entry["class"]])
     assert all(isinstance(finding, Holds) for finding in others), others
     assert isinstance(broken, Broken), broken

@@ -1,4 +1,4 @@
-"""The measurement of a level: what is declared, what is reached, who is asked, and how often."""
+"""The measurement of a level: what is declared and reached, which backends are measured, and how often."""
 
 from dataclasses import replace
 from enum import Enum
@@ -43,7 +43,7 @@ def questions():
 
 
 def declaring(level, base=SDPABackend, builder=SDPABuilder):
-    """``base`` whose builder says ``level``, and nothing by configuration."""
+    """``base`` whose builder declares ``level``, and nothing by configuration."""
 
     class Builder(builder):
         cudagraph_support = level
@@ -100,21 +100,21 @@ def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
 
 
 def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
-    asked = []
-    monkeypatch.setattr(backend_levels, "measure_level", lambda *args: asked.append(args[0]) or measure_level(*args))
+    measured = []
+    monkeypatch.setattr(backend_levels, "measure_level", lambda *args: measured.append(args[0]) or measure_level(*args))
     check = GraphLevelCheck(0, CPU)
     other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
     same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
     findings = [check.examine(ReferenceBackend, case) for case in (CASE, other_batch, same_cache)]
-    assert asked == [ReferenceBackend]
+    assert measured == [ReferenceBackend]
     assert findings[0] is findings[1] is findings[2]
     check.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
     check.examine(SDPABackend, CASE)
-    assert asked == [ReferenceBackend, ReferenceBackend, SDPABackend]
+    assert measured == [ReferenceBackend, ReferenceBackend, SDPABackend]
 
 
 @pytest.mark.parametrize("backend", [SDPABackend, ReferenceBackend])
-def test_who_is_right_over_nan_is_never_asked_over_anything_else(questions, monkeypatch, backend):
+def test_a_backend_that_is_right_over_nan_is_not_examined_over_finite_memory(questions, monkeypatch, backend):
     made = []
 
     class Counted(probe_play.GraphSession):

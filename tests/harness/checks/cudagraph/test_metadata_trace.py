@@ -1,4 +1,4 @@
-"""Traces tell which tensors of metadata moved and which numbers changed, and keep nothing alive."""
+"""Traces state which tensors of metadata moved and which numbers changed, and keep nothing alive."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def test_a_tensor_in_new_memory_has_moved_and_one_refilled_in_place_has_not():
     assert first.changed(later) == []
 
 
-def test_another_shape_at_the_same_address_is_told_apart_from_another_address():
+def test_another_shape_at_the_same_address_is_distinguished_from_another_address():
     buffer = torch.arange(4)
     first, later = trace(Metadata(buffer, 3)), trace(Metadata(buffer[:3], 3))
     assert first.moved(later) == []
@@ -50,7 +50,7 @@ def test_what_lies_between_two_addresses_has_a_name():
     assert trace(Metadata(other, 3)).path_of(start, end) is None
 
 
-def test_numbers_of_the_backend_s_own_stand_first_and_of_a_sequence_only_one():
+def test_numbers_of_the_backend_s_own_come_first_and_of_a_sequence_only_one():
     def metadata(longest, plan, bound):
         return SimpleNamespace(common=SimpleNamespace(max_seq_len=bound), plan=plan, longest=longest)
 
@@ -67,7 +67,7 @@ def test_a_number_that_is_no_longer_there_is_gone():
     assert text == "metadata.plan was 7 at capture and is gone now"
 
 
-def test_a_changed_number_is_told_with_both_values():
+def test_a_changed_number_is_reported_with_both_values():
     lens = torch.zeros(1)
     changed = trace(Metadata(lens, 3)).changed(trace(Metadata(lens, 8)))
     assert changed == ["metadata.longest was 3 at capture and is 8 now"]
@@ -120,7 +120,7 @@ class Endless(Mapping):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_cannot_be_looked_into_is_left_out_and_the_rest_is_told():
+def test_what_cannot_be_looked_into_is_left_out_and_the_rest_is_traced():
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     metadata = SimpleNamespace(closed=Closed(), nested=nested, number=7)
     assert trace(metadata).numbers == {"metadata.number": 7}

@@ -1,4 +1,4 @@
-"""Backends that are odd, or raise where nobody expects it: each ends as a finding, and as the right one."""
+"""Backends that are odd, or raise at unexpected places: each ends as the right finding."""
 
 from types import SimpleNamespace
 
@@ -135,18 +135,18 @@ class RaisesWatched(SDPAImpl):
 
 
 @pytest.mark.parametrize(
-    ("impl", "said"),
+    ("impl", "message"),
     [
         (Grows, "fewer than 8 rows"),
         (CopiesTooMuch, "RuntimeError: output with shape"),
         (RaisesSecond, "the second call"),
     ],
 )
-def test_what_is_raised_once_is_a_finding(impl, said):
+def test_what_is_raised_once_is_a_finding(impl, message):
     finding = examined(backend_of(impl=impl))
     assert isinstance(finding, Broken)
     assert "probe 'decode' broke: warm-up for capture raised RuntimeError: " in finding.summary
-    assert said in finding.summary
+    assert message in finding.summary
 
 
 def test_what_the_watch_causes_is_no_finding():
@@ -187,7 +187,7 @@ class FillsForCapture(SDPABuilder):
 
 
 @pytest.mark.parametrize(
-    ("impl", "said"),
+    ("impl", "summary"),
     [
         (
             ChangesAtCapture,
@@ -203,10 +203,10 @@ class FillsForCapture(SDPABuilder):
         ),
     ],
 )
-def test_what_forward_changes_of_the_metadata_at_capture_is_told(impl, said):
+def test_what_forward_changes_of_the_metadata_at_capture_is_reported(impl, summary):
     finding = examined(backend_of(impl=impl))
     assert isinstance(finding, Broken)
-    assert finding.summary == said
+    assert finding.summary == summary
 
 
 def test_a_builder_may_fill_in_the_dummies_of_a_capture():

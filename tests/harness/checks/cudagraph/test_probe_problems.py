@@ -68,7 +68,7 @@ def test_a_step_lies_in_pages_of_its_own_within_the_pool_of_its_probe(steps):
         assert problem.block_table.shape[0] == case.batch.num_requests
 
 
-def test_steps_differ_in_what_they_ask(steps):
+def test_steps_differ_in_their_queries(steps):
     questions, cases = steps
     first, second = (questions.problem(case) for case in cases[:2])
     assert not torch.equal(first.query[:1], second.query[:1])

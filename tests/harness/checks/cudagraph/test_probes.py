@@ -1,4 +1,4 @@
-"""The probes are what the levels are about: every kind of batch stands among those of its level, and fits its graph."""
+"""The probes cover the levels: every kind of batch is among those of its level, and fits its graph."""
 
 import pytest
 from hypothesis import given
@@ -89,8 +89,8 @@ def test_decodes_grow_over_the_edge_of_a_page():
 
 def test_a_prefill_is_longer_than_anything_captured():
     longest = max(max(bucket.dummy_query_lens) for probe, _ in steps(ALWAYS) for bucket in probe.buckets)
-    asked = max(q for probe, turn in steps(ALWAYS) if turn.bucket is not None for q, _ in turn.requests)
-    assert asked > longest
+    replayed = max(q for probe, turn in steps(ALWAYS) if turn.bucket is not None for q, _ in turn.requests)
+    assert replayed > longest
 
 
 def test_steps_reach_beyond_a_window_and_stay_within_it():
@@ -101,7 +101,7 @@ def test_steps_reach_beyond_a_window_and_stay_within_it():
 
 
 @pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
-def test_graphs_captured_with_the_shortest_lengths_are_asked_long_ones(level):
+def test_graphs_captured_with_the_shortest_lengths_replay_long_ones(level):
     lens = [
         seq_len
         for probe, turn in steps(level)
@@ -112,9 +112,9 @@ def test_graphs_captured_with_the_shortest_lengths_are_asked_long_ones(level):
 
 
 @pytest.mark.parametrize("level", [SINGLE, UNIFORM])
-def test_a_graph_of_many_requests_is_asked_a_batch_nearly_as_large(level):
-    asked = [len(turn.requests) for probe, turn in steps(level) if probe.buckets[turn.bucket or 0].num_reqs > 32]
-    assert max(asked) > 32
+def test_a_graph_of_many_requests_replays_a_batch_nearly_as_large(level):
+    batch_sizes = [len(turn.requests) for probe, turn in steps(level) if probe.buckets[turn.bucket or 0].num_reqs > 32]
+    assert max(batch_sizes) > 32
 
 
 def test_a_step_without_a_graph_has_more_requests_than_any_graph():

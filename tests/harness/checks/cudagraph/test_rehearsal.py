@@ -106,6 +106,6 @@ def test_the_expression_that_waited_is_named_though_another_error_came_of_it(els
     assert violation_of(caught.value) == Violation("host read", "rows.item()", where)
 
 
-def test_without_a_line_of_the_backend_the_message_stands_alone():
+def test_without_a_line_of_the_backend_the_message_has_no_place():
     assert violation_of(RuntimeError(SYNCHRONISED)) == Violation("host read", SYNCHRONISED)
     assert violation_of(RuntimeError()) == Violation("error", "RuntimeError: ")

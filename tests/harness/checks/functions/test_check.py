@@ -17,8 +17,8 @@ from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.records import Record
 
 ALL = DEFAULT_CHECKS
-# What is not asked of a function without an LSE.
-UNASKED = dict.fromkeys(("lse", "features", "determinism", "invariance", "builder", "cudagraph"), "unsupported")
+# The checks that do not apply to a function without an LSE.
+NOT_APPLICABLE = dict.fromkeys(("lse", "features", "determinism", "invariance", "builder", "cudagraph"), "unsupported")
 
 
 def offering(**functions: Callable[..., Any]) -> Any:
@@ -37,19 +37,19 @@ def outcomes(records: dict[str, Record]) -> dict[str, str]:
     return {check: record.outcome for check, record in records.items()}
 
 
-def said(record: Record) -> str:
+def summary_of(record: Record) -> str:
     assert record.outcome == "failed"
     return record.summary
 
 
-def test_who_offers_no_function_is_not_examined_and_says_why(merge_case: Any, conv_case: Any) -> None:
+def test_a_backend_without_functions_is_not_examined_and_the_reason_is_stated(merge_case: Any, conv_case: Any) -> None:
     for case, name in ((merge_case(), "merge_attn_states"), (conv_case(), "causal_conv1d")):
         for record in examine(offering(), case).values():
             assert record.outcome == "unsupported"
             assert (record.reasons, record.by) == ((f"functions() offers no {name}",), "backend")
 
 
-def test_what_the_backend_leaves_out_stands_beside_it(merge_case: Any) -> None:
+def test_what_the_backend_does_not_declare_is_the_reason(merge_case: Any) -> None:
     mine = offering(merge_attn_states=merge_attn_states)
     mine.get_supported_dtypes = staticmethod(lambda: [torch.float16])
     records = examine(mine, merge_case(dtype="float32"))
@@ -73,8 +73,8 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
         raise KeyError("line")
 
     records = examine(offering(causal_conv1d=broken), conv_case())
-    assert outcomes(records) == dict.fromkeys(ALL, "errored") | UNASKED | {"refusals": "failed"}
-    assert said(records["refusals"]) == snapshot("declared, but raised at causal_conv1d: KeyError: 'line'")
+    assert outcomes(records) == dict.fromkeys(ALL, "errored") | NOT_APPLICABLE | {"refusals": "failed"}
+    assert summary_of(records["refusals"]) == snapshot("declared, but raised at causal_conv1d: KeyError: 'line'")
     record = records["numerics"]
     assert record.outcome == "errored"
     assert record.traceback.count("File ") == 1  # that of the function, and none of the harness
@@ -98,8 +98,8 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
 )
 def test_an_answer_of_another_form_is_wrong(merge_case: Any, merge: Callable[..., Any], complaint: str) -> None:
     records = examine(offering(merge_attn_states=merge), merge_case((5, 40)))
-    assert said(records["numerics"]) == complaint
-    assert said(records["lse"]) == complaint
+    assert summary_of(records["numerics"]) == complaint
+    assert summary_of(records["lse"]) == complaint
     assert records["refusals"].outcome == "passed"
 
 
@@ -117,9 +117,9 @@ def test_changed_arguments_are_named_though_the_answer_is_right(merge_case: Any,
         return y
 
     merged = examine(offering(merge_attn_states=merge), merge_case())
-    assert said(merged["numerics"]) == snapshot("arguments were changed: lse_a, out_b")
+    assert summary_of(merged["numerics"]) == snapshot("arguments were changed: lse_a, out_b")
     convolved = examine(offering(causal_conv1d=convolve), conv_case())
-    assert said(convolved["numerics"]) == snapshot("arguments were changed: x, has_initial_state")
+    assert summary_of(convolved["numerics"]) == snapshot("arguments were changed: x, has_initial_state")
 
 
 def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any) -> None:
@@ -134,7 +134,7 @@ def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any) -
     careless = offering(merge_attn_states=multiply)
     records = examine(careless, merge_case())
     where = "reaches 40 of 40 rows, the first is row 0 (request 0, position 36)"
-    assert said(records["containment"]) == f"NaN instead of 3072 behind an LSE of -inf {where}"
+    assert summary_of(records["containment"]) == f"NaN instead of 3072 behind an LSE of -inf {where}"
 
 
 def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: Any) -> None:
@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any
     assert needed_bytes(merge_case((1, 10**6))) < 2**20  # context is only a number
 
 
-def test_a_wrong_convolution_is_told_in_rows(plain: Callable[[str], str], conv_case: Any) -> None:
+def test_a_wrong_convolution_is_reported_in_rows(plain: Callable[[str], str], conv_case: Any) -> None:
     def convolve(x: Any, *rest: Any, **options: Any) -> Any:
         y = causal_conv1d(x, *rest, **options)
         y[7] *= 1.05
@@ -168,7 +168,7 @@ def test_a_wrong_convolution_is_told_in_rows(plain: Callable[[str], str], conv_c
         return y
 
     records = examine(offering(causal_conv1d=convolve), conv_case((6, 9), (6, 20)))
-    assert plain(said(records["numerics"])) == snapshot(
+    assert plain(summary_of(records["numerics"])) == snapshot(
         "wrong in 2 of 12 rows, the first is row 7 (request 1, position 15); the largest error is ..."
     )
     assert outcomes(records)["cache_write"] == "passed"
@@ -181,7 +181,7 @@ def test_rows_of_padding_are_the_functions_own(conv_case: Any) -> None:
         return y
 
     records = examine(offering(causal_conv1d=convolve), conv_case((10, 12), padding=(1, 3)))
-    assert outcomes(records) == dict.fromkeys(ALL, "passed") | UNASKED
+    assert outcomes(records) == dict.fromkeys(ALL, "passed") | NOT_APPLICABLE
 
 
 def test_a_failure_is_dumped_with_the_tensors_of_its_question(merge_case: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The convolution asked about: the truth by hand, rubbish where nobody looks, a budget that holds honest kernels."""
+"""The problem of a convolution: the truth by hand, rubbish in unread elements, a budget that holds honest kernels."""
 
 import math
 from typing import Any

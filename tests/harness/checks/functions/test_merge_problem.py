@@ -56,10 +56,10 @@ def test_where_the_cut_decides_the_states_follow_the_lengths(merge_case: Any) ->
     assert int(problem.lse_a[4:].isneginf().sum()) > 20
     rows = problem.lse_a[:4]
     assert bool(((rows - math.log(1000)).abs() <= 2.01)[rows.isfinite() & (rows > 3)].all())
-    assert not bool((problem.lse_a[torch.isfinite(problem.lse_a)].abs() > 9.1).any())  # nothing large was asked for
+    assert not bool((problem.lse_a[torch.isfinite(problem.lse_a)].abs() > 9.1).any())  # ``inputs`` has no large states
 
 
-def test_rubbish_stands_only_in_empty_states(merge_case: Any) -> None:
+def test_rubbish_is_only_in_empty_states(merge_case: Any) -> None:
     problem = build_merge(merge_case((33, 70), dtype="float32"), 0)
     plain, other = problem.arguments(CPU), problem.arguments(CPU, 7.0)
     for state in "ab":

@@ -1,4 +1,4 @@
-"""What must not matter, told of the smallest change that does; right backends of other shapes pass."""
+"""Changes that must not matter: the smallest one that does is reported; right backends of other shapes pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_a_backend_of_rows_alone_is_handed_no_other_strides(make_case: Any) -> N
     assert len(set(seen)) > 2
 
 
-def test_a_backend_that_raises_is_told_with_what_was_changed(make_case: Any) -> None:
+def test_an_exception_is_reported_with_the_change(make_case: Any) -> None:
     def refuse(_query: Any, _key: Any, metadata: Any, _rows: Any) -> None:
         if metadata.common.max_seq_len > int(metadata.common.seq_lens.max()):
             raise ValueError("max_seq_len must be exact")

@@ -1,4 +1,4 @@
-"""The batches that come before: larger and smaller ones, which ask nothing that the case's layer cannot answer."""
+"""The batches that come before: larger and smaller ones, which need nothing beyond the case's layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -74,10 +74,10 @@ def test_cross_attention_keeps_an_encoder(make_case: Any) -> None:
     first = RequestSpec(query_len=4, seq_len=4, encoder_len=30)
     later = RequestSpec(query_len=1, seq_len=2, encoder_len=21)
     case = make_case(first, later, attn_type=AttentionType.ENCODER_DECODER)
-    asked = [
+    requests = [
         [(r.context_len > 0, r.encoder_len) for r in make(case).case.batch] for make in (batches.alike, batches.half)
     ]
-    assert asked == [[(False, 30), (True, 21)], [(True, 10), (False, 15)]]
+    assert requests == [[(False, 30), (True, 21)], [(True, 10), (False, 15)]]
 
 
 def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke() -> None:
@@ -93,5 +93,5 @@ def test_one_is_larger_and_one_smaller_and_all_occur_in_smoke() -> None:
     assert orders == {False, True}
 
 
-def test_the_choice_follows_from_what_is_asked(case: Any) -> None:
+def test_the_choice_does_not_depend_on_the_description(case: Any) -> None:
     assert batches.earlier_batches(replace(case, description="again"))[0].kind == batches.earlier_batches(case)[0].kind

@@ -199,7 +199,7 @@ def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any, mutant:
     assert any("new tokens" in line for line in found.details)
 
 
-def test_a_group_that_a_builder_refuses_is_asked_without_the_other_kind_of_layer(make_case: Any) -> None:
+def test_a_group_that_a_builder_refuses_is_examined_without_the_other_kind_of_layer(make_case: Any) -> None:
     class Refuses(ReferenceBackend):
         class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
             def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:

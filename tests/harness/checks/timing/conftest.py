@@ -1,6 +1,6 @@
 """A device that is simulated in virtual time.
 
-Work on a stream takes the nanoseconds it says, from when it was issued and what is before it in its stream is done.
+Work on a stream takes its number of nanoseconds, once it is issued and earlier work of the stream is done.
 """
 
 from dataclasses import dataclass, field
@@ -90,8 +90,8 @@ class Cached(TorchDispatchMode):
         given = list(args) + list((kwargs or {}).values())
         written = [
             tensor
-            for tensor, told in zip(given, func._schema.arguments, strict=False)
-            if told.alias_info is not None and told.alias_info.is_write
+            for tensor, argument in zip(given, func._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self.device.work(sum(tensor.nbytes for tensor in given if hasattr(tensor, "nbytes")))
         self.device.dirty_ns = sum(tensor.nbytes for tensor in written)

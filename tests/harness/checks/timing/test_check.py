@@ -24,15 +24,15 @@ CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12, dtype="float3
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """The dtypes whose ceilings were measured."""
-    asked = []
+    dtypes = []
 
     def measure_ceilings(_device, dtype, _clock, flush):
-        asked.append(dtype)
+        dtypes.append(dtype)
         flush()
         return CEILINGS
 
     monkeypatch.setattr(timing, "measure_ceilings", measure_ceilings)
-    return asked
+    return dtypes
 
 
 def steady(part, take, settings):
@@ -127,9 +127,9 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch, state, note
     assert called == [None]
 
 
-def test_kernels_are_told_on_request(question):
-    asked = TimingSettings(limit_s=60, min_samples=2, max_samples=2, kernels=True)
-    found = check_timing(load("torch_sdpa"), *question, CPU, asked)
+def test_kernels_are_recorded_on_request(question):
+    settings = TimingSettings(limit_s=60, min_samples=2, max_samples=2, kernels=True)
+    found = check_timing(load("torch_sdpa"), *question, CPU, settings)
     assert any("scaled_dot_product" in kernel.name for kernel in found.timing.kernels)
 
 
@@ -140,7 +140,7 @@ def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
     assert "time.perf_counter_ns" in found.summary
 
 
-def test_too_little_memory_is_nobodys_fault(question, monkeypatch):
+def test_too_little_memory_is_no_fault(question, monkeypatch):
     class Hungry:
         def __init__(self, *_):
             raise MemoryError("2 GiB more")
@@ -150,9 +150,9 @@ def test_too_little_memory_is_nobodys_fault(question, monkeypatch):
     assert found == NotExamined(("out of memory for the contents of several problems: 2 GiB more",), "attncheck")
 
 
-@pytest.mark.parametrize(("features", "is_asked"), [(frozenset({"cascade", "lse"}), True), (frozenset({"lse"}), False)])
-def test_a_cascade_is_timed_where_it_is_one_call(features, is_asked, make_case):
-    assert (unasked_reasons(make_case(path="cascade"), features) == ()) is is_asked
+@pytest.mark.parametrize(("features", "is_timed"), [(frozenset({"cascade", "lse"}), True), (frozenset({"lse"}), False)])
+def test_a_cascade_is_timed_where_it_is_one_call(features, is_timed, make_case):
+    assert (unasked_reasons(make_case(path="cascade"), features) == ()) is is_timed
 
 
 def test_the_kernels_that_a_library_chose_are_measured_too(question):

@@ -64,7 +64,7 @@ def test_work_left_on_another_stream_counts_to_its_end(device):
     timer = device.clock
     times = [timer.time(step) for _ in range(20)]
     assert all(420 * US <= ns <= 440 * US for ns in times)
-    assert times[-1] == close(424 * US)  # 4 us until it is issued; not the time until the host knows
+    assert times[-1] == close(424 * US)  # 4 us until it is issued; not the time until the host sees the end
     assert timer.num_late == timer.num_taken == 20 - GUARDS
 
 
@@ -79,7 +79,7 @@ def test_work_that_does_not_wait_for_the_held_stream_counts_as_well(device):
     assert device.held == []
 
 
-def test_a_host_that_is_late_twice_in_the_warm_up_accuses_nobody(device):
+def test_a_host_that_is_late_twice_in_the_warm_up_spoils_no_time(device):
     timer = device.clock
     times = []
     for number in range(20):

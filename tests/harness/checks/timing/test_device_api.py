@@ -72,7 +72,7 @@ def test_references_are_taken_before_a_backend_is_imported(tmp_path, preloaded):
 
 
 class TestCudaApi:
-    """The functions of ``torch.cuda``, replaced by stand-ins that take down what they are given."""
+    """The functions of ``torch.cuda``, replaced by fakes that record their arguments."""
 
     @pytest.fixture
     def journal(self, monkeypatch):

@@ -52,13 +52,13 @@ def test_why_it_is_slower_than_it_could_be(mask, reasons):
     assert state_of(GPU, Driver(f"1200, 1980, 88, {mask}")).throttle_reasons == reasons
 
 
-def test_a_driver_that_knows_the_older_name():
+def test_a_driver_with_the_older_name():
     driver = Driver("1410, 1410, 50, 0x0000000000000080", unknown="clocks_event_reasons")
     assert state_of(GPU, driver).throttle_reasons == ("hw_power_brake_slowdown",)
     assert len(driver.commands) == 2
 
 
-def test_what_the_driver_does_not_tell_is_none():
+def test_what_the_driver_does_not_report_is_none():
     found = state_of(GPU, Driver("[N/A], 1410, [Unknown Error], [Not Supported]"))
     assert found == DeviceState(sm_clock_mhz=None, max_sm_clock_mhz=1410, temperature_c=None)
 
@@ -88,7 +88,7 @@ def gpu(monkeypatch):
     return "cuda:0"
 
 
-def test_it_is_asked_while_the_device_is_at_work(gpu):
+def test_the_state_is_read_while_the_device_is_at_work(gpu):
     done, begun, worked = [], Event(), Event()
 
     def work():
@@ -110,7 +110,7 @@ def test_work_that_fails_under_the_question_is_the_callers(gpu):
         state_under_load(gpu, lambda: {}["gone"], lambda command: Event().wait(0.1) or None)
 
 
-def test_a_cpu_is_neither_asked_nor_put_to_work():
+def test_a_cpu_is_neither_queried_nor_put_to_work():
     driver, work = Driver("1980, 1980, 41, 0x0"), Driver("")
     assert state_under_load("cpu", work, driver) is None
     assert not driver.commands

@@ -1,4 +1,4 @@
-"""Whether a time is true: a call that spins, and knows how long it did, is timed within 2 %.
+"""Times are true: a call that spins and measures itself is timed within 2 %.
 
 Each sample is held against what the call measured itself, so that a machine that is busy makes both longer.
 """
@@ -21,7 +21,7 @@ BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "timing_fidelity.py"
 
 
 @pytest.mark.parametrize("target_us", [100, 1_000, 10_000])
-def test_a_spin_takes_as_long_as_it_says(target_us):
+def test_a_spin_takes_as_long_as_it_measures(target_us):
     clock, spent, taken = HostClock(), [], []
 
     def spin():
@@ -51,7 +51,7 @@ def fidelity(monkeypatch):
     return found
 
 
-def test_the_whole_check_tells_what_a_backend_spins(tmp_path, fidelity):
+def test_the_whole_check_measures_what_a_backend_spins(tmp_path, fidelity):
     """Of the shortest sample, which a machine that is busy has left alone."""
     suite = tmp_path / "spin.yaml"
     suite.write_text(fidelity.SPIN_SUITE)

@@ -43,17 +43,17 @@ def contents(problem):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_truth_is_that_of_the_new_contents(name, make_case):
-    made = contents(build_problem(make_case(*SMALL, **LAYERS[name]), 3))
+    source = contents(build_problem(make_case(*SMALL, **LAYERS[name]), 3))
     for _ in range(4):
-        asked = made.next()
-        anew = truth_of(asked.problem(), CPU, refuse_blindness=False)
-        rows = torch.arange(len(anew.out))
-        right, budget = asked.right(rows)
-        assert torch.allclose(right, anew.out, atol=1e-12, rtol=1e-12)
-        assert torch.equal(torch.isneginf(asked.lse(rows)), torch.isneginf(anew.lse))
-        assert torch.allclose(asked.lse(rows), anew.lse, atol=1e-10)
+        new = source.next()
+        truth = truth_of(new.problem(), CPU, refuse_blindness=False)
+        rows = torch.arange(len(truth.out))
+        right, budget = new.right(rows)
+        assert torch.allclose(right, truth.out, atol=1e-12, rtol=1e-12)
+        assert torch.equal(torch.isneginf(new.lse(rows)), torch.isneginf(truth.lse))
+        assert torch.allclose(new.lse(rows), truth.lse, atol=1e-10)
         # What an honest run loses is luck; that it may lose it is a matter of sizes, which stay.
-        assert float((budget.norm / anew.budget.norm).log2().abs().max()) < 1
+        assert float((budget.norm / truth.budget.norm).log2().abs().max()) < 1
 
 
 def test_rows_that_several_requests_share_stay_shared(make_case):
@@ -78,14 +78,14 @@ def test_latent_rows_turn_their_sign_by_request_unless_requests_share_rows(make_
 
 
 def test_nothing_is_repeated_and_the_answers_differ(make_case):
-    made = contents(build_problem(make_case(*SMALL), 0))
-    asked = [made.next() for _ in range(20)]
-    for one, other in pairwise(asked):
+    source = contents(build_problem(make_case(*SMALL), 0))
+    all_new = [source.next() for _ in range(20)]
+    for one, other in pairwise(all_new):
         assert one.base is not other.base  # so that scores differ, too
-    queries = {one.problem().query.view(torch.uint8).numpy().tobytes() for one in asked}
+    queries = {one.problem().query.view(torch.uint8).numpy().tobytes() for one in all_new}
     assert len(queries) == 20
-    rows = torch.arange(len(asked[0].base.truth.out))
-    assert len({one.right(rows)[0].numpy().tobytes() for one in asked}) == 20
+    rows = torch.arange(len(all_new[0].base.truth.out))
+    assert len({one.right(rows)[0].numpy().tobytes() for one in all_new}) == 20
 
 
 @pytest.mark.parametrize("at_least", [1, 2])
@@ -158,14 +158,14 @@ def test_keys_change_places_where_no_modifier_counts_them(layer, moves, make_cas
     assert list(BaseProblem(problem, truth_of(problem, CPU, refuse_blindness=False)).movable) == moves
 
 
-def test_the_right_answer_is_nowhere_before_it_is_asked_for(make_case):
-    made = contents(build_problem(make_case(*SMALL), 0))
-    asked = made.next()
-    asked.problem()
-    rows = torch.arange(len(asked.base.truth.out))
+def test_the_right_answer_is_nowhere_before_it_is_requested(make_case):
+    source = contents(build_problem(make_case(*SMALL), 0))
+    new = source.next()
+    new.problem()
+    rows = torch.arange(len(new.base.truth.out))
     alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.float64]
-    right, _ = asked.right(rows)
-    assert any(torch.equal(asked.base.truth.out, each) for each in alive)  # the untwisted one is
+    right, _ = new.right(rows)
+    assert any(torch.equal(new.base.truth.out, each) for each in alive)  # the untwisted one is
     assert not any(each.shape == right.shape and torch.equal(each, right) for each in alive)
 
 

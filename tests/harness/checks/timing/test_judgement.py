@@ -1,4 +1,4 @@
-"""What an answer under the clock is told, by answers made by hand."""
+"""The judgement of answers under the clock, by answers written by hand."""
 
 import pytest
 import torch
@@ -30,11 +30,11 @@ class Bench:
         self.rows = torch.arange(len(problem.query))
         self.dtype = problem.dtype
 
-    def right(self, asked):
-        return asked.right(self.rows)[0].to(self.dtype)
+    def right(self, contents):
+        return contents.right(self.rows)[0].to(self.dtype)
 
-    def put(self, asked, output, lse=None, live=None):
-        self.judge.judge(asked, self.rows, TimedAnswer(output.clone(), lse, output if live is None else live))
+    def put(self, contents, output, lse=None, live=None):
+        self.judge.judge(contents, self.rows, TimedAnswer(output.clone(), lse, output if live is None else live))
 
     def refusal(self, *arguments, **keywords):
         with pytest.raises(UntrustworthyTimeError) as caught:
@@ -50,8 +50,8 @@ def bench(make_case, monkeypatch):
 
 def test_right_answers_pass(bench):
     for _ in range(5):
-        asked = bench.source.next()
-        bench.put(asked, bench.right(asked))
+        contents = bench.source.next()
+        bench.put(contents, bench.right(contents))
         bench.judge.require_unchanged()
     bench.judge.finish()
     assert bench.judge.worst <= 1
@@ -60,8 +60,8 @@ def test_right_answers_pass(bench):
 
 def test_the_answer_of_an_earlier_call_is_known_again(plain, bench):
     earlier = [bench.source.next() for _ in range(3)]
-    for asked in earlier:
-        bench.put(asked, bench.right(asked))
+    for contents in earlier:
+        bench.put(contents, bench.right(contents))
     found = bench.refusal(bench.source.next(), bench.right(earlier[1]))
     assert plain(found.meaning) == snapshot(
         "it is the right answer to the contents of 2 calls before: results are kept, and found again by address or by a fingerprint of the inputs"
@@ -72,37 +72,37 @@ def test_the_answer_of_an_earlier_call_is_known_again(plain, bench):
     found = bench.refusal(bench.source.next(), bench.right(earlier[2]))
 
 
-def test_an_output_nobody_wrote_is_told_from_a_wrong_one(bench):
+def test_an_unwritten_output_is_distinguished_from_a_wrong_one(bench):
     out = GuardedBuffer((5, 8, 64), 5, torch.float32, CPU)
     assert "nothing was written" in bench.refusal(bench.source.next(), out.rows).meaning
-    asked = bench.source.next()
-    found = bench.refusal(asked, torch.zeros_like(bench.right(asked)))
+    contents = bench.source.next()
+    found = bench.refusal(contents, torch.zeros_like(bench.right(contents)))
     assert found.meaning is None
     assert found.figures["rows_wrong"] == 5
 
 
-def test_an_output_that_comes_later_is_told(bench, monkeypatch):
-    asked = bench.source.next()
-    live = torch.zeros_like(bench.right(asked))
-    monkeypatch.setattr(judgement, "sleep", lambda _seconds: live.copy_(bench.right(asked)))
-    assert bench.refusal(asked, torch.zeros_like(live), live=live).meaning == snapshot(
+def test_an_output_that_comes_later_is_found(bench, monkeypatch):
+    contents = bench.source.next()
+    live = torch.zeros_like(bench.right(contents))
+    monkeypatch.setattr(judgement, "sleep", lambda _seconds: live.copy_(bench.right(contents)))
+    assert bench.refusal(contents, torch.zeros_like(live), live=live).meaning == snapshot(
         "the output was written after the clock had stopped: work is left to a thread, or another stream"
     )
 
 
 def test_a_right_output_has_to_stay(bench):
-    asked = bench.source.next()
-    live = bench.right(asked)
-    bench.put(asked, live)
+    contents = bench.source.next()
+    live = bench.right(contents)
+    bench.put(contents, live)
     live[0] += 1
     with pytest.raises(UntrustworthyTimeError) as refused:
         bench.judge.require_unchanged()
     assert str(refused.value) == snapshot("forward: the output changed after the clock had stopped")
 
 
-def test_a_lower_precision_is_told(bench):
-    asked = bench.source.next()
-    found = bench.refusal(asked, bench.right(asked).bfloat16().float())
+def test_a_lower_precision_is_named(bench):
+    contents = bench.source.next()
+    found = bench.refusal(contents, bench.right(contents).bfloat16().float())
     assert found.meaning == snapshot(
         "it is near the right answer: under the clock a lower precision than the layer's, or a shortcut"
     )
@@ -112,39 +112,39 @@ def test_a_lower_precision_is_told(bench):
 @pytest.mark.parametrize(("budgets", "is_wrong"), [(0.8, False), (1.2, True)])
 def test_the_budget_is_that_of_numerics(budgets, is_wrong, make_case):
     bench = Bench(make_case((1, 21), (4, 19), dtype="float32"))
-    asked = bench.source.next()
-    right, budget = asked.right(bench.rows)
+    contents = bench.source.next()
+    right, budget = contents.right(bench.rows)
     off = right.clone()
     off[3, 2, 7] += budgets * min(float(budget.norm[3, 2]), float(budget.peak[3, 2]))
     if is_wrong:
-        assert "row 3" in bench.refusal(asked, off.float()).summary
+        assert "row 3" in bench.refusal(contents, off.float()).summary
     else:
-        bench.put(asked, off.float())
+        bench.put(contents, off.float())
         assert bench.judge.worst == pytest.approx(budgets, rel=0.1)
 
 
 def test_a_wrong_lse_is_an_answer_too(bench):
-    asked = bench.source.next()
-    lse = asked.lse(bench.rows)
-    bench.put(asked, bench.right(asked), lse.float())
-    found = bench.refusal(asked, bench.right(asked), (lse + 0.1).float())
+    contents = bench.source.next()
+    lse = contents.lse(bench.rows)
+    bench.put(contents, bench.right(contents), lse.float())
+    found = bench.refusal(contents, bench.right(contents), (lse + 0.1).float())
     assert found.summary == snapshot("forward: call 2 left a wrong LSE: 5 rows")
 
 
 def test_an_lse_is_taken_in_its_own_base(make_case):
     bench = Bench(make_case((1, 21), (4, 19), dtype="float32"), Conventions(lse_base="2"))
-    asked = bench.source.next()
-    bench.put(asked, bench.right(asked), (asked.lse(bench.rows) * 1.4426950408889634).float())
+    contents = bench.source.next()
+    bench.put(contents, bench.right(contents), (contents.lse(bench.rows) * 1.4426950408889634).float())
 
 
 def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch):
     monkeypatch.setattr(judgement, "JUDGED_ELEMENTS", 2 * 8 * 64)
     monkeypatch.setattr(bench.source, "random_indices", lambda count, limit: torch.arange(min(count, limit)))
-    asked = bench.source.next()
-    bench.put(asked, bench.right(asked))
-    wrong = bench.right(asked)
+    contents = bench.source.next()
+    bench.put(contents, bench.right(contents))
+    wrong = bench.right(contents)
     wrong[4] = 0
-    bench.put(asked, wrong)  # one of the rows that are not looked at
+    bench.put(contents, wrong)  # one of the rows that are not looked at
     assert plain(bench.judge.notes[0]) == snapshot(
         "forward: 2 of 5 rows were judged after each call, chosen at random; all after the first and last"
     )
@@ -157,7 +157,7 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
     assert "1 of 5" in str(refused.value)
     first = AnswerJudge("forward", bench.source, Conventions())
     with pytest.raises(UntrustworthyTimeError):
-        first.judge(asked, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
+        first.judge(contents, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
 
 
 class Own(torch.Tensor):

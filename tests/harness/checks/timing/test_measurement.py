@@ -55,7 +55,7 @@ def raising(condition):
     return type("Raising", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
 
 
-def test_a_part_that_is_not_served_is_left_out_and_said(measure):
+def test_a_part_that_is_not_served_is_left_out_and_noted(measure):
     made = measure(refusing(lambda batch: batch.max_query_len == 1))
     assert [latency.part for latency in made.latencies()] == ["forward", "build", "prefill"]
     assert made.notes == snapshot(
@@ -63,7 +63,7 @@ def test_a_part_that_is_not_served_is_left_out_and_said(measure):
     )
 
 
-def test_what_is_raised_at_a_part_says_which(measure):
+def test_an_exception_at_a_part_names_it(measure):
     made = measure(raising(lambda common: common.num_reqs == 2))
     with pytest.raises(StageError) as caught:
         made.latencies()
@@ -72,7 +72,7 @@ def test_what_is_raised_at_a_part_says_which(measure):
     )
 
 
-def test_what_is_raised_at_a_neighbour_says_which(measure):
+def test_an_exception_at_a_neighbour_names_it(measure):
     made = measure(raising(lambda common: int(common.seq_lens.max()) == 39))
     with pytest.raises(StageError) as caught:
         made.compare_neighbours()
@@ -181,7 +181,7 @@ class TestNeighbours:
         assert str(caught.value) == snapshot("forward takes 3 times as long where requests are 8 tokens shorter")
         assert "special-cased" in caught.value.finding.meaning
 
-    def test_without_neighbours_nothing_is_said(self, measure, seen):
+    def test_without_neighbours_there_is_no_note(self, measure, seen):
         distances = seen()
         made = measure(requests=((1, 1),))
         made.compare_neighbours()

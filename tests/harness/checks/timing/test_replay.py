@@ -1,4 +1,4 @@
-"""Graphs under the clock, by a recorder that stands for CUDA's: what it captures it plays again."""
+"""Graphs under the clock, with a fake recorder in place of CUDA's: it replays what it captures."""
 
 from dataclasses import replace
 
@@ -140,7 +140,7 @@ def test_a_replay_is_judged_like_any_other_call(plain, make_case):
     )
 
 
-def test_where_no_graph_comes_about_forward_is_timed_and_it_is_said(make_case):
+def test_where_no_graph_comes_about_forward_is_timed_and_it_is_noted(make_case):
     recorder = Recorder(CaptureError((Violation("host read", ".item()"),)))
     step, _ = timed(Graphed, recorder, make_case)
     step.take()
@@ -152,24 +152,24 @@ def test_where_no_graph_comes_about_forward_is_timed_and_it_is_said(make_case):
 
 
 def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
-    told = []
+    capture_sizes = []
 
-    class Told(Builder):
+    class RecordingBuilder(Builder):
         def __init__(self, spec, names, config, device):
             super().__init__(spec, names, config, device)
-            told.append(config.compilation_config.cudagraph_capture_sizes)
+            capture_sizes.append(config.compilation_config.cudagraph_capture_sizes)
 
-    backend = type("Told", (Graphed,), {"Builder": Told})
+    backend = type("Recording", (Graphed,), {"Builder": RecordingBuilder})
     problem = build_problem(make_case((1, 21), (4, 40), (1, 17), padding=(1, 3), dtype="float32"), 0)
     decodes = measurement.parts_of(problem)["decode"].case.batch
-    monkeypatch.setattr(measurement.TimingMeasurement, "_is_replayed", lambda _self, asked: asked.case.batch == decodes)
+    monkeypatch.setattr(measurement.TimingMeasurement, "_is_replayed", lambda _self, part: part.case.batch == decodes)
     monkeypatch.setattr(measurement, "recorder_for", lambda _device: Recorder())
     settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
-    bench = TimingConditions(CPU, settings, lambda _part, take, asked: sample(take, asked), CacheFlush(CPU))
-    made = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
-    clocks = {latency.part: latency.clock for latency in made.latencies()}
+    bench = TimingConditions(CPU, settings, lambda _part, take, limits: sample(take, limits), CacheFlush(CPU))
+    timing_measurement = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
+    clocks = {latency.part: latency.clock for latency in timing_measurement.latencies()}
     assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}
-    assert told[0] == [2]  # the decodes, without padding
+    assert capture_sizes[0] == [2]  # the decodes, without padding
 
 
 @pytest.mark.parametrize(

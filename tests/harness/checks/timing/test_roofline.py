@@ -139,7 +139,7 @@ def test_a_trees_rows_see_their_ancestors(contexts, window):
 
 
 @given(st.lists(st.tuples(st.integers(3, 9), st.integers(0, 9)), min_size=1, max_size=3), st.integers(1, 2))
-def test_fast_prefill_asks_the_last_rows_and_writes_nothing(pairs, rows):
+def test_fast_prefill_computes_the_last_rows_and_writes_nothing(pairs, rows):
     path = PathSpec(name="fast_prefill", options=FastPrefillOptions(rows=rows))
     agrees(case_of(*((q, q + context) for q, context in pairs), path=path))
 
@@ -176,7 +176,7 @@ def test_a_latent_prefill_is_counted_in_its_naive_form():
     assert work_of(case).flops == 2 * (1000 * WEIGHTS + 128 * 500_500 * (192 + 128))
 
 
-def test_padding_asks_for_nothing(make_case):
+def test_padding_needs_no_work(make_case):
     plain, padded = make_case((1, 30)), make_case((1, 30), padding=(3, 5))
     assert work_of(plain) == work_of(padded)
 
@@ -197,9 +197,9 @@ def test_two_halves_of_a_batch_come_to_the_whole(make_case):
 
 def test_every_built_in_case_of_attention_has_work():
     cases = [case for name in suite_names() for case in load_suite(name)]
-    asked = [case for case in cases if case.batch.path.name not in ("merge", "causal_conv1d")]
-    assert len(asked) > 200
-    for case in asked:
+    attention_cases = [case for case in cases if case.batch.path.name not in ("merge", "causal_conv1d")]
+    assert len(attention_cases) > 200
+    for case in attention_cases:
         work = work_of(case)
         rows = case.batch.num_tokens * case.layer.num_heads
         assert work.moved_bytes > rows, case.key
@@ -251,7 +251,7 @@ def test_rates_are_of_the_shortest_call_and_copies_count_twice(measured):
     assert found.dtype == "float32"
 
 
-def test_what_is_slow_is_asked_for_less(measured):
+def test_what_is_slow_is_measured_at_smaller_sizes(measured):
     """A product of float16 without instructions for it: 0.1 flops a nanosecond."""
 
     def times(number, result):

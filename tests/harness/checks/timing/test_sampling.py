@@ -56,7 +56,7 @@ def test_noisier_samples_take_more():
     assert steady < noise <= 200
 
 
-def test_the_interval_was_as_narrow_as_asked_for():
+def test_the_interval_was_as_narrow_as_requested():
     found = Bench(noisy(10_000, 0.05)).sample(max_samples=1000, relative_width=0.02)
     assert found.is_settled
     assert found.high_ns - found.low_ns <= 0.02 * found.median_ns
@@ -159,7 +159,7 @@ def test_more_samples_make_it_narrower():
     assert many < few / 2
 
 
-def test_one_sample_says_what_it_is():
+def test_the_interval_of_one_sample_is_that_sample():
     assert median_interval([7]) == (7, 7)
     assert median_interval([7, 7, 7]) == (7, 7)
 

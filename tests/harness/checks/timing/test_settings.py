@@ -1,4 +1,4 @@
-"""Settings with which nothing could be measured are refused, whoever gives them."""
+"""Settings with which nothing could be measured are refused."""
 
 import math
 
@@ -9,7 +9,7 @@ from attncheck.harness.checks.timing.settings import TimingSettings
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"limit_s": -1.0}, "a time limit of -1.0 s"),
         ({"limit_s": math.inf}, "a time limit of inf s"),
@@ -19,8 +19,8 @@ from attncheck.harness.checks.timing.settings import TimingSettings
         ({"min_samples": 5, "max_samples": 4}, "5 to 4 samples"),
     ],
 )
-def test_what_measures_nothing_is_refused(wrong: dict[str, float], told: str) -> None:
-    with pytest.raises(QuestionError, match=told):
+def test_what_measures_nothing_is_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
         TimingSettings(**wrong)  # type: ignore[arg-type]
 
 

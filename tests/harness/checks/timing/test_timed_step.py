@@ -1,4 +1,4 @@
-"""In which order a timed step goes, what its clock sees, and what is asked of each call."""
+"""The order of a timed step, what its clock sees, and what each call must do."""
 
 import pytest
 import torch
@@ -212,7 +212,7 @@ def test_one_call_can_be_looked_at_by_other_means(case):
     assert calls == []
     bare()
     assert calls == [False]
-    step.finish()  # what it left in the buffer is nobody's answer
+    step.finish()  # what it left in the buffer is not judged
 
 
 def test_what_an_empty_pair_of_events_takes_is_no_part_of_a_time(case, device):

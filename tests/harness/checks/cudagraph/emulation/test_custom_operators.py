@@ -64,7 +64,7 @@ def test_hidden_work_inside_an_operator_is_done_again() -> None:
         assert out.tolist() == [4.0 * factor, 5.0 * factor, 6.0 * factor]
 
 
-def test_what_a_hidden_operator_is_given_on_the_host_is_frozen_and_told() -> None:
+def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
     recorder, (out, twin) = EmulatedRecorder(), buffers()
     recorder.mark_host(twin)
     recording = recorder.record(lambda: lambda: by_address(out, twin))
@@ -91,7 +91,7 @@ def converts(out: Tensor, x: Tensor) -> None:
     out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
 
 
-def test_operators_that_copy_or_not_are_told_apart_inside_an_operator() -> None:
+def test_operators_that_copy_or_not_are_distinguished_inside_an_operator() -> None:
     out, x = buffers()
     recording = recorded(converts, out, x)
     assert recording.released() == ()
@@ -100,7 +100,7 @@ def test_operators_that_copy_or_not_are_told_apart_inside_an_operator() -> None:
     assert out.tolist() == [4.0, 5.0, 6.0]
 
 
-def test_operators_that_copy_or_not_are_told_apart_in_inference_mode() -> None:
+def test_operators_that_copy_or_not_are_distinguished_in_inference_mode() -> None:
     out, x = buffers()
 
     def forward() -> None:

@@ -1,4 +1,4 @@
-"""What the emulated recorder says where code raises, and that it leaves torch as it was."""
+"""The emulated recorder reports code that raises, and leaves torch unchanged."""
 
 from collections.abc import Callable, Iterator
 

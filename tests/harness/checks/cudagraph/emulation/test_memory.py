@@ -1,4 +1,4 @@
-"""What a recording says of the memory it uses: what it was given, and what nobody else holds any more."""
+"""A recording names the memory it uses: its inputs, and memory without another reference."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ def metadata_of_each_build(x: torch.Tensor, out: torch.Tensor, keep: list[object
     return lambda: out.copy_(x[metadata.order])
 
 
-def test_metadata_that_nobody_keeps_are_released_memory() -> None:
+def test_metadata_without_a_reference_are_released_memory() -> None:
     x, out = torch.ones(3, 4), torch.zeros(3, 4)
     kept: list[object] = []
     recording = EmulatedRecorder().record(lambda: metadata_of_each_build(x, out, kept))
@@ -151,13 +151,13 @@ def test_the_account_lets_memory_go_and_confuses_no_address() -> None:
     assert not host.holds(kept)
 
 
-def test_what_is_read_of_the_host_is_told_and_no_violation() -> None:
+def test_a_host_read_is_recorded_and_no_violation() -> None:
     recorder, lens, out = EmulatedRecorder(), torch.tensor([2, 5]), torch.zeros(2)
     recorder.mark_host(lens)
     recording = recorder.record(lambda: lambda: out.fill_(int(lens.max())))
-    (told,) = recording.host_reads()
-    assert told.startswith("int() at ")
-    assert "test_memory.py" in told
+    (host_read,) = recording.host_reads()
+    assert host_read.startswith("int() at ")
+    assert "test_memory.py" in host_read
     assert recorder.record(lambda: lambda: out.fill_(1)).host_reads() == ()
 
 

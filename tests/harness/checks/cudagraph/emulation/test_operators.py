@@ -60,7 +60,7 @@ def test_what_an_operator_does_is_not_done_twice() -> None:
     assert out.tolist() == [[3.0, 3.0]] * 3  # the warm-up, the recording, the replay
 
 
-def test_what_an_operator_returns_stands_where_it_stood() -> None:
+def test_the_outputs_of_an_operator_keep_their_order() -> None:
     x, _, out = buffers()
 
     def forward() -> None:
@@ -73,7 +73,7 @@ def test_what_an_operator_returns_stands_where_it_stood() -> None:
     assert torch.equal(out, torch.full_like(out, 0.5).sin() ** 2 + torch.full_like(out, 0.5).cos())
 
 
-def test_reads_within_an_operator_are_told_with_its_own_line() -> None:
+def test_reads_within_an_operator_are_reported_with_its_own_line() -> None:
     x, lens, _ = buffers()
     with pytest.raises(CaptureError) as caught:
         EmulatedRecorder().record(lambda: lambda: reading(x, lens))
@@ -125,7 +125,7 @@ def test_operators_registered_by_hand_are_watched_as_well(
 
 
 def interpreter() -> ModuleType:
-    """A module that stands for Triton's interpreter: it fetches arguments, runs the kernel, and puts them back."""
+    """A module in place of Triton's interpreter: it fetches arguments, runs the kernel, and writes them back."""
     module = ModuleType("triton.runtime.pretended")
     source = (
         "def launch(kernel, *tensors):\n"

@@ -173,7 +173,7 @@ def test_a_composite_of_python_stays_what_it_is_made_of():
     assert first_used(recording).startswith("aten.add at ")
 
 
-def test_an_opaque_step_writes_what_it_writes_whatever_its_schema_says():
+def test_an_opaque_step_writes_what_it_writes_whatever_its_schema_declares():
     x, out = torch.ones(2), torch.zeros(2)
     recording = recorded(lambda: torch.ops.attncheck_unseen.undeclared(x, out))
     x.fill_(3)

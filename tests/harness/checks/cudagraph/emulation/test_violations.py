@@ -1,4 +1,4 @@
-"""What a graph cannot hold is told with its kind, its call and its line; what it can hold raises no alarm."""
+"""Calls that a graph cannot hold are reported with kind, call and line; other calls are not."""
 
 import operator
 import statistics
@@ -76,7 +76,7 @@ HOST_READS: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("call", HOST_READS)
-def test_reads_on_the_host_are_told(call: str) -> None:
+def test_reads_on_the_host_are_violations(call: str) -> None:
     assert [(v.kind, v.call) for v in violations(HOST_READS[call])] == [("host read", call.strip())]
 
 
@@ -96,7 +96,7 @@ DYNAMIC: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("call", DYNAMIC)
-def test_shapes_that_depend_on_data_are_told(call: str) -> None:
+def test_shapes_that_depend_on_data_are_violations(call: str) -> None:
     assert {(v.kind, v.call) for v in violations(DYNAMIC[call])} == {("data-dependent shape", call.strip())}
 
 
@@ -121,7 +121,7 @@ HOST_COPIES: dict[str, Callable[[SimpleNamespace], object]] = {
 
 
 @pytest.mark.parametrize("call", HOST_COPIES)
-def test_copies_from_the_host_are_told(call: str) -> None:
+def test_copies_from_the_host_are_violations(call: str) -> None:
     assert {(v.kind, v.call) for v in violations(HOST_COPIES[call])} == {("host copy", call.strip())}
 
 
@@ -180,7 +180,7 @@ def twice(b: SimpleNamespace) -> None:
     b.x[b.mask]
 
 
-def test_everything_is_told_in_its_order_and_each_line_once() -> None:
+def test_violations_are_in_order_and_each_line_once() -> None:
     first = twice.__code__.co_firstlineno
     found = violations(twice)
     where = [f"{HERE.relative_to(Path.cwd())}:{first + line} in twice" for line in (2, 3, 4)]
@@ -232,7 +232,7 @@ def test_what_a_warm_up_reads_is_no_violation() -> None:
     assert len(runs) == 2
 
 
-def test_memory_is_told_apart_by_how_it_was_made() -> None:
+def test_memory_is_distinguished_by_how_it_was_allocated() -> None:
     recorder, device = EmulatedRecorder(), torch.device("cpu")
     with recorder.watching():
         host = torch.arange(3)
