@@ -94,7 +94,8 @@ def _parse_segment(segment: str, text: str, start: int) -> RequestSpec:
             f"s counts all tokens, and {seq_len} are fewer than the {query_len} new ones",
             text=text,
             position=start + match.start("s") - 1,
-            allowed=f"write {match['count'] or ''}q{query_len}s{query_len + seq_len} for {seq_len} tokens of context, or use the list form",
+            allowed=f"write {match['count'] or ''}q{query_len}s{query_len + seq_len} for {seq_len} tokens of context, "
+            "or use the list form",
         )
     return RequestSpec(query_len=query_len, seq_len=seq_len, count=count)
 

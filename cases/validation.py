@@ -102,7 +102,7 @@ def text_of(tree: Tree, what: str) -> str:
 
 
 def names_of(tree: Tree, kind: str, known: Sequence[str], former: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a list of distinct names from ``known`` or ``former``; raise :class:`CaseFileError` for any other value."""
+    """Return a list of distinct names from ``known`` or ``former``; raise CaseFileError for any other value."""
     if not isinstance(tree, Items):
         raise tree.place.fault(
             f"a list of names belongs here, and this is {describe(tree)}",

@@ -151,7 +151,11 @@ _OWN_FIELDS: dict[str, dict[str, Any]] = {
     "failed": {"summary": "7 of 40 rows", "figures": {"rows": 40, "worst_budget": 18.4}},
     "errored": {"stage": "forward", "error_type": "RuntimeError", "message": "no such kernel"},
     "crashed": {"stage": "check numerics", "cause": "killed by SIGABRT"},
-    "timed_out": {"stage": "check lse", "cause": "no answer within the time limit; the limit was 3 s", "limit_s": 3.0},
+    "timed_out": {
+        "stage": "check lse",
+        "cause": "not finished within the time limit; the limit was 3 s",
+        "limit_s": 3.0,
+    },
     "unsupported": {"reasons": ["head_size 80 is not one of 64, 128"]},
     "unavailable": {"reasons": ["needs CUDA"]},
     "xfailed": {"underlying": "failed", "summary": "7 of 40 rows", "reason": "known"},

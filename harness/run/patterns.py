@@ -123,7 +123,8 @@ def cases_by_keywords(cases: Sequence[Case], expression: str) -> tuple[Case, ...
     unknown = [word for word in sorted(words) if not any(word.lower() in text for text in texts.values())]
     near = [each[0] for word in unknown if (each := get_close_matches(word.lower(), sorted(known), n=1))]
     hint = f"; did you mean {near[0].replace(':', '=')!r}?" if near else ""
-    raise SelectionError(f"-k {shorten(expression)} matches no id, description or need of the {len(cases)} cases that the other options select{hint}")
+    searched = f"matches no id, description or need of the {len(cases)} cases that the other options select"
+    raise SelectionError(f"-k {shorten(expression)} {searched}{hint}")
 
 
 def _searched(case: Case) -> str:

@@ -210,7 +210,9 @@ def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
         return None
     left = tuple(check for check in BACKEND_CHECKS if check in (chosen or DEFAULT_CHECKS) and check not in skipped)
     if not left:
-        raise SelectionError(f"--skip {', '.join(skipped)} removes every selected check; leave out --skip, or select others")
+        raise SelectionError(
+            f"--skip {', '.join(skipped)} removes every selected check; leave out --skip, or select others"
+        )
     return left
 
 

@@ -198,7 +198,7 @@ def exit_words(code: int, peak_bytes: int, oom_kills_before: int | None) -> str:
     ``code``: negative for a signal. ``oom_kills_before``: OOM kills of the control group when the process started.
     """
     if code >= 0:
-        return f"the process ended with exit code {code}"
+        return f"exited with code {code}"
     if -code != signal.SIGKILL:
         known = {each.value: each.name for each in signal.Signals}
         return f"killed by {known.get(-code, f'signal {-code}')}"

@@ -94,7 +94,7 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
         if need not in known:
             key = f"{need.partition('=')[0]}="
             values = [each for each in known if each.startswith(key)]
-            raise UnknownNameError("need, or no case of these runs has it:", need, values or list(known))
+            raise UnknownNameError("need; no case of these runs has", need, values or list(known))
     return needs
 
 

@@ -53,8 +53,8 @@ def _refuse_other_question(first: Run, run: Run) -> None:
     if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN | {"shard"})):
         raise RunFileError(
             run.path,
-            f"is not a shard of the run of {first.path}: they differ in {', '.join(differences)}; to compare two runs, use "
-            "`attncheck compare`",
+            f"is not a shard of the run of {first.path}: they differ in {', '.join(differences)}; "
+            "`attncheck compare` compares two runs",
         )
 
 

@@ -58,21 +58,21 @@ FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for
             "q5s3",
             2,
             snapshot(
-                "3 tokens in all are fewer than the 5 new ones, which s includes; write q5s8 for 3 tokens of context, or use the list form"
+                "s counts all tokens, and 3 are fewer than the 5 new ones; write q5s8 for 3 tokens of context, or use the list form"
             ),
         ),
         (
             "q1ks1",
             3,
             snapshot(
-                "1 tokens in all are fewer than the 1024 new ones, which s includes; write q1024s1025 for 1 tokens of context, or use the list form"
+                "s counts all tokens, and 1 are fewer than the 1024 new ones; write q1024s1025 for 1 tokens of context, or use the list form"
             ),
         ),
         (
             "q5s0",
             2,
             snapshot(
-                "0 tokens in all are fewer than the 5 new ones, which s includes; write q5s5 for 0 tokens of context, or use the list form"
+                "s counts all tokens, and 0 are fewer than the 5 new ones; write q5s5 for 0 tokens of context, or use the list form"
             ),
         ),
         ("q1kv1k", 2, snapshot("kv is the old spelling of s; write q1s1k")),

@@ -127,8 +127,8 @@ def test_the_terminal_shows_cause_place_last_output_and_how_to_repeat_it(header:
 
 
 def test_a_silent_death_is_reported_as_well(header: RunHeader, make: Make) -> None:
-    text = terminal.render(header, [make("crashed", cause="left with exit code 3")])
-    assert "\nfinding 1 of 1, reference: left with exit code 3 during check numerics\n" in text
+    text = terminal.render(header, [make("crashed", cause="exited with code 3")])
+    assert "\nfinding 1 of 1, reference: exited with code 3 during check numerics\n" in text
 
 
 def test_what_a_process_printed_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:
@@ -205,7 +205,7 @@ def test_markdown_lists_deaths_at_one_place_once(make: Make, write: Callable[...
             "9 of 40 rows are wrong, the first is row 1",
             (
                 "the cap is 30, not 50: a reference with this fault gives the same output in all rows; "
-                "it may also be that the cap is ignored"
+                "also possible: the cap is ignored"
             ),
             "the cap is N, not N",
         ),

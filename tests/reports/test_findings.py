@@ -62,7 +62,7 @@ def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, hea
 
 
 def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHeader) -> None:
-    fits = ": a reference with this fault gives the same output in all rows; it may also be that "
+    fits = ": a reference with this fault gives the same output in all rows; also possible: "
     records = [
         make("failed", case_id="a", summary=ROWS, meaning=f"the scale is that of head size 16{fits}the scale is 2"),
         make("failed", case_id="b", summary=ROWS, meaning=f"the scale is that of a value{fits}the scale is 2"),

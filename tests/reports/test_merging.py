@@ -74,7 +74,7 @@ def test_a_shard_that_was_cut_off_is_refused(part):
 
 
 def test_a_run_of_another_question_is_refused_by_what_differs(part, header):
-    with pytest.raises(RunFileError, match=r"differ in seed \(0 and 3\)$"):
+    with pytest.raises(RunFileError, match=r"differ in seed \(0 and 3\); `attncheck compare` compares two runs$"):
         merge_runs([part("1/2"), part("2/2", seed=3)])
     environment = header.environment.model_copy(update={"torch": "9.9"})
     with pytest.raises(RunFileError, match=r"differ in environment.torch \('2.13.0\+cpu' and '9.9'\)"):

@@ -77,7 +77,7 @@ ONE_OF_EACH: list[Record] = [
     TimedOut(
         **WHO,
         stage="check lse",
-        cause="no answer within the time limit; the limit was 3 s",
+        cause="not finished within the time limit; the limit was 3 s",
         limit_s=3.0,
         recurrence="flaky",
     ),

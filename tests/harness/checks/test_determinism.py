@@ -72,7 +72,7 @@ def test_a_backend_that_declares_it_must_stay_within_the_budget(make_case: Any) 
     found = examine(grossly, case)
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
-        "40 of 40 rows of the output exceed the allowed error, the first is row 0 (request 0, position 36), in the same step once more, on the same impl"
+        "40 of 40 rows of the output exceed the allowed error, the first is row 0 (request 0, position 36), when the step is repeated on the same impl"
     )
 
 
@@ -88,4 +88,4 @@ def test_a_cache_that_wavers_is_found_whatever_is_declared(make_case: Any) -> No
     members = {"get_impl_cls": staticmethod(lambda: Impl), "conventions": replace(WAVERING)}
     found = examine(type("Variant", (ReferenceBackend,), members), make_case())
     assert isinstance(found, Broken)
-    assert found.summary == snapshot("the cache holds other bytes, in the same step once more, on the same impl")
+    assert found.summary == snapshot("the cache holds other bytes, when the step is repeated on the same impl")

@@ -100,8 +100,8 @@ def test_of_a_first_layer_that_is_wrong_nothing_is_kept(make_case: Any) -> None:
 @pytest.mark.parametrize(
     ("word", "changed", "cause"),
     [
-        ("with scale", {"scale": 0.125}, "scale of the layer is ignored; it may also be that"),
-        ("with causal False", {"window": (-1, 0)}, "causal of the layer is ignored; it may also be that"),
+        ("with scale", {"scale": 0.125}, "scale of the layer is ignored; also possible:"),
+        ("with causal False", {"window": (-1, 0)}, "causal of the layer is ignored; also possible:"),
     ],
 )
 def test_what_no_layer_reads_is_named(make_case: Any, word: str, changed: dict[str, Any], cause: str) -> None:

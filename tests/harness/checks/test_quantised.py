@@ -230,7 +230,7 @@ def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: An
         (
             lambda layer: {"_v_scale": layer._v_scale[:1]},
             snapshot(
-                "the v_scale of KV head 0 is used for all heads: a reference with this fault gives the same output in all rows; it may also be that the scales of KV head 0 are used for all heads"
+                "the v_scale of KV head 0 is used for all heads: a reference with this fault gives the same output in all rows; also possible: the scales of KV head 0 are used for all heads"
             ),
         ),
         (

@@ -43,7 +43,10 @@ TheRun = Callable[[Path], Path]
             ["--no-output", "--output", "a.jsonl"],
             snapshot("error: --no-output writes no run file, and --output a.jsonl names one; leave out one of them"),
         ),
-        (["--skip", "cuda*", "--check", "cudagraph"], snapshot("error: --skip cudagraph leaves no check of cudagraph")),
+        (
+            ["--skip", "cuda*", "--check", "cudagraph"],
+            snapshot("error: --skip cudagraph removes every selected check; leave out --skip, or select others"),
+        ),
         (
             ["--provider", "vllm", "--skip", "lse"],
             snapshot("error: --skip lse: a run of providers alone has the one check utilities; leave --skip out"),

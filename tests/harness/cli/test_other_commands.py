@@ -79,7 +79,7 @@ def test_doctor_prints_what_a_run_gives_the_process_of_a_backend(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert cli.main(["doctor"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", printed)
+    assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run \(attncheck sets TRITON_INTERPRET=1\)", printed)
     assert "TRITON_INTERPRET" not in os.environ
 
 

@@ -41,7 +41,7 @@ def test_a_function_that_ends_or_hangs_is_a_record_and_the_others_are_examined(t
         "get_kv_cache_layout": "passed",
     }
     ended, hung = found["reshape_query_for_spec_decode"], found["is_valid_kv_cache_layout"]
-    assert (ended.cause, ended.stage) == (snapshot("left with exit code 3"), "function reshape_query_for_spec_decode")  # type: ignore[union-attr]
+    assert (ended.cause, ended.stage) == (snapshot("exited with code 3"), "function reshape_query_for_spec_decode")  # type: ignore[union-attr]
     assert "in is_valid_kv_cache_layout" in hung.output  # type: ignore[union-attr]
 
 
@@ -70,5 +70,5 @@ def test_a_provider_that_hangs_while_it_is_imported_is_refused(
     with pytest.raises(ProviderLoadError) as refused:
         examine(file)
     assert plain(str(refused.value)) == snapshot(
-        "provider 'TMP/mine.py': its process ended while it was imported: no answer within the time limit; the limit was 2 s (--case-timeout 0.5; the least for loading is 2 s)"
+        "provider 'TMP/mine.py': its process ended while it was imported: not finished within the time limit; the limit was 2 s (--case-timeout 0.5; the least for loading is 2 s)"
     )

@@ -138,7 +138,7 @@ def test_the_number_of_processes_is_a_number_or_auto() -> None:
     assert RunOptions(jobs=1, in_process=True).jobs == 1
     with pytest.raises(SelectionError) as refused:
         RunOptions(jobs=2, in_process=True)
-    assert str(refused.value) == snapshot("--jobs 2 and --in-process, which is one process; leave out one of them")
+    assert str(refused.value) == snapshot("--jobs 2 and --in-process exclude each other; leave out one of them")
     assert "--jobs" in str(refused.value)
     assert "--in-process" in str(refused.value)
 

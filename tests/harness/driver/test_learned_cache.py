@@ -95,7 +95,7 @@ def test_padding_written_to_the_last_slot_is_seen(make_case: Callable[..., Case]
 
     finding = judged(without_codec(Wrapping), make_case(padding=(1, 2)))
     assert isinstance(finding, Broken)
-    assert finding.meaning == "slot -1 was taken for the last slot of the pool"
+    assert finding.meaning == "slot -1 (padding) was used as an index: the last slot of the pool was overwritten"
     assert finding.details[-1] == "how the cache is laid out was learned from the backend's own writer"
 
 

@@ -368,12 +368,12 @@ def test_two_processes_of_a_backend_find_what_one_finds(deeds: list[int], monkey
 ENDS = {
     11: ("killed by SIGABRT", "about to abort"),
     12: ("killed by SIGSEGV", "in segfault"),
-    13: ("left with exit code 0", ""),
+    13: ("exited with code 0", ""),
     14: ("killed by SIGKILL", ""),
     15: ("killed by SIGINT", "KeyboardInterrupt"),
-    16: ("left with exit code 1", "a pipe between attncheck and this process is closed"),
+    16: ("exited with code 1", "a pipe between attncheck and this process is closed"),
     17: ("stopped, since it wrote into attncheck's own pipe", ""),
-    18: ("left with exit code 9", ""),
+    18: ("exited with code 9", ""),
 }
 
 

@@ -125,7 +125,7 @@ def test_cases_are_examined_as_requested(folder: Path) -> None:
         assert "in serve_cases" in fault.traceback
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
-        assert str(refused.value) == snapshot("left with exit code 0")
+        assert str(refused.value) == snapshot("exited with code 0")
 
 
 def test_a_second_assignment_takes_the_place_of_the_first(folder: Path) -> None:
@@ -275,4 +275,4 @@ def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder
         process.finish()
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
-        assert str(refused.value) == snapshot("left with exit code 0")
+        assert str(refused.value) == snapshot("exited with code 0")

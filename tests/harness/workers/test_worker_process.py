@@ -48,8 +48,8 @@ def wait_for(condition: object, limit: float = 20) -> bool:
     ("code", "cause"),
     [
         ("os.abort()", "killed by SIGABRT"),
-        ("os._exit(0)", "left with exit code 0"),
-        ("sys.exit(3)", "left with exit code 3"),
+        ("os._exit(0)", "exited with code 0"),
+        ("sys.exit(3)", "exited with code 3"),
         ("os.kill(os.getpid(), 35)", "killed by signal 35"),
         ("send('no message')\nimport time; time.sleep(60)", "stopped, since it wrote into attncheck's own pipe"),
     ],
@@ -97,7 +97,7 @@ def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatc
         assert process.receive(Limit(60)).kind == "begun"
         assert process.receive(Limit(60)).kind == "begun"
         with pytest.raises(
-            ProcessEndedError, match=r"no answer within the time limit; the limit was 0\.3 s \(as given\)$"
+            ProcessEndedError, match=r"not finished within the time limit; the limit was 0\.3 s \(as given\)$"
         ) as caught:
             process.receive(Limit(0.3, "as given"))
         assert process.has_ended
@@ -115,7 +115,7 @@ def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytes
     monkeypatch.setattr(process_control, "_STACK_S", 0.2)
     with start(monkeypatch, "import signal; os.kill(os.getpid(), signal.SIGSTOP)") as process:
         with pytest.raises(
-            ProcessEndedError, match=r"no answer within the time limit; .*; a signal has stopped the process$"
+            ProcessEndedError, match=r"not finished within the time limit; .*; a signal has stopped the process$"
         ):
             process.receive(Limit(0.5))
         assert process.has_ended
@@ -173,7 +173,7 @@ open({str(tmp_path / "awake")!r}, "w").close()
     with start(monkeypatch, code) as process:
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
-        assert str(refused.value) == snapshot("left with exit code 4")
+        assert str(refused.value) == snapshot("exited with code 4")
         assert not (tmp_path / "awake").exists()  # reported while the copy still held the pipe
     assert wait_for(lambda: ended(int(note.read_text())))
 

@@ -29,7 +29,7 @@ def test_a_row_for_each_record_of_each_run(write: Write, make: Make) -> None:
         "failed": "7 of 40 rows",
         "errored": "RuntimeError in forward: no such kernel",
         "crashed": "killed by SIGABRT during check numerics",
-        "timed_out": "no answer within the time limit during check lse; the limit was 3 s",
+        "timed_out": "not finished within the time limit during check lse; the limit was 3 s",
         "unsupported": "head_size 80 is not one of 64, 128",
         "unavailable": "needs CUDA",
         "xfailed": "failed: 7 of 40 rows (expected: known)",

@@ -61,7 +61,7 @@ def the_case(root: ET.Element) -> ET.Element:
         ("failed", "failure", "7 of 40 rows"),
         ("errored", "error", "RuntimeError in forward: no such kernel"),
         ("crashed", "error", "killed by SIGABRT during check numerics"),
-        ("timed_out", "error", "no answer within the time limit during check lse; the limit was 3 s"),
+        ("timed_out", "error", "not finished within the time limit during check lse; the limit was 3 s"),
         ("unsupported", "skipped", "unsupported: head_size 80 is not one of 64, 128"),
         ("unavailable", "skipped", "unavailable: needs CUDA"),
         ("xfailed", "skipped", "did not pass, as expected: known: 7 of 40 rows"),
