@@ -171,7 +171,7 @@ def kernel_backend(
             slot_mapping: Tensor,
         ) -> None:
             if writer is None:
-                raise RuntimeError(f"{label} brings no writer")
+                raise RuntimeError(f"{label} has no cache writer")
             extra = _scales(layer, writer_options)
             self.writing_kernel(key, value, key_cache, value_cache, slot_mapping, **extra)
 

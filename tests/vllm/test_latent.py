@@ -153,7 +153,7 @@ def test_triton_s_class_is_right_interpreted_but_for_what_is_known(tmp_path):
     assert passed >= {f"triton-{kind}" for kind in ("decode", "mixed", "parts", "drafts", "block", "codes", "padded")}
     written = [record for record in records if record.check == "cache_write"]
     assert {record.outcome for record in written} == {"unsupported"}
-    assert "brings no writer" in written[0].reasons[0]
+    assert "has no cache writer" in written[0].reasons[0]
 
 
 def test_sparse_classes_are_refused_with_the_reason():

@@ -131,7 +131,7 @@ class FlashImpl(PagedImpl):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        raise RuntimeError(f"{self.backend.get_name()} brings no writer")
+        raise RuntimeError(f"{self.backend.get_name()} has no cache writer")
 
     def attend(
         self,
