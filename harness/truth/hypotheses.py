@@ -195,6 +195,7 @@ def imprecisions(params: AttentionParams, rows: UnpagedAttention, dtype: torch.d
             inputs = replace(rows, **parts)
             scores = replace(inputs, values=rows.values)
             yield _coarse(f"products of query and key in {either}", scores, params, Precision(torch.float32))
+            yield _coarse(f"softmax weights rounded to {either}", rows, params, Precision(torch.float32, coarse))
             yield _coarse(f"inputs rounded to {either}", inputs, params, Precision(torch.float32))
             yield _coarse(f"arithmetic in {either}", inputs, params, Precision.kernel(coarse))
         if torch.finfo(coarse).eps >= torch.finfo(dtype).eps:

@@ -159,6 +159,8 @@ FLOAT32 = Precision(torch.float32)
         ("float32", ten_bits, ("query", "keys"), FLOAT32, "products of query and key in TF32 or float16"),
         ("float32", ten_bits, ("query", "keys", "values"), FLOAT32, "inputs rounded to TF32 or float16"),
         ("float32", torch.Tensor.half, ("query", "keys", "values"), FLOAT32, "inputs rounded to TF32 or float16"),
+        ("float32", None, (), Precision(torch.float32, torch.bfloat16), "softmax weights rounded to bfloat16"),
+        ("float16", None, (), Precision(torch.float32, torch.bfloat16), "softmax weights rounded to bfloat16"),
         (
             "float16",
             torch.Tensor.bfloat16,
