@@ -80,7 +80,8 @@ class Condition:
         if len(self.values) == 1 and self.values[0] is True:
             return self.key
         if self.values == (None,):
-            return f"{self.key} is not given"
+            has = "batch has a "
+            return self.key.replace(has, "batch has no ") if self.key.startswith(has) else f"{self.key} is not given"
         return f"{self.key} is {f'{self.bound} ' if self.bound else ''}{_listed(self.values)}"
 
 
@@ -110,7 +111,7 @@ class Contrast:
         passing = "the one that passes" if self.right == 1 else f"all {self.right} that pass"
         if self.exceptions:
             text += f"; in {self.exceptions} of {self.right} that pass"
-        elif len(self.conditions) == 1 and len(others) <= 2 and others != (None,):
+        elif len(self.conditions) == 1 and len(others) <= 2 and others not in ((None,), (True,)):
             text += f"; {_listed(others)} in {passing}"
         else:
             text += "; in none that passes" if self.right > 1 else "; not in the one that passes"

@@ -222,3 +222,9 @@ def test_very_many_keys_take_no_time() -> None:
     start = process_time()
     assert contrast_of(wrong, right) is None
     assert process_time() - start < 2
+
+
+def test_a_kind_of_request_that_is_absent_is_written_in_words() -> None:
+    kinds = {"batch has a decode": True, "size": 1}
+    contrast = contrast_of([{"size": 1}, {"size": 1}], [kinds, kinds])
+    assert str(contrast) == "batch has no decode in all 2 that fail; in none that passes"
