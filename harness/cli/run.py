@@ -269,6 +269,8 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
             )
             if backend.name in summary.providers:
                 raise SelectionError(f"provider {backend.name!r} offers none of these functions")
-            raise SelectionError(f"no case of backend {backend.name!r} was examined{why}")
+            refused = any(each.backend == backend.name and each.check == "refusals" for each in records)
+            other = " by a check other than refusals" if refused and not only_refusals else ""
+            raise SelectionError(f"no case of backend {backend.name!r} was examined{other}{why}")
     if not summary.total.examined:
         raise SelectionError("nothing was examined; the table lists the reasons")

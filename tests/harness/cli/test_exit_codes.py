@@ -193,7 +193,9 @@ def test_a_backend_requested_by_name_must_have_been_examined(
 ) -> None:
     assert here("--backend", "./wrong.py:Nothing") == 2
     printed = capsys.readouterr()
-    assert printed.err == snapshot("error: no case of backend 'Nothing' was examined: cannot\n")
+    assert printed.err == snapshot(
+        "error: no case of backend 'Nothing' was examined by a check other than refusals: cannot\n"
+    )
     assert "'Nothing'" in printed.err
     assert "unsupported" in printed.out
     assert read_run(the_run(folder)).complete
