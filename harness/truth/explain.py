@@ -45,7 +45,7 @@ _LSE_SLACK = 4.0
 _ALIKE, _MOST = 4.0, 0.75
 """A coarser arithmetic is named if errors agree within the factor ``_ALIKE`` in a share ``_MOST`` of rows and heads."""
 
-Asked = tuple[Tensor, Tensor]
+OutputAndLse = tuple[Tensor, Tensor]
 
 
 def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
@@ -235,7 +235,9 @@ def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
     )
 
 
-def _imprecision(truth: Truth, dtype: torch.dtype, shares: Tensor, measure: Callable[[Asked], Tensor]) -> str | None:
+def _imprecision(
+    truth: Truth, dtype: torch.dtype, shares: Tensor, measure: Callable[[OutputAndLse], Tensor]
+) -> str | None:
     """Return the coarser arithmetic whose error is about as large wherever either exceeds the budget, or None.
 
     ``measure``: returns the error, in budgets, of the output of such an arithmetic.

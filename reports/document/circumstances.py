@@ -87,7 +87,7 @@ def facts(run: RunValues) -> dict[str, str]:
     """Return the suites, the machine, versions, policy and time, without what the run does not have."""
     header, env = run.header, run.header.environment
     found = {
-        "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
+        "Suites": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
         "Shard": header.shard,
         "Checks": ", ".join(header.checks),
         "Rounds": f"{header.rounds}, each in a process of its own" if header.rounds > 1 else "",

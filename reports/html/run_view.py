@@ -39,9 +39,9 @@ FUNCTION_TONES: Mapping[FunctionVerdict, Tone] = {
 
 
 class Coverage(NamedTuple):
-    """The number of cases run on a backend (``cases``), and of those examined as it declares (``asked``)."""
+    """The number of cases run on a backend (``cases``), and of those declared by it and examined (``declared``)."""
 
-    asked: int
+    declared: int
     cases: int
 
 

@@ -119,11 +119,11 @@ def sign_of(row: SupportRow) -> Sign:
 
 
 def _cell(row: SupportRow) -> FeatureCell:
-    asked = row.right + row.short
+    declared = row.right + row.short
     if row.verdict == "short":
-        cases = f"{row.short}/{asked}"
+        cases = f"{row.short}/{declared}"
     else:
-        cases = str(asked or row.wrong or row.died or row.answered or row.unclear or row.refused or "")
+        cases = str(declared or row.wrong or row.died or row.answered or row.unclear or row.refused or "")
     return FeatureCell(sign_of(row), cases, row.in_words)
 
 

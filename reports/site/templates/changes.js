@@ -60,7 +60,7 @@ async function show() {
   const list = (title, members) => [element("h2", {}, title), members.length
     ? element("ul", { class: "plain" }, members.map((text) => element("li", {}, text))) : element("p", {}, "none")];
   const facts = Object.keys({ ...base.facts, ...next.facts }).filter((name) => base.facts[name] !== next.facts[name]
-    && !["Started", "Asked", "Checks"].includes(name));
+    && !["Started", "Suites", "Checks"].includes(name));
   document.getElementById("found").replaceChildren(
     element("p", {}, `${shared} outcomes compared, ${rows.length} changed; ${lost} only in the base, ${gained} only in the new run.`),
     ...list("Findings that appeared", titled(now, old)),

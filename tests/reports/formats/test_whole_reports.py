@@ -307,7 +307,7 @@ The run has no verdict on these.
 
 ## Circumstances
 
-- Asked: smoke (2 cases), mine (1 case)
+- Suites: smoke (2 cases), mine (1 case)
 - Checks: numerics, lse, cache_write, cudagraph, timing
 - Seed: 0
 - Device: cpu: a cpu
