@@ -3,12 +3,16 @@
 A backend that was passed as a Python object has no name for a shell; its line is Python.
 """
 
+import re
 import shlex
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Crashed, Ended, Record, TimedOut
+
+_LIMIT = re.compile(r"--(?:case|backend)-timeout [\d.]+")
+_NEEDS_A_WORKER = re.compile("out of memory|exited with code")
 
 
 def python_ref(name: str) -> str:
@@ -21,7 +25,8 @@ def repro_command(
 ) -> str:
     """Return ``attncheck run ...`` for this backend, case, check and seed alone, in one process.
 
-    A timeout and a crash out of memory are repeated in a worker process, since only there a run enforces its limits.
+    A timeout and a crash out of memory are repeated in a worker process, since only there a run enforces its limits. So
+    is an exit: in one process it would end attncheck, perhaps with code 0.
 
     ``header`` adds what a record lacks: the file of a suite that is not built in, and the device. A seed of 0 is the
     default and left out. Environment variables precede the command: those that the backend requires according to
@@ -38,7 +43,9 @@ def repro_command(
         words += ["--seed", str(record.seed)]
     if header is not None:
         words += ["--device", header.device]
-    if not (isinstance(record, TimedOut) or (isinstance(record, Crashed) and "out of memory" in record.cause)):
+    if isinstance(record, TimedOut):
+        words += [word for option in _LIMIT.findall(record.cause) for word in option.split()]
+    elif not (isinstance(record, Crashed) and _NEEDS_A_WORKER.search(record.cause)):
         words.append("--in-process")
     return assignments(environment) + _required(record, header) + shlex.join(words)
 

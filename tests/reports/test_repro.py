@@ -3,6 +3,9 @@
 import shlex
 import subprocess
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.run_file.header import RunHeader
@@ -63,3 +66,19 @@ def test_what_a_stranger_named_reaches_no_shell(make: Make) -> None:
     line = repro_command(make("failed", backend_ref=name))
     done = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[3] == name
+
+
+@pytest.mark.parametrize(
+    ("outcome", "cause", "end"),
+    [
+        ("timed_out", "not finished within the time limit; the limit was 3 s (--case-timeout 3)", " --case-timeout 3"),
+        ("timed_out", "no time left; --backend-timeout was 8 s", " --device cpu"),
+        ("timed_out", "late; the limit was 5.4 s (what was left of --backend-timeout 8)", " --backend-timeout 8"),
+        ("crashed", "exited with code 0", " --device cpu"),
+        ("crashed", "killed by SIGSEGV", " --in-process"),
+    ],
+)
+def test_a_repetition_has_the_limits_and_the_process_that_show_the_failure(
+    make: Make, header: RunHeader, outcome: Any, cause: str, end: str
+) -> None:
+    assert repro_command(make(outcome, cause=cause), header).endswith(end)
