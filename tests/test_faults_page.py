@@ -242,4 +242,7 @@ def test_in_pytest_the_worst_fail_their_own_items(
 def test_on_a_ray_cluster_the_worst_change_no_other_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    play([row for row in ROWS if row.name in WORST], folder, monkeypatch, on_ray)
+    # A fault that shows in a later case needs one process for both, but actors share the cases of a backend.
+    faults = [row for row in ROWS if row.name in WORST and row.recurrence != "after"]
+    assert len(faults) > 5
+    play(faults, folder, monkeypatch, on_ray)

@@ -51,7 +51,10 @@ def test_a_right_backend_has_the_same_bits(make_case: Any) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "where"),
-    [(mutants.AddsInAnyOrder, "once more, on the same impl"), (mutants.SplitsByTheCount, "on a new impl and builder")],
+    [
+        (mutants.AddsInAnyOrder, "when the step is repeated on the same impl"),
+        (mutants.SplitsByTheCount, "on a new impl and builder"),
+    ],
 )
 def test_bits_that_move_are_found(make_case: Any, backend: Any, where: str) -> None:
     found = examine(backend, make_case())

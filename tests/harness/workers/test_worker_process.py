@@ -239,7 +239,7 @@ def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
     Path("json.py").write_text("raise RuntimeError('taken from the current directory')")
     code = "print(sys.executable, os.environ['ATTNCHECK_TEST'], sys.argv[-1].split(chr(10))[0])\nimport json"
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)] + [str(tmp_path)])
-    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="exit code 0") as caught:
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="exited with code 0") as caught:
         process.receive()
     assert caught.value.end.output.split() == [sys.executable, "given", sys.path[0]]
 
