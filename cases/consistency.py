@@ -119,7 +119,7 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
         )
     if path == "encoder_only" and request.context_len != 0:
         raise SpecError(
-            f"an encoder has no cache, so seq_len equals query_len, {request.query_len}",
+            f"an encoder has no cache, so seq_len must equal query_len ({request.query_len})",
             field=f"{where}.seq_len",
             value=request.total_len,
             allowed="leave seq_len out, or change query_len",

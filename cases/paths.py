@@ -58,7 +58,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         _check_parts(layer, path.name)
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
-            _check_uniform(batch, 1 + drafts, f"verifying {drafts} draft tokens takes {1 + drafts} rows a request")
+            _check_uniform(batch, 1 + drafts, f"{drafts} draft tokens need {1 + drafts} new tokens a request")
         case TreeOptions(parents=parents):
             _check_tree(batch, parents)
         case FastPrefillOptions(rows=rows):

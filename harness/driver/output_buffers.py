@@ -92,8 +92,8 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
         if got != wanted:
             return rows, (f"forward returned a tensor of {name} {got}; the output needs {wanted}",)
     if returned.numel() != rows.numel():
-        shapes = f"{list(returned.shape)}; the output needs {rows.numel()} elements, {list(rows.shape)}"
-        return rows, (f"after forward, the output has the shape {shapes}",)
+        shapes = f"{list(returned.shape)}; expected {list(rows.shape)}"
+        return rows, (f"the output of forward has the shape {shapes}",)
     if returned.data_ptr() == rows.data_ptr():
         return rows, ()
     if must_be_buffer:

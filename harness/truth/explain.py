@@ -249,4 +249,6 @@ def _imprecision(
         seen, own = (x[concerned].clamp(min=1e-9, max=1e100).log2() for x in (shares, loss))
         if float(((seen - own).abs() <= math.log2(_ALIKE)).double().mean()) >= _MOST:
             found.append((float((seen - own).abs().mean()), hypothesis.meaning))
-    return f"the error is about as large as with {min(found)[1]}" if found else None
+    return (
+        f"the arithmetic is too coarse: the error is as large as, for example, with {min(found)[1]}" if found else None
+    )

@@ -178,7 +178,10 @@ def test_coarse_arithmetic_is_recognised_by_the_size_of_its_error(
     problem, truth = problem_and_truth(make_case(*BATCH, dtype=dtype))
     rows = replace(truth.rows, **{part: rounded(getattr(truth.rows, part)).to(problem.dtype) for part in parts})
     out, _ = rows.attend(truth.params, coarse)
-    assert explained(problem, truth, out.double()) == f"the error is about as large as with {imprecision}"
+    assert (
+        explained(problem, truth, out.double())
+        == f"the arithmetic is too coarse: the error is as large as, for example, with {imprecision}"
+    )
 
 
 def test_an_error_of_another_size_is_no_imprecision(make_case: Any) -> None:
@@ -253,5 +256,5 @@ def test_a_log_sum_exp_of_coarse_scores_is_inexact(make_case: Any) -> None:
         args[7].copy_(args[7].bfloat16())
 
     assert meaning(with_impl(attend=attend), make_case(*BATCH), "lse") == (
-        "the error is about as large as with scores and sums kept in bfloat16"
+        "the arithmetic is too coarse: the error is as large as, for example, with scores and sums kept in bfloat16"
     )
