@@ -108,10 +108,11 @@ class Contrast:
         text = " and ".join(map(str, self.conditions))
         text += " in the one case that fails" if self.wrong == 1 else f" in all {self.wrong} that fail"
         others = self.conditions[0].others
+        is_bare = len(others) == 1 and (others[0] is None or others[0] is True)  # not ==, since 1 equals True
         passing = "the one that passes" if self.right == 1 else f"all {self.right} that pass"
         if self.exceptions:
             text += f"; in {self.exceptions} of {self.right} that pass"
-        elif len(self.conditions) == 1 and len(others) <= 2 and others not in ((None,), (True,)):
+        elif len(self.conditions) == 1 and len(others) <= 2 and not is_bare:
             text += f"; {_listed(others)} in {passing}"
         else:
             text += "; in none that passes" if self.right > 1 else "; not in the one that passes"

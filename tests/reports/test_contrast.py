@@ -228,3 +228,8 @@ def test_a_kind_of_request_that_is_absent_is_written_in_words() -> None:
     kinds = {"batch has a decode": True, "size": 1}
     contrast = contrast_of([{"size": 1}, {"size": 1}], [kinds, kinds])
     assert str(contrast) == "batch has no decode in all 2 that fail; in none that passes"
+
+
+def test_a_passing_value_of_one_is_named() -> None:
+    contrast = contrast_of(cases("size", 8, 8), cases("size", 1, 1))
+    assert str(contrast) == "size is 8 in all 2 that fail; 1 in all 2 that pass"
