@@ -264,7 +264,11 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
         tally = summary.by_backend.get(backend.name)
         if tally is None or not tally.examined:
             reasons = dict.fromkeys(phrases.gap_reasons(gap) for gap in summary.gaps if gap.backend == backend.name)
-            why = f": {'; '.join(islice(reasons, 3))}" if reasons else "; its default suite has none: add --suite NAME"
+            why = (
+                f": {'; '.join(islice(reasons, 3))}"
+                if reasons
+                else "; none of the selected cases is for it: add --suite NAME"
+            )
             if backend.name in summary.providers:
                 raise SelectionError(f"provider {backend.name!r} offers none of these functions")
             refused = any(each.backend == backend.name and each.check == "refusals" for each in records)

@@ -63,19 +63,28 @@ def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> 
 
 def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
     """Suggest a similar name of one of ``cases``, a built-in suite with a match, or a command that lists the ids."""
+    if note := _why_left_out(pattern, refs):
+        return note
     # Prefer a name that every suite has: a run without --suite uses only one of them for each backend.
     suites = [[case for case in cases if case.suite == name] for name in dict.fromkeys(case.suite for case in cases)]
     names = [{name for case in own for name in _names(case)} for own in suites]
     for known in (set.intersection(*names), names[0], set.union(*names)):
         if near := get_close_matches(pattern, sorted(known), n=1):
             return f"did you mean {near[0]!r}?"
-    found = next((name for name in suite_names() if select(load_suite(name), [pattern])), None)
-    if found and (changed := next((ref for ref in refs if ref.startswith(f"{found}{{")), None)):
-        ids = [case.id for case in select(load_suite(found), [pattern])]
-        return next((note for note in load_suite(changed).notes if note.partition(" ")[0] in ids), "")
-    if found:
+    others = (name for name in suite_names() if name not in refs)
+    if found := next((name for name in others if select(load_suite(name), [pattern])), None):
         return f"suite {found} has it: give --suite {found}"
     return f"`attncheck list cases --suite {refs[0]}` shows the ids"
+
+
+def _why_left_out(pattern: str, refs: Sequence[str]) -> str:
+    """Return the note on a case that matches ``pattern``, if the defaults of a suite in ``refs`` make it invalid."""
+    for ref in refs:
+        suite, braces, _ = ref.partition("{")
+        ids = {case.id for case in select(load_suite(suite), [pattern])} if braces else set()
+        if note := next((note for note in load_suite(ref).notes if note.partition(" ")[0] in ids), ""):
+            return note
+    return ""
 
 
 def _names(case: Case) -> list[str]:

@@ -11,7 +11,9 @@ from types import MappingProxyType
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Crashed, Ended, Record, TimedOut
 
-_LIMIT = re.compile(r"--(?:case|backend)-timeout [\d.]+")
+_LIMIT = re.compile(r"--(?:case|backend)-timeout [\d.e+]+")
+"""An option in the cause of a timeout, with its value."""
+
 _NEEDS_A_WORKER = re.compile("out of memory|exited with code")
 
 

@@ -25,6 +25,9 @@ _EVIDENCE = re.compile(rf"{EVIDENCE}|: its truth fits")
 ALTERNATIVE = "; also possible: "
 """Separates a likely cause from others that fit as well."""
 
+_ALTERNATIVE = re.compile(f"{ALTERNATIVE}|; it may also be that ")
+"""The same, also in run files of earlier versions."""
+
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 
@@ -59,7 +62,7 @@ def likely_causes(meaning: str | None) -> tuple[str, ...]:
     """Return the causes that a meaning names, the best first, or () if it names none."""
     if not meaning or meaning.startswith(UNKNOWN):
         return ()
-    first, *others = meaning.split(ALTERNATIVE)
+    first, *others = _ALTERNATIVE.split(meaning)
     return (_EVIDENCE.split(first)[0], *others)
 
 

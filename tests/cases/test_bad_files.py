@@ -210,3 +210,7 @@ def test_cases_that_are_large_and_many_are_refused_at_once(tmp_path: Path, batch
     start = time.process_time()
     assert "hold too many values in all" in str(refusal_of(path))
     assert time.process_time() - start < 2
+
+
+def test_former_names_of_checks_are_not_offered() -> None:
+    assert "claims" not in str(refusal_of(BAD / "later_check.yaml"))

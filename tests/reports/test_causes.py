@@ -186,6 +186,12 @@ def test_markdown_lists_deaths_at_one_place_once(make: Make, write: Callable[...
             "the sinks are ignored: its truth fits 3 rows",
             "the sinks are ignored",
         ),
+        (
+            "numerics",
+            "7 of 40 rows are wrong, the first is row 3",
+            "the sinks are ignored; it may also be that the cap is 5",
+            "the sinks are ignored",
+        ),
         ("lse", "7 of 40 rows, first: row 3 (request 0)", None, "N of N rows"),
         ("cache_write", "3 slots (page 4) are wrong, first: slot 9", None, "N slots are wrong"),
         ("numerics", "", "the window is 129 (1, 2, 3) instead of 128", "the window is N (N) instead of N"),

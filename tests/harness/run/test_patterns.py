@@ -112,6 +112,16 @@ def test_a_case_of_another_suite_is_suggested_with_its_suite() -> None:
     assert select_cases([match[1]], ["verify-drafts"]).cases
 
 
+def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason() -> None:
+    with pytest.raises(SelectionError) as wrong:
+        select_cases(["smoke{layer.num_heads: 7}"], ["decode.float32"])
+    assert str(wrong.value) == snapshot(
+        "no case of smoke{layer.num_heads: 7} matches 'decode.float32'; decode.float32 is left out, since it is invalid with these defaults: num_heads 7 is not a multiple of num_kv_heads 2 (found 2)"
+    )
+    assert "num_kv_heads" in str(wrong.value)
+    assert "--suite" not in str(wrong.value)
+
+
 def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
     selection = select_cases(["decode"])
     keys = [case.key for case in selection.cases]

@@ -58,7 +58,7 @@ def questions(make_case: CaseMaker) -> list[Question]:
 
 
 class Starter:
-    """Starts fakes, the first of which is as ``first`` describes, and keeps the cases sent to them."""
+    """Starts fake processes and keeps the cases sent to them. ``first`` describes the first process."""
 
     def __init__(self, **first: Any) -> None:
         self.sent: list[str] = []
