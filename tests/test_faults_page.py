@@ -127,7 +127,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{name}.py").write_text(IMPORTED.format(name=name, deed=deed))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT_MIB", "128")
-    monkeypatch.setattr(time_limits, "LEAST_LOADING_S", 10.0)
     return tmp_path
 
 
@@ -149,6 +148,8 @@ def records_of(faults: list[Row], output: str, run: Execute) -> tuple[int, list[
 
 def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, run: Execute = cli.main) -> None:
     """Run the backends of ``faults`` twice, with the faults off and on, and compare each record."""
+    if any(row.name == "import_hang" for row in faults):  # elsewhere a busy machine may need the usual minute
+        monkeypatch.setattr(time_limits, "LEAST_LOADING_S", 10.0)
     before = processes_in(folder)
     monkeypatch.setenv("FAULT", "off")
     code, clean = records_of(faults, "clean.jsonl", run)
