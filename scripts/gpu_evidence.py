@@ -124,7 +124,7 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
             folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
             for path in sorted(path for folder in folders for path in folder.glob("graphs*.py")):
                 words = ["--suite=tests/miniatures/graphs.yaml", "--check=cudagraph", device]
-                yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, given, is_emulated=True)
+                yield from _chain(f"miniatures/{path.stem}", _backends_in(path, given), words, given, is_emulated=True)
         case "warm":
             for ref in KERNELS:
                 chosen = [f"--suite={name}" for name in small or ["smoke"]]
@@ -159,9 +159,14 @@ def _chain(
         yield name, commands
 
 
-def _backends_in(path: Path) -> list[str]:
-    """Return the references of the miniatures in a file, without their common base classes."""
-    own = [name for name, found in vars(import_file(str(path), path)).items() if hasattr(found, "get_kv_cache_shape")]
+def _backends_in(path: Path, given: Namespace) -> list[str]:
+    """Return the references of a file's miniatures that run on the device, without their common base classes."""
+    kind = torch.device(given.device).type
+    own = [
+        name
+        for name, found in vars(import_file(str(path), path)).items()
+        if hasattr(found, "get_kv_cache_shape") and kind in found.supported_devices
+    ]
     return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Base", "Miniature"))]
 
 

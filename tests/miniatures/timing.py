@@ -72,6 +72,9 @@ class LeavesWorkToAStream(Miniature):
                 return
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
+            for kept in (right, lse):
+                if kept is not None:
+                    kept.record_stream(side)
             with torch.cuda.stream(side):
                 torch.cuda._sleep(10_000_000)
                 hand_over()

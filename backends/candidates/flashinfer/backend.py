@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import attncheck
 from attncheck.backends import interpreter
 from attncheck.backends.base import machine
-from attncheck.backends.candidates.flashinfer.settings import LEAST_SCALE
+from attncheck.backends.candidates.flashinfer.settings import LEAST_SCALE, SUPPORTED_DTYPES
 from attncheck.backends.contract import AttentionType, Conventions, MultipleOf
 from attncheck.backends.paged import PagedBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
@@ -67,8 +68,8 @@ def library_reasons(device: str) -> list[str]:
 
 def library_version() -> str:
     """Return the version of each part under test: the attention kernels and the cache writer."""
-    theirs, ours = (machine.installed_version(name) or "of no version" for name in (DISTRIBUTION, "attncheck"))
-    return interpreter.marked(f"{DISTRIBUTION} {theirs} (fa2), attncheck {ours} (cache writer)")
+    theirs = machine.installed_version(DISTRIBUTION) or "of no version"
+    return interpreter.marked(f"{DISTRIBUTION} {theirs} (fa2), attncheck {attncheck.__version__} (cache writer)")
 
 
 def _can_get_kernels() -> bool:
@@ -119,7 +120,7 @@ class FlashInferBackend(PagedBackend):
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
+        return list(SUPPORTED_DTYPES)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

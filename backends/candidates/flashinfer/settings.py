@@ -15,10 +15,15 @@ At this scale a masked key has the weight ``exp(-24)``, about the resolution of 
 keys count, and a negative one turns the greatest score into the least.
 """
 
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
+"""Dtypes of query and output for which the library has kernels; with another one ``plan`` raises a KeyError."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """Settings of one layer, as the library's ``plan`` takes them; raise ``ValueError`` below :data:`LEAST_SCALE`.
+    """Settings of one layer, as the library's ``plan`` takes them.
+
+    Raise ``ValueError`` below :data:`LEAST_SCALE`, and ``NotImplementedError`` for an unsupported dtype.
 
     scale: multiplies the scores.
     window_left: how far back a row sees, its own key at distance 0; -1 means no limit.
@@ -41,6 +46,9 @@ class LayerSettings:
     def __post_init__(self) -> None:
         if self.scale < LEAST_SCALE:
             raise ValueError(f"FLASHINFER: scale {self.scale}: must be at least {LEAST_SCALE}")
+        if self.dtype not in SUPPORTED_DTYPES:
+            names = ", ".join(map(str, SUPPORTED_DTYPES))
+            raise NotImplementedError(f"FLASHINFER: {self.dtype} is not supported; supported are {names}")
 
     @classmethod
     def of(cls, impl: PagedImpl, dtype: torch.dtype) -> "LayerSettings":

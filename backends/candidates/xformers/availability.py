@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+import attncheck
 from attncheck.backends import interpreter
 from attncheck.backends.base import machine
 
@@ -37,10 +38,9 @@ def version(operator: str = "triton split-K") -> str:
     tensors; the one named here is still allowed, since it does not use the extension.
     """
     missing = ", its compiled extension not loaded" if torch.cuda.is_available() and not _has_extension() else ""
-    xformers, attncheck, triton = (
-        machine.installed_version(name) or "of no version" for name in ("xformers", "attncheck", "triton")
-    )
-    theirs, ours = f"xformers {xformers} (decode: {operator}{missing})", f"attncheck {attncheck} (other rows)"
+    xformers, triton = (machine.installed_version(name) or "of no version" for name in ("xformers", "triton"))
+    theirs = f"xformers {xformers} (decode: {operator}{missing})"
+    ours = f"attncheck {attncheck.__version__} (other rows)"
     return interpreter.marked(f"{theirs}, {ours}, triton {triton}")
 
 

@@ -253,11 +253,11 @@ def attend_blocks(
             if part != 1:
                 sees = (key_position[None, :] >= lo[:, None]) & (key_position[None, :] < hi[:, None])
                 if tree is not None:
-                    if query_len == tree_size:
-                        node = key_position - context_len  # [N]
-                        is_new = is_line[:, None] & (node >= 0)[None, :] & is_key[None, :]
-                        branch = tl.load(tree + row[:, None] * tree_size + node[None, :], mask=is_new, other=1)
-                        sees = sees & (branch != 0)
+                    # Not an `if` of the kernel: Triton 3.6 and 3.7 cannot compile that around operands of float32.
+                    node = key_position - context_len  # [N]
+                    is_new = is_line[:, None] & ((node >= 0) & is_key & (query_len == tree_size))[None, :]
+                    branch = tl.load(tree + row[:, None] * tree_size + node[None, :], mask=is_new, other=1)
+                    sees = sees & (branch != 0)
                 scores = tl.where(sees, scores, float("-inf"))
 
             new_pivot = tl.maximum(pivot, tl.max(scores, 1))

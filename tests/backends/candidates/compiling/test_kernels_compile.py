@@ -46,7 +46,8 @@ ones = (1.0,) * 8
 STATEMENTS = {
     "prompts": "attend(64, torch.bfloat16)\nattend(64, torch.float16, size=256, lse=True)",
     "decodes": "attend(1, torch.bfloat16)\nattend(1, torch.float16, size=80, heads=5, kv_heads=1, lse=True)",
-    "window": "attend(20, torch.bfloat16, window=(15, 0), lse=True)\nattend(4, torch.bfloat16, tree=True)",
+    "window": "attend(20, torch.bfloat16, window=(15, 0), lse=True)\nattend(4, torch.bfloat16, tree=True)\n"
+    "attend(4, torch.float32, size=16, heads=2, kv_heads=1, tree=True)",
     "modifiers": "attend(64, torch.bfloat16, logits_soft_cap=5.0, sinks=ones)\n"
     "attend(1, torch.float16, alibi_slopes=ones, attn_chunk_size=32)",
     "codes": "attend(1, torch.bfloat16, codes=torch.float8_e4m3fn)\n"

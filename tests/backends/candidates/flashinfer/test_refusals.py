@@ -141,6 +141,11 @@ def test_a_scale_that_the_kernels_cannot_do_is_refused(make_engine: Make, scale:
         make_engine(scale=scale)
 
 
+def test_a_dtype_without_kernels_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.float32 is not supported; supported are torch\.float16"):
+        settings_of(dtype=torch.float32, kv_dtype=torch.float32)
+
+
 def test_a_small_scale_is_taken(make_engine: Make) -> None:
     make_engine(scale=0.0005)
 

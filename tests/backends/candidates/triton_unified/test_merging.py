@@ -49,7 +49,8 @@ def test_any_strides_are_read() -> None:
     log_b = lse_a.new_empty(2 * TOKENS, 3 * HEADS)[::2, ::3].copy_(lse_b)
     plain = merge_attn_states(out_a, lse_a, out_b, lse_b)
     strided = merge_attn_states(a, log_a, b, log_b)
-    assert all(torch.equal(x, y) for x, y in zip(plain, strided, strict=True))
+    # Strides choose between kernels, which a compiler may let round differently.
+    torch.testing.assert_close(strided, plain, rtol=0, atol=5e-7)
 
 
 def test_equal_states_are_averaged() -> None:
