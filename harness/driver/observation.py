@@ -38,6 +38,11 @@ _TOOLS = frozenset({"torch", "triton", "numpy"})
 _DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
 """Modules that drive a backend but are not part of it."""
 
+_OF_OTHER_PROCESSES = re.compile(
+    r" Process \d+ has [\d.]+ \w+ memory in use\.| If reserved but unallocated memory is large .*", re.DOTALL
+)
+"""Parts of CUDA's message on a full GPU that concern other processes, or are advice on torch."""
+
 _SIGNATURE = re.compile(
     r"(?:unexpected keyword argument|missing \d+ required .*arguments?:) .*"
     r"'(?:sinks|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
@@ -159,7 +164,7 @@ def _frames(entry: TracebackType | None) -> Iterator[TracebackType]:
 
 def _message_of(error: BaseException) -> str:
     try:
-        return str(error)
+        return _OF_OTHER_PROCESSES.sub("", str(error)) if type(error).__name__ == "OutOfMemoryError" else str(error)
     except Exception as another:  # noqa: BLE001 (foreign code, too)
         return f"(its message cannot be had: str() raised {type(another).__name__})"
 

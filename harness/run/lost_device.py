@@ -24,7 +24,7 @@ class DeviceLostError(AttncheckError):
     def __init__(self, record: Crashed) -> None:
         self.record = record
         super().__init__(
-            f"backend {record.backend}, case {record.case}: {record.cause} during {record.stage}; "
+            f"backend {record.backend}, case {record.case}, {record.stage}: {record.cause}; "
             "start a new process for what follows"
         )
 
@@ -55,7 +55,7 @@ def _loss(device: "torch.device") -> str | None:
     try:
         torch.cuda.synchronize(device if device.type == "cuda" else None)
     except RuntimeError as error:
-        return None if _lacks_memory(str(error)) else f"the device was lost ({_first_line(error)}; {_REMEDY})"
+        return None if _lacks_memory(str(error)) else f"the device was lost: {_first_line(error)}; {_REMEDY}"
     return None
 
 
@@ -69,7 +69,7 @@ def _error_met(record: Record) -> str | None:
     if not _is_lasting(record.error_type, record.message):
         return None
     words = record.traceback.rpartition(f"{record.error_type}: ")[2]  # message has no line breaks left
-    return f"a CUDA error was left behind ({_first_line(words)}; {_REMEDY})"
+    return f"a CUDA error was left behind: {_first_line(words)}; {_REMEDY}"
 
 
 def _is_lasting(error_type: str, message: str) -> bool:

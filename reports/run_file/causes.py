@@ -5,7 +5,8 @@ names, or the exception and its line, or what ended the process and where; other
 are replaced by ``N``, so that records which differ only in figures have one cause.
 
 The line shown of a traceback is the author's own, not that of a library which raised. For a process that died, it is
-the top of the stack that :mod:`faulthandler` writes, innermost call first.
+the top of the stack that :mod:`faulthandler` writes, innermost call first. A line of a library or of attncheck's harness
+is shown only if there is no other, and is never part of a cause: it is where a fault of a GPU is noticed.
 """
 
 import re
@@ -38,6 +39,7 @@ _NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d
 _PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P<function>.+)')
 
 _BYTES = re.compile(r" \((?:limit|the host had) [^()]*\)$")
+_WAITS_FOR_DEVICE = re.compile(r'/torch/cuda/\w+\.py", line \d+ in synchronize$')
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
 _HARNESS = re.compile(r"/attncheck/(?:harness/|backends/registry\.py)")
@@ -73,9 +75,9 @@ def symptom(summary: str) -> str:
 
 def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:
     """Return the exception and the author's line that raised it; without such a line, the stage and the message."""
-    place = _short_place(raised_at(traceback))
-    if place:
-        return f"{error_type} at {place}"
+    place = raised_at(traceback)
+    if place and not _is_foreign(place_of(place)[0]):
+        return f"{error_type} at {_short_place(place)}"
     first = next(iter(message.strip().splitlines()), "")
     return f"{error_type} in {stage}" + (f": {without_figures(first)}" if first else "")
 
@@ -86,8 +88,13 @@ def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does not end.
     """
     cause = _BYTES.sub("", cause.partition(";")[0])
-    place = _short_place(next(iter(died_at(output)), ""))
-    words = f"{cause} at {place}" if place else f"{cause} during {stage}"
+    place = next(iter(died_at(output)), "")
+    if place and not _is_foreign(place_of(place)[0]):
+        words = f"{cause} at {_short_place(place)}"
+    elif cause.startswith("not finished") and _WAITS_FOR_DEVICE.search(place):
+        words = f"{cause}: work of the backend on the GPU goes on"
+    else:
+        words = f"{cause} during {stage}"
     return f"{words}, only after {after}" if after else words
 
 

@@ -55,8 +55,8 @@ Losing = backend(lose)
 Hanging = backend(hang)
 """
 LOST = (
-    "the device was lost (CUDA error: an illegal memory access was encountered; "
-    "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer)"
+    "the device was lost: CUDA error: an illegal memory access was encountered; "
+    "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
 )
 CHECKS = ("numerics", "lse", "containment")
 

@@ -9,7 +9,7 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceImpl
 from attncheck.backends.kernel import kernel_backend
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.observation import Raised, capture_exception
 
 
 class Mode(Enum):
@@ -144,3 +144,19 @@ def test_the_package_that_is_entered_refuses_for_itself(monkeypatch: pytest.Monk
         refuse()  # type: ignore[operator]
 
     assert not raised_by(calls_it).is_refusal
+
+
+def test_a_full_gpu_is_described_without_its_other_processes() -> None:
+    """The text of torch 2.11 on a GPU that several processes share, shortened."""
+    message = (
+        "CUDA out of memory. Tried to allocate 32768.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+        "124.83 GiB is free. Process 670 has 712.00 MiB memory in use. Including non-PyTorch memory, this process has "
+        "820.00 MiB memory in use. Process 628 has 866.00 MiB memory in use. Of the allocated memory 67.95 MiB is "
+        "allocated by PyTorch, and 2.05 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+        "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+    assert capture_exception("forward", torch.OutOfMemoryError(message)).message == (
+        "CUDA out of memory. Tried to allocate 32768.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+        "124.83 GiB is free. Including non-PyTorch memory, this process has 820.00 MiB memory in use. Of the allocated "
+        "memory 67.95 MiB is allocated by PyTorch, and 2.05 MiB is reserved by PyTorch but unallocated."
+    )

@@ -245,8 +245,8 @@ def test_a_device_lost_in_process_fails_its_item_and_ends_the_session(folder: py
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "the device was lost (CUDA error: an illegal memory access was encountered; repeat with*",
-            "! attncheck: backend Losing, case small/capped.x-1: the device was lost (*) during check numerics, in*",
+            "the device was lost: CUDA error: an illegal memory access was encountered during check numerics,",
+            "! attncheck: backend Losing, case small/capped.x-1, check numerics, in forward: the device was lost: *",
         ]
     )
 

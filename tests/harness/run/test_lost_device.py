@@ -16,7 +16,7 @@ from attncheck.harness.run.lost_device import DeviceLostError
 from attncheck.reports.run_file.records import Crashed, Record
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-LOST = f"the device was lost ({ILLEGAL}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer)"
+LOST = f"the device was lost: {ILLEGAL}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
 
 
 def raising(message: str) -> Callable[..., NoReturn]:
@@ -95,7 +95,7 @@ def test_an_error_that_a_launch_left_to_the_harness_is_the_backends(
     left = "CUDA error: invalid configuration argument"
     record = crash(make_case(), lambda: monkeypatch.setattr(torch.Tensor, "clone", raising(left)))
     assert record.cause == (
-        f"a CUDA error was left behind ({left}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer)"
+        f"a CUDA error was left behind: {left}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
     )
 
 
