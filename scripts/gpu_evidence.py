@@ -2,9 +2,9 @@
 
     scripts/gpu-evidence [FOLDER]        default: docs/evidence/<gpu>-<date>
 
-The machine is described first, then times are measured while nothing else runs, then the other parts run in parallel. A
-command that fails or takes too long stops no other. Exit codes: 0 if the folder was written, whatever the results;
-2 without a GPU or an empty folder.
+The machine is described first, then times are measured while nothing else runs, then the other parts run in parallel.
+Backends that harm the GPU come last. A command that fails or takes too long stops no other. Exit codes: 0 if the folder
+was written, whatever the results; 2 without a GPU or an empty folder.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from attncheck.cases.loader import suite_names
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTNCHECK = (sys.executable, "-P", "-m", "attncheck")
-PARTS = ("machine", "warm", "timing", "memcheck", "smoke", "miniatures", "suites")
+PARTS = ("machine", "warm", "timing", "tests", "memcheck", "smoke", "miniatures", "suites", "faults")
 KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
 """Candidates with kernels of their own or of a library; a CPU interprets them slowly, or cannot run them."""
 
@@ -51,6 +51,14 @@ MEMCHECKED = {"triton_unified": PLAIN, "xformers": PLAIN, "triton_mla": ("latent
 
 # Without caching every tensor is its own allocation, so that a stray access crosses its boundary.
 SANITIZER = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {} --tool=memcheck --report-api-errors=no --error-exitcode=77"
+
+TESTED = (
+    "tests/harness/checks/cudagraph/test_cuda_real.py",
+    "tests/backends/candidates/triton_unified",
+    "tests/backends/candidates/triton_mla",
+    "tests/miniatures/test_timing.py",
+)
+"""Tests that use the GPU if there is one."""
 
 TRIED = ("torch_sdpa", "triton_unified", "ClaimsSingleDecode")
 """Backends of a trial on a CPU."""
@@ -88,10 +96,13 @@ def main(words: list[str]) -> int:
     page += f"`scripts/gpu-evidence {shlex.join(words)}`\n\n| step | how it ended | command |\n|---|---|---|\n"
     (folder / "README.md").write_text(page, encoding="utf-8")
     chains = {part: list(_chains(part, given)) for part in PARTS if part in (given.part or PARTS)}
+    faults = chains.pop("faults", ())  # alone: a kernel that does not end slows everything on its GPU
     for chain in (*chains.pop("machine", ()), *chains.pop("warm", ()), *chains.pop("timing", ())):
         _run(chain, given)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
         list(pool.map(lambda chain: _run(chain, given), [chain for part in chains.values() for chain in part]))
+    for chain in faults:
+        _run(chain, given)
     for file in sorted(folder.rglob("*.jsonl")):  # a fiftieth of the size, and attncheck can read it
         file.with_suffix(".jsonl.xz").write_bytes(lzma.compress(file.read_bytes()))
         file.unlink()
@@ -130,6 +141,14 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
                 chosen = [f"--suite={name}" for name in small or ["smoke"]]
                 if fnmatch(ref, given.backend) and not is_trial:
                     yield f"warm/{ref}", [[*ATTNCHECK, "warm", f"--backend={ref}", *chosen, device]]
+        case "tests" if not is_trial:
+            yield part, [[sys.executable, "-m", "pytest", "-q", "-n", "4", "-W", "default", *TESTED]]
+        case "faults" if not is_trial:
+            path = ROOT / "tests" / "miniatures" / "faults_gpu.py"
+            words = ["--suite=smoke", "--case=decode.float16,prefill", "--check=numerics", "--check=cudagraph", device]
+            for ref in _backends_in(path, given):
+                beside = [ref, "torch_sdpa"]
+                yield from _chain(f"faults/{ref.rpartition(':')[2]}", beside, [*words, "--case-timeout=15"], given)
         case "suites":
             for ref in KERNELS:
                 words = [f"--suite={name}" for name in small or suite_names()]

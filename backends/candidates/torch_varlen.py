@@ -2,7 +2,7 @@
 
 If the installed function accepts a page table, pages of a multiple of 256 tokens are read in place. Other pages, and
 all pages with torch 2.11, are first gathered into packed rows; timings include that. The arguments of ``varlen_attn``
-differ between releases, so its signature is inspected, not the version. It has not been run on a GPU yet.
+differ between releases, so its signature is inspected, not the version.
 """
 
 import importlib

@@ -5,8 +5,8 @@ names, or the exception and its line, or what ended the process and where; other
 are replaced by ``N``, so that records which differ only in figures have one cause.
 
 The line shown of a traceback is the author's own, not that of a library which raised. For a process that died, it is
-the top of the stack that :mod:`faulthandler` writes, innermost call first. A line of a library or of attncheck's harness
-is shown only if there is no other, and is never part of a cause: it is where a fault of a GPU is noticed.
+the top of the stack that :mod:`faulthandler` writes, innermost call first. A line of a library or of the harness is
+shown only if there is no other, and is never part of a cause: it is where a fault of a GPU is noticed.
 """
 
 import re

@@ -162,7 +162,8 @@ def _attend(
     if output_lse is not None and output_lse.shape != query.shape[:2]:
         wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not {list(query.shape[:2])}")
     if (output.dtype in CODE_FORMATS) != (output_scale is not None):
-        wrong.append(f"output has dtype {output.dtype}, and output_scale is {'None' if output_scale is None else 'given'}")
+        stated = "None" if output_scale is None else "given"
+        wrong.append(f"output has dtype {output.dtype}, and output_scale is {stated}")
     if wrong:
         raise ValueError(f"unified attention: {'; '.join(wrong)}")
     if params.alibi_sqrt and params.alibi_slopes is not None:

@@ -266,10 +266,9 @@ def attend_blocks(
             weights = tl.exp2(scores - shift[:, None])  # [M, N]
             fade = tl.exp2(pivot - shift)  # [M]
             total = total * fade + tl.sum(weights, 1)
+            weights = rounded(weights, WEIGHTS, INTERPRETED)
             if INTERPRETED:
-                weights = rounded(weights, WEIGHTS, INTERPRETED).to(tl.float32)
-            else:
-                weights = weights.to(WEIGHTS)
+                weights = weights.to(tl.float32)
             acc = tl.dot(weights, b_value, acc * fade[:, None], input_precision="ieee")
             pivot = new_pivot
 
