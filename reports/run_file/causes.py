@@ -87,7 +87,7 @@ def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     """
     cause = _BYTES.sub("", cause.partition(";")[0])
     place = _short_place(next(iter(died_at(output)), ""))
-    words = f"{cause} at {place}" if place else f"{cause} during {stage}"
+    words = f"{cause} at {place}" if place else f"{cause}{stage and f' during {stage}'}"
     return f"{words}, only after {after}" if after else words
 
 
