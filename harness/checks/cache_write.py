@@ -6,6 +6,7 @@ every code that correct arithmetic can produce is accepted. The backend's page f
 (:mod:`attncheck.harness.checks.block_moves`). Cannot see: writes outside the cache's own memory.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -30,6 +31,9 @@ _NAMED = 4
 
 _MOST_BYTES = 2**26
 """Pool size in bytes above which faults of writers are not searched for."""
+
+_TWICE = re.compile(r"([KV]) of (.+) and ([KV]) of \2")
+"""K and V of one place."""
 
 _CHANGED = "; a backend may write only the output and the KV cache"
 
@@ -110,6 +114,8 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         return Broken("bytes between the slots of the pool were changed", figures, details=changed)
     images = seen.pool_before, seen.pool_after
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
+    if len(wrong) > _NAMED:
+        complaints[-1] += f"; and {len(wrong) - _NAMED} more slots are wrong"
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
     meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
         problem, pool, rows, (before, expected, seen.pool_after)
@@ -167,7 +173,8 @@ def _complaint(problem: Problem, pool: KVPool, images: tuple[Tensor, Tensor], sl
     before, after = (pool.read_image(image, at) for image in images)
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     name = problem.slot_name(slot)
-    found = "; ".join(dict.fromkeys(text for rows in after if (text := _origin(problem, rows[0, 0].cpu()))))
+    found = " and ".join(dict.fromkeys(text for rows in after if (text := _origin(problem, rows[0, 0].cpu()))))
+    found = _TWICE.sub(r"\1 and \3 of \2", found)
     if bool((mapped == slot).any()):
         return f"{name} {'holds ' + (found or 'other values') if changed else 'was never written'}"
     return f"{name} was overwritten{' with ' + found if found else ''}, although slot_mapping does not contain it"

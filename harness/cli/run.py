@@ -263,12 +263,14 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
             continue
         tally = summary.by_backend.get(backend.name)
         if tally is None or not tally.examined:
-            reasons = dict.fromkeys(phrases.gap_reasons(gap) for gap in summary.gaps if gap.backend == backend.name)
-            why = (
-                f": {'; '.join(islice(reasons, 3))}"
-                if reasons
-                else "; none of the selected cases is for it: add --suite NAME"
-            )
+            gaps = [gap for gap in summary.gaps if gap.backend == backend.name]
+            reasons = dict.fromkeys(map(phrases.gap_reasons, gaps))
+            why = f": {'; '.join(islice(reasons, 3))}"
+            if not gaps:  # each suite of a run without --suite is for some backends only
+                others = " --suite ".join(dict.fromkeys(case.suite for case in header.cases))
+                why = f"; no selected case is in its default suite: add --suite {others}"
+            elif all(gap.outcome == "unsupported" and gap.by == "backend" for gap in gaps):
+                why += "; select cases and checks that it supports"
             if backend.name in summary.providers:
                 raise SelectionError(f"provider {backend.name!r} offers none of these functions")
             refused = any(each.backend == backend.name and each.check == "refusals" for each in records)

@@ -33,7 +33,8 @@ class Coordinate:
     head: int
 
     def __str__(self) -> str:
-        return f"the {self.kind} of request {self.request}, position {self.position}, KV head {self.head}"
+        kind = "K" if self.kind == "key" else "V"
+        return f"{kind} of request {self.request}, position {self.position}, KV head {self.head}"
 
 
 def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor, smallest: float | Tensor = SMALLEST) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import filter as fnmatch_filter
 from pathlib import Path
+from shlex import quote
 
 from attncheck.backends.declarations import needs_of
 from attncheck.cases.loader import load_suite, select, suite_names
@@ -50,15 +51,15 @@ def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
-def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:
-    """Return the cases that match ``pattern``; ``refs``: the suites they are from, as the user named them.
+def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str], named: str) -> Sequence[Case]:
+    """Return the cases that match ``pattern``. ``refs``: the suites they are from; ``named``: as the user named them.
 
     Raises:
         SelectionError: no case matches; the message suggests a pattern that does.
     """
     if found := select(cases, [pattern]):
         return found
-    raise SelectionError(f"no case of {', '.join(refs)} matches {pattern!r}; {_advice(cases, pattern, refs)}")
+    raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
 
 
 def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
@@ -74,7 +75,7 @@ def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
     others = (name for name in suite_names() if name not in refs)
     if found := next((name for name in others if select(load_suite(name), [pattern])), None):
         return f"suite {found} has it: give --suite {found}"
-    return f"`attncheck list cases --suite {refs[0]}` shows the ids"
+    return f"`attncheck list cases --suite {quote(refs[0])}` shows the ids"
 
 
 def _why_left_out(pattern: str, refs: Sequence[str]) -> str:

@@ -173,7 +173,9 @@ def select_cases(
             nothing, or a check that no selected case runs.
     """
     wanted = _wanted_checks(checks, skip)
-    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in split_commas(suites) or DEFAULT_SUITES))
+    names = split_commas(suites) or DEFAULT_SUITES
+    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in names))
+    named = " with ".join(filter(None, [" or ".join(names), " ".join(f"--set {each}" for each in settings)]))
     loaded = tuple(load_suite(ref) for ref in refs)
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
@@ -182,7 +184,7 @@ def select_cases(
             raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
     cases = tuple(case for suite in loaded for case in suite.cases if not keys or case.key in keys)
     if patterns := split_commas(patterns):
-        chosen = {case.key for pattern in patterns for case in matching_cases(cases, pattern, refs)}
+        chosen = {case.key for pattern in patterns for case in matching_cases(cases, pattern, refs, named)}
         cases = tuple(case for case in cases if case.key in chosen)
     if keywords:
         cases = cases_by_keywords(cases, keywords)
@@ -191,7 +193,7 @@ def select_cases(
     if not cases:
         that = " that matches" if patterns or keywords or keys else ""
         with_checks = f" asks for {', '.join(wanted)}" if wanted else ""
-        raise SelectionError(f"no case of {' or '.join(refs)}{that}{with_checks}")
+        raise SelectionError(f"no case of {named}{that}{with_checks}")
     names_cases = bool(patterns or keywords or keys)
     return Selection(loaded, refs, cases, wanted, by_default=not suites, names_cases=names_cases)
 

@@ -21,7 +21,7 @@ from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.lanes import Place, start
 from attncheck.harness.workers.protocol import DeviceLost, Done, Examine, HarnessFailure
 from attncheck.harness.workers.recurrence import Recurrence, Replayed, find_recurrence
-from attncheck.harness.workers.requesting import WAITING, Stopped, Work, request_records
+from attncheck.harness.workers.requesting import Stopped, Work, request_records
 from attncheck.harness.workers.schedule import BackendQuestion
 from attncheck.harness.workers.time_limits import Limit, TimeLimits
 from attncheck.harness.workers.warming import WarmingAhead
@@ -62,8 +62,11 @@ class ProcessExaminer:
         backend, case = place.question.backend, place.question.case
         self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
         if self._left_s(place) <= 0:
-            cause = f"no time left; --backend-timeout was {self._limits.backend_s:g} s"
-            self._end(place, Stopped(WAITING, ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
+            cause = (
+                "the case did not run, because earlier cases used up --backend-timeout; "
+                f"raise it ({self._limits.backend_s:g} s), or select fewer cases"
+            )
+            self._end(place, Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         place.began = time.monotonic()
         if backend.ref not in self._unstartable:
@@ -204,7 +207,8 @@ class ProcessExaminer:
         limit, left_s = self._limits.of_stage(stage, place.question.case, reference_s), self._left_s(place)
         if limit.seconds <= left_s:
             return limit
-        return Limit(max(left_s, 0.0), f"what was left of --backend-timeout {self._limits.backend_s:g}")
+        words = f"what was left of --backend-timeout {self._limits.backend_s:g}, less than the usual limit"
+        return Limit(max(left_s, 0.0), f"{words}; the backend may be slow and not hang")
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
         """Add records for ``checks``, which ``stopped`` prevented."""

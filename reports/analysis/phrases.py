@@ -177,7 +177,7 @@ def what_happened(record: Record) -> str:
         case Crashed() | TimedOut():
             cause = _FIGURES.match(record.cause)
             what, figures = (cause[1], cause[2]) if cause else (record.cause, "")
-            text = " ".join(f"{what} during {record.stage}{figures}{_recurrence(record)}".split())
+            text = " ".join(f"{what}{record.stage and f' during {record.stage}'}{figures}{_recurrence(record)}".split())
         case XPassed():
             text = f"passed, though expected to fail: {record.reason}; remove or narrow this expectation"
         case _:
@@ -228,11 +228,13 @@ def closing(
     errors: Sequence[str] = (),
     *,
     complete: bool = True,
+    num_backends: int = 0,
 ) -> str:
     """Return the last line of a report: the verdict and the counts.
 
-    ``errors`` fail a run whatever its records are. A result is the outcome of one check of one case of
-    one backend, the worst of its rounds. An unfinished run has a verdict only if it failed.
+    ``errors`` fail a run whatever its records are. ``num_backends``: those of the run; some may have no record. A
+    result is the outcome of one check of one case of one backend, the worst of its rounds. An unfinished run has a
+    verdict only if it failed.
     """
     verdict: str = "failed" if errors else summary.verdict
     if not complete and verdict != "failed":
@@ -241,7 +243,8 @@ def closing(
     counts += [plural(len(errors), "error")] if errors else []
     sizes = []
     if summary.backends or not summary.providers:
-        sizes += [plural(len(summary.backends), "backend"), plural(summary.cases, "case")]
+        some = f"{len(summary.backends)} of " if num_backends > len(summary.backends) else ""
+        sizes += [f"{some}{plural(max(num_backends, len(summary.backends)), 'backend')}", plural(summary.cases, "case")]
     if summary.providers:
         sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
     rounds = f" (the worst of {summary.most_rounds} rounds counts)" if summary.most_rounds > 1 else ""

@@ -8,9 +8,10 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Literal
 
-from attncheck.errors import UnknownNameError
+from attncheck.errors import SelectionError
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.support import SupportRow, by_size
 from attncheck.reports.analysis.verdicts import RunFindings
@@ -87,14 +88,18 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
     """Return the distinct needs in a text such as ``sinks,fp8_kv,block_size=32``.
 
     Raises:
-        UnknownNameError: if no case needs one of them and no backend declares it.
+        SelectionError: no case needs one of them and no backend declares it.
     """
     needs = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for need in needs:
         if need not in known:
             key = f"{need.partition('=')[0]}="
             values = [each for each in known if each.startswith(key)]
-            raise UnknownNameError("need; no case of these runs has", need, values or list(known))
+            near = get_close_matches(need, known, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else "run cases that need it, or give another need"
+            raise SelectionError(
+                f"no case of these runs needs {need!r}; {advice} (known: {', '.join(values or known) or 'none'})"
+            )
     return needs
 
 

@@ -51,6 +51,12 @@ class OutcomeGroup:
         return tuple(dict.fromkeys(change.check for change in self.changes))
 
     @property
+    def what(self) -> str:
+        """The text of the first change, with its case if the figures of the others differ."""
+        is_example = len({change.what for change in self.changes}) > 1
+        return f"for example {self.first.case}: {self.first.what}" if is_example else self.first.what
+
+    @property
     def step(self) -> str:
         """``passed -> failed``, or the outcome if only a level changed."""
         return (

@@ -56,7 +56,7 @@ def _outcomes(comparison: RunComparison, *, whole: bool) -> list[Block]:
             summary.named(group.cases, shown=None if whole else SHOWN_CASES),
             ", ".join(group.checks),
             group.step,
-            group.first.what,
+            group.what,
         )
         for group in groups[: None if whole else SHOWN]
     ]

@@ -84,4 +84,5 @@ class RunValues:
 
     def closing(self) -> str:
         """Return the verdict and the counts on one line."""
-        return phrases.closing(self.summary, self.errors, complete=self.complete)
+        count = sum(each.name not in self.summary.providers for each in self.header.backends)
+        return phrases.closing(self.summary, self.errors, complete=self.complete, num_backends=count)

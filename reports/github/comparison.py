@@ -34,7 +34,7 @@ def _errors(comparison: RunComparison) -> Iterator[str]:
         if first.kind == "worse":
             more = f" and {plural(further, 'more case')}" if further else ""
             title = f"{first.backend}: {first.case}{more}, {', '.join(group.checks)}: {group.step}"
-            yield annotation("error", title, first.what or group.step)
+            yield annotation("error", title, group.what or group.step)
     for change in summary.with_verdict(comparison.speeds, "slower"):
         if change.is_regression:
             was, now = summary.times_text(change)

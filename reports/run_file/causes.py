@@ -94,7 +94,7 @@ def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     elif cause.startswith("not finished") and _WAITS_FOR_DEVICE.search(place):
         words = f"{cause}: work of the backend on the GPU goes on"
     else:
-        words = f"{cause} during {stage}"
+        words = f"{cause}{stage and f' during {stage}'}"
     return f"{words}, only after {after}" if after else words
 
 

@@ -46,16 +46,23 @@ def merge_runs(runs: Sequence[Run]) -> Run:
 
 def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
     """Return the fields in which the headers of two runs or shards differ, with both values if they are short."""
-    return sorted(_differences(header, other, _OF_ONE_RUN))
+    return sorted(_differences(_uncounted(header), _uncounted(other), _OF_ONE_RUN))
 
 
 def _refuse_other_question(first: Run, run: Run) -> None:
-    if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN | {"shard"})):
+    headers = _uncounted(first.header), _uncounted(run.header)
+    if differences := sorted(_differences(*headers, _OF_ONE_RUN | {"shard"})):
         raise RunFileError(
             run.path,
             f"is not a shard of the run of {first.path}: they differ in {', '.join(differences)}; "
             "`attncheck compare` compares two runs",
         )
+
+
+def _uncounted(header: RunHeader) -> RunHeader:
+    """Return ``header`` without the numbers of cases of its suites, which follow from its cases."""
+    suites = tuple(suite.model_copy(update={"cases": 0}) for suite in header.suites)
+    return header.model_copy(update={"suites": suites})
 
 
 def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[str]:

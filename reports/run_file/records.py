@@ -109,10 +109,10 @@ class Errored(_ShortRecord):
 class _EndedRecord(_ShortRecord):
     """The backend's process ended, or was ended, before it finished the check.
 
-    ``stage``: what it was doing (``check numerics``). ``cause``: what ended it (``killed by SIGABRT``, ``left with exit
-    code 3``). ``output``: the end of its output, with the stack that :mod:`faulthandler` writes there.
-    ``native_stack``: the stack of Python and C frames, if py-spy is installed, after a timeout only. The checks of the
-    case that could not run for this reason have the same values.
+    ``stage``: what it was doing (``check numerics``), or "" if the case did not begin. ``cause``: what ended it
+    (``killed by SIGABRT``, ``left with exit code 3``). ``output``: the end of its output, with the stack that
+    :mod:`faulthandler` writes there. ``native_stack``: the stack of Python and C frames, if py-spy is installed, after
+    a timeout only. The checks of the case that could not run for this reason have the same values.
 
     ``recurrence``: the result of the same case in a fresh process. ``always``: the process ends again without earlier
     cases. ``after``: it ends only after the case ``after``, or if that is empty, after the cases before it. ``flaky``:

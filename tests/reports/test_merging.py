@@ -81,6 +81,9 @@ def test_a_run_of_another_question_is_refused_by_what_differs(part, header):
         merge_runs([part("1/2"), part("2/2", environment=environment)])
     with pytest.raises(RunFileError, match="differ in backends, checks"):
         merge_runs([part("1/2"), part("2/2", backends=header.backends[:1], checks=("lse",))])
+    fewer = [header.suites[0].model_copy(update={"cases": 1}), *header.suites[1:]]
+    with pytest.raises(RunFileError, match="differ in cases; `"):
+        merge_runs([part("1/2"), part("2/2", cases=header.cases[1:], suites=tuple(fewer))])
 
 
 def test_what_two_runs_found_alike_is_kept_once(part, make_record):

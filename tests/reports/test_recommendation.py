@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.errors import UnknownNameError
+from attncheck.errors import SelectionError
 from attncheck.reports.analysis.recommendation import (
     Suitability,
     checked_needs,
@@ -141,5 +141,5 @@ def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ranked: 
 )
 def test_an_unknown_need_is_an_error_with_what_there_is(ranked: Ranked, make: Any, needs: str, words: str) -> None:
     record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))
-    with pytest.raises(UnknownNameError, match=words):
+    with pytest.raises(SelectionError, match=words):
         ranked(needs, record)

@@ -60,6 +60,7 @@ def test_bits_that_move_are_found(make_case: Any, backend: Any, where: str) -> N
     found = examine(backend, make_case())
     assert isinstance(found, Broken)
     assert "of the output have other bits" in found.summary
+    assert "; the largest difference is " in found.summary
     assert where in found.summary
 
 
@@ -75,7 +76,7 @@ def test_a_backend_that_declares_it_must_stay_within_the_budget(make_case: Any) 
     found = examine(grossly, case)
     assert isinstance(found, Broken)
     assert found.summary == snapshot(
-        "40 of 40 rows of the output exceed the allowed error, the first is row 0 (request 0, position 36), when the step is repeated on the same impl"
+        "40 of 40 rows of the output exceed the allowed error, the first is row 0 (request 0, position 36), when the step is repeated on the same impl; the largest error is 9.32e+04 times the allowed error"
     )
 
 

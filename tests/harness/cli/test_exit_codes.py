@@ -194,11 +194,28 @@ def test_a_backend_requested_by_name_must_have_been_examined(
     assert here("--backend", "./wrong.py:Nothing") == 2
     printed = capsys.readouterr()
     assert printed.err == snapshot(
-        "error: no case of backend 'Nothing' was examined by a check other than refusals: cannot\n"
+        "error: no case of backend 'Nothing' was examined by a check other than refusals: cannot; select cases and checks that it supports\n"
     )
     assert "'Nothing'" in printed.err
     assert "unsupported" in printed.out
     assert read_run(the_run(folder)).complete
+
+
+def test_a_backend_whose_default_suite_lacks_the_cases_names_the_suite_that_has_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "slow.py").write_text(
+        "from attncheck.backends.candidates.reference import ReferenceBackend\n"
+        "class Slow(ReferenceBackend):\n"
+        "    default_suite = classmethod(lambda cls, device: 'interpreted')\n"
+    )
+    words = ["--case", "decode.float16", "--check", "numerics", "--device", "cpu", "--in-process", "--no-output"]
+    assert cli.main(["run", "reference", "./slow.py:Slow", *words]) == 2
+    printed = capsys.readouterr()
+    assert "passed: 1 of 2 backends, 1 case" in printed.out
+    assert printed.err == snapshot(
+        "error: no case of backend 'Slow' was examined; no selected case is in its default suite: add --suite smoke\n"
+    )
 
 
 def test_our_own_fault_is_exit_code_3_and_its_message_states_how_to_see_more(

@@ -141,3 +141,16 @@ def test_a_builder_prepares_the_layer_whose_writer_the_layout_is_learned_from(ma
     backend = without_codec(Prepared)
     backend.get_builder_cls = staticmethod(lambda: PreparingBuilder)
     assert isinstance(judged(backend, make_case()), Holds)
+
+
+def test_a_wrong_slot_is_named_with_whose_k_and_v_it_holds(make_case: Callable[..., Case]) -> None:
+    class Late(ReferenceImpl):
+        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+            super().write(layer, key, value, key_cache, value_cache, slots + 1)
+
+    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Late)})
+    finding = judged(backend, make_case((6, 6)))
+    assert isinstance(finding, Broken)
+    named = [finding.summary, *finding.details]
+    assert "holds K and V of request 0, position 0, KV head 0" in named[1]
+    assert named[3].endswith("; and 3 more slots are wrong")

@@ -120,6 +120,10 @@ def test_a_case_that_the_defaults_make_invalid_is_named_with_the_reason() -> Non
     )
     assert "num_kv_heads" in str(wrong.value)
     assert "--suite" not in str(wrong.value)
+    with pytest.raises(
+        SelectionError, match=r"no case of smoke with --set layer\.num_heads=7 matches 'decode\.float32'; "
+    ):
+        select_cases(["smoke"], ["decode.float32"], settings=["layer.num_heads=7"])
 
 
 def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:

@@ -174,7 +174,7 @@ def test_a_backend_has_so_much_time_for_all_its_cases(make_case: Any) -> None:
     assert first.outcome == "passed"
     assert [request.case for request in workers.sent] == ["made/case"]
     assert isinstance(last, TimedOut)
-    assert (last.case_id, last.stage, last.limit_s) == ("next", "the wait for this case", 1e-9)
+    assert (last.case_id, last.stage, last.limit_s) == ("next", "", 1e-9)
 
 
 def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case: Any) -> None:

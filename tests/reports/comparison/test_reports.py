@@ -162,6 +162,7 @@ def test_changes_in_the_same_words_are_one_group(compare: Compare, make: Make) -
     (group,) = grouped_outcomes(compare(base, new).outcomes)
     assert group.cases == ("smoke/a", "smoke/b")
     assert group.checks == ("numerics", "cudagraph")
+    assert group.what == "for example smoke/a: 0 of 40 rows"
 
 
 def test_times_are_listed_the_largest_change_first_and_of_the_unclear_the_widest(found: RunComparison) -> None:
