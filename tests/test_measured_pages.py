@@ -19,8 +19,8 @@ PAGES = {
     "vllm-cpu-attn.md": "vllm-0.32.0/cpu-attn.jsonl.xz",
     "vllm-mla.md": "vllm-0.32.0/mla.jsonl.xz",
     "vllm-triton-attn.md": "vllm-0.32.0/triton-attn.jsonl.xz",
-    "measured-support.md": "cpu-2026-11-23/candidates.jsonl.xz",
-    "xformers-vllm.md": "cpu-2026-11-23/xformers-vllm.jsonl.xz",
+    "measured-support.md": "cpu-2026-11-26/candidates.jsonl.xz",
+    "xformers-vllm.md": "cpu-2026-11-26/xformers-vllm.jsonl.xz",
 }
 EXPLAINED = {page: run for page, run in PAGES.items() if page != "measured-support.md"}
 

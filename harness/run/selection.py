@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.overrides import with_defaults
-from attncheck.errors import SelectionError
+from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, matching_cases, split_commas
@@ -150,6 +150,17 @@ def check_seed(seed: int) -> int:
     return seed
 
 
+def _loaded(ref: str, options: str) -> Suite:
+    """Return a suite. Raise its CaseFileError with ``options`` as the place of mistakes in replaced defaults."""
+    try:
+        return load_suite(ref)
+    except CaseFileError as error:
+        for each in error.errors if isinstance(error, SeveralMistakesError) else (error,):
+            if options and each.file == ref:
+                each.file, each.line, each.column = f"{ref.partition('{')[0]} with {options}", None, None
+        raise
+
+
 def select_cases(
     suites: Sequence[str],
     patterns: Sequence[str] = (),
@@ -175,8 +186,9 @@ def select_cases(
     wanted = _wanted_checks(checks, skip)
     names = split_commas(suites) or DEFAULT_SUITES
     refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in names))
-    named = " with ".join(filter(None, [" or ".join(names), " ".join(f"--set {each}" for each in settings)]))
-    loaded = tuple(load_suite(ref) for ref in refs)
+    options = " ".join(f"--set {each}" for each in settings)
+    named = " with ".join(filter(None, [" or ".join(names), options]))
+    loaded = tuple(_loaded(ref, options) for ref in refs)
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
         if twin is not None:

@@ -107,7 +107,7 @@ def test_terminal_states_what_was_not_examined_and_why(header: RunHeader, record
 
 
 WIDTHS = (60, 80, 120, 200)
-CANDIDATES = Path(__file__).parents[2] / "docs" / "evidence" / "cpu-2026-11-23" / "candidates.jsonl.xz"
+CANDIDATES = Path(__file__).parents[2] / "docs" / "evidence" / "cpu-2026-11-26" / "candidates.jsonl.xz"
 
 
 def test_a_run_of_all_candidates_that_passes_is_one_screen_below_its_table() -> None:

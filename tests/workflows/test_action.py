@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 STEPS = {step["name"]: step for step in ACTION["runs"]["steps"]}
 SCRIPTS = {name: step for name, step in STEPS.items() if "run" in step}
-EVIDENCE = ROOT / "docs" / "evidence" / "cpu-2026-11-23" / "xformers-vllm.jsonl.xz"
+EVIDENCE = ROOT / "docs" / "evidence" / "cpu-2026-11-26" / "xformers-vllm.jsonl.xz"
 OF_GITHUB = {"GITHUB_OUTPUT", "GITHUB_PATH", "RUNNER_TEMP"}
 
 STAND_IN = """#!/usr/bin/env bash

@@ -80,6 +80,12 @@ TheRun = Callable[[Path], Path]
                 "error: bad.yaml:4:5: cases[0].bach: a case has no key 'bach'; did you mean 'batch'? (known: ...)"
             ),
         ),
+        (
+            ["--set", "layer.num_head=4"],
+            snapshot(
+                "error: small.yaml with --set layer.num_head=4: layer.num_head: a layer has no key 'num_head', in case decode of line 3; did you mean 'num_heads'? (known: ...)"
+            ),
+        ),
         (["--case", "decod"], snapshot("error: no case of small.yaml matches 'decod'; did you mean 'decode'?")),
         (
             ["--case", "zz*"],
