@@ -104,7 +104,8 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     if not cases:
         raise next(iter(left_out.values()))
     notes = tuple(
-        f"{full} is left out, since it is invalid with these defaults: {error.reason} (found {error.value})"
+        f"{full} is left out, since it is invalid with these defaults: {error.reason}"
+        + ("" if str(error.value) in error.reason.split() else f" (found {error.value})")
         for full, error in left_out.items()
     )
     return Suite(

@@ -155,8 +155,8 @@ def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
     if case is not None:
         text = f"{case.description or case.id}: {case.shape}\n{text}"
     if finding is not None:
-        common = f"; in common: {finding.contrast}" if finding.contrast else ""
-        text = f"finding: {finding.title} ({phrases.extent(finding)}{common})\n{text}"
+        facts = "; ".join(filter(None, [phrases.extent(finding), phrases.contrast(finding)]))
+        text = f"finding: {finding.title} ({facts})\n{text}"
     if isinstance(record, Errored) and record.traceback:
         text += f"\n\n{record.traceback.rstrip()}"
     if isinstance(record, Ended) and record.output:

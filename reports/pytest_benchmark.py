@@ -94,10 +94,8 @@ def render_run(run: Run) -> str:
     records = {(record.backend, record.case): record for record in reversed(run.records) if record.check == TIMING}
     found = speeds(run.records)
     if not found:
-        raise QuestionError(
-            f"{run.path} has no times of right outputs, so there is nothing to convert; "
-            f"`attncheck run --check {TIMING}` measures them"
-        )
+        what = "its times are of wrong outputs" if records else f"it has no times; run with --check {TIMING}"
+        raise QuestionError(f"{run.path}: there is nothing to convert: {what}")
     states = [timing.device for speed in found for timing in speed.timings if timing.device is not None]
     written = {
         "machine_info": _machine_info(run.header.environment, states[0] if states else None),

@@ -23,9 +23,12 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 
-_MEANING = (
-    "equal inputs give different bits: the order of sums varies, memory is read before it is written, or a call leaves "
-    "state behind; declare deterministic=False only if the difference is intended"
+_ROUNDING = (
+    "equal inputs give different bits: the order of sums varies; declare deterministic=False if that is intended"
+)
+_BEYOND_ROUNDING = (
+    "equal inputs give different outputs: memory is read before it is written, a call leaves state behind, or threads "
+    "race"
 )
 
 
@@ -46,10 +49,10 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
                 summary = (
                     f"{count} of {len(moved)} rows of the {name} {kind}, {place}, {how}; the largest {what} is {amount}"
                 )
-                return Broken(summary, {"rows_moved": count}, _MEANING)
+                return Broken(summary, {"rows_moved": count}, _BEYOND_ROUNDING if size > 1 else _ROUNDING)
         was, now = first.pool_after, again.pool_after
         if was is not None and now is not None and not same_bytes(was, now):
-            return Broken(f"the cache holds other bytes, {how}", meaning=_MEANING)
+            return Broken(f"the cache holds other bytes, {how}", meaning=_BEYOND_ROUNDING)
     notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
     return Holds({"rows": len(right), "repeats": 2, "bitwise": int(exact)}, notes)
 

@@ -39,7 +39,7 @@ def record(
     code = _run(command, environment)
     if not output.exists():
         reason = f"vLLM ran no batch in {command[0]!r}, or attncheck is not installed in vLLM's environment"
-        typer.echo(f"{output} was not written: {reason}", err=True)
+        typer.echo(f"error: {output} was not written: {reason}", err=True)
         return code or 1
     typer.echo(f"written: {output}; examine it: attncheck run --suite {output}", err=True)
     return code

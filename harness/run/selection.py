@@ -135,7 +135,9 @@ def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = Fals
     if wanted is not None and wanted < 1:
         raise SelectionError(f"{wanted} rounds: give a whole number, 1 or above")
     if wanted is not None and wanted > 1 and not is_timed:
-        raise SelectionError(f"--rounds {wanted}: only the check {TIMING} runs in rounds; add --check {TIMING}")
+        raise SelectionError(
+            f"--rounds {wanted}: only the check {TIMING} runs in rounds; add --check {TIMING}, or leave out --rounds"
+        )
     if wanted is not None and wanted > 1 and in_process:
         raise SelectionError(
             f"{wanted} rounds in one process: a round is a process; leave out --in-process or --rounds"
@@ -225,7 +227,7 @@ def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
     left = tuple(check for check in BACKEND_CHECKS if check in (chosen or DEFAULT_CHECKS) and check not in skipped)
     if not left:
         raise SelectionError(
-            f"--skip {', '.join(skipped)} removes every selected check; leave out --skip, or select others"
+            f"--skip {', '.join(skipped)} removes every selected check; leave out --skip, or select more with --check"
         )
     return left
 

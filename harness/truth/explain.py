@@ -250,5 +250,5 @@ def _imprecision(
         if float(((seen - own).abs() <= math.log2(_ALIKE)).double().mean()) >= _MOST:
             found.append((float((seen - own).abs().mean()), hypothesis.meaning))
     return (
-        f"the arithmetic is too coarse: the error is as large as, for example, with {min(found)[1]}" if found else None
+        f"the precision is too low: the error has the size of that with {min(found)[1]}, for example" if found else None
     )

@@ -64,7 +64,7 @@ def modifier_explanations(params: AttentionParams, rows: UnpagedAttention) -> It
         yield with_changes(meaning, feature, logits_soft_cap=cap, scale=scale * cap)
         for other in _CAPS:
             if other != cap:
-                yield with_changes(f"the soft cap is {other:g}, not {cap:g}", feature, logits_soft_cap=other)
+                yield with_changes(f"the soft cap is {other:g} instead of {cap:g}", feature, logits_soft_cap=other)
     if params.alibi_slopes is not None:
         for meaning, slopes in _slopes(params, params.alibi_slopes):
             yield with_changes(meaning, "alibi", alibi_slopes=slopes)

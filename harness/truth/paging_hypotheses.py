@@ -154,10 +154,10 @@ def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
     yield "pages are taken to lie behind one another, from the first of the request on", behind * size + offset
     for other in _PAGE_SIZES:
         if other < size:  # with larger ones, some pages would begin after the end of the pool
-            yield f"page p is read from slot {other} * p on, not {size} * p", slots(request, page, offset, other)
+            yield f"page p is read from slot {other} * p on instead of {size} * p", slots(request, page, offset, other)
         if other != size:
             column, offset_in = position // other, position % other
-            yield f"a page is taken to have {other} tokens, not {size}", slots(request, column, offset_in, other)
+            yield f"a page is taken to have {other} tokens instead of {size}", slots(request, column, offset_in, other)
             meaning = f"columns of the block table are counted in pages of {other} tokens, not of {size}"
             yield meaning, slots(request, column, offset_in)
     for number in _COLUMNS:

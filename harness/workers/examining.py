@@ -63,8 +63,8 @@ class ProcessExaminer:
         self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
         if self._left_s(place) <= 0:
             cause = (
-                "the case did not run, because earlier cases used up --backend-timeout; "
-                f"raise it ({self._limits.backend_s:g} s), or select fewer cases"
+                "the case did not run, because earlier cases used up "
+                f"--backend-timeout {self._limits.backend_s:g}; give a larger one, or select fewer cases"
             )
             self._end(place, Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
@@ -208,7 +208,7 @@ class ProcessExaminer:
         if limit.seconds <= left_s:
             return limit
         words = f"what was left of --backend-timeout {self._limits.backend_s:g}, less than the usual limit"
-        return Limit(max(left_s, 0.0), f"{words}; the backend may be slow and not hang")
+        return Limit(max(left_s, 0.0), f"{words}; the backend may only be slow")
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
         """Add records for ``checks``, which ``stopped`` prevented."""

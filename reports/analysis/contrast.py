@@ -117,7 +117,7 @@ class Contrast:
         else:
             text += "; in none that passes" if self.right > 1 else "; not in the one that passes"
         also = "; ".join(map(str, self.alternatives))
-        return f"{text} (the same holds for: {also})" if also else text
+        return f"{text} (other differences: {also})" if also else text
 
 
 def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None:

@@ -213,7 +213,13 @@ def extent(finding: Finding) -> str:
 def consequence(finding: Finding) -> str:
     """Return what the finding does to the exit code of the run."""
     code = finding.exit_status
-    return f"it makes the run exit with code {code}" if code else "it does not fail the run"
+    return f"the run exits with code {code} because of it" if code else "it does not fail the run"
+
+
+def contrast(finding: Finding) -> str:
+    """Return what separates the cases of a finding from those that pass, or "" if nothing is known to."""
+    heading = "in common" if len(finding.cases) > 1 else "unlike passing cases"
+    return f"{heading}: {finding.contrast}" if finding.contrast else ""
 
 
 def example(finding: Finding) -> str:

@@ -97,9 +97,8 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
             values = [each for each in known if each.startswith(key)]
             near = get_close_matches(need, known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else "run cases that need it, or give another need"
-            raise SelectionError(
-                f"no case of these runs needs {need!r}; {advice} (known: {', '.join(values or known) or 'none'})"
-            )
+            theirs = ", ".join(values or known) or "none"
+            raise SelectionError(f"no case of these runs needs {need!r}; {advice} (needs of these cases: {theirs})")
     return needs
 
 

@@ -154,11 +154,12 @@ def _facts(finding: Finding, run: RunValues, example: Sequence[Item], cases: Seq
     """Return extent, what the cases have in common, ``cases``, and the example with the lines of ``example`` below."""
     rounds = phrases.rounds_short(run.summary, finding.example)
     below = [Item(finding.case.shape)] if finding.case else []
+    word = "case" if len(finding.cases) == 1 else "example"
     return [
         Item(f"{phrases.extent(finding)}; {phrases.consequence(finding)}"),
-        *([Item(f"in common: {finding.contrast}")] if finding.contrast else []),
+        *([Item(contrast)] if (contrast := phrases.contrast(finding)) else []),
         *cases,
-        Item(f"example: {phrases.example(finding)}{f' ({rounds})' if rounds else ''}", (*below, *example)),
+        Item(f"{word}: {phrases.example(finding)}{f' ({rounds})' if rounds else ''}", (*below, *example)),
     ]
 
 

@@ -92,7 +92,7 @@ def _errors(run: RunValues, root: str) -> Iterator[str]:
     for finding in run.found.findings:
         if not finding.is_expected:
             record = finding.example
-            lines = [phrases.extent(finding), *([f"in common: {finding.contrast}"] if finding.contrast else [])]
+            lines = [phrases.extent(finding), *filter(None, [phrases.contrast(finding)])]
             lines += [f"{record.case}: {_what(record, run.summary)}", f"repeat: {repro_command(record, run.header)}"]
             file, line = place_to_show(record, run.header, root)
             title = f"{finding.backend}: {finding.title}"

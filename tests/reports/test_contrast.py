@@ -109,7 +109,7 @@ def test_a_few_failing_cases_have_further_explanations() -> None:
     assert conditions_of(contrast) == [("layer.sinks", "", (True,))]
     assert contrast is not None
     assert [each.key for each in contrast.alternatives] == ["cache.block_size", "inputs"]
-    assert str(contrast).endswith(" (the same holds for: cache.block_size is 8; inputs is zeros)")
+    assert str(contrast).endswith(" (other differences: cache.block_size is 8; inputs is zeros)")
     many = contrast_of(wrong * 4, right)
     assert many is not None
     assert many.alternatives == ()

@@ -203,7 +203,7 @@ def test_a_run_of_many_findings_has_a_few_examples_and_counts_the_rest(header: R
         *(f"finding {number} of 11, reference" for number in range(2, 10)),
     ]
     assert paragraph(text, "finding 1 of 11").startswith("finding 1 of 11, reference: the head is ignored 2 cases")
-    assert text.count("example: ") == 3
+    assert text.count("example: ") + text.count("  case: ") == 3
     assert text.count("repeat: ") == 3 + 7
     assert "finding 4 of 11, reference: the sinks is ignored: 1 case, check numerics\n  repeat: attncheck" in text
     assert (
@@ -287,7 +287,7 @@ def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Writ
     for number, meaning in enumerate(meanings, 1):
         text = sections[f"Wrong: {meaning}"]
         assert f"Likely cause: {meaning}\n" in text
-        assert f"- example: smoke/c{number}, check numerics\n" in text
+        assert f"- case: smoke/c{number}, check numerics\n" in text
         assert f"**failed**: {FAILURE['summary']}\n" in text
         assert "| bad_rows | 7 |\n" in text
         command = f"attncheck run --backend ./wrong.py:Wrong --suite smoke --case c{number} --check numerics"

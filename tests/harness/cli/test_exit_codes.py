@@ -45,7 +45,9 @@ TheRun = Callable[[Path], Path]
         ),
         (
             ["--skip", "cuda*", "--check", "cudagraph"],
-            snapshot("error: --skip cudagraph removes every selected check; leave out --skip, or select others"),
+            snapshot(
+                "error: --skip cudagraph removes every selected check; leave out --skip, or select more with --check"
+            ),
         ),
         (
             ["--provider", "vllm", "--skip", "lse"],
@@ -83,7 +85,7 @@ TheRun = Callable[[Path], Path]
         (
             ["--set", "layer.num_head=4"],
             snapshot(
-                "error: small.yaml with --set layer.num_head=4: layer.num_head: a layer has no key 'num_head', in case decode of line 3; did you mean 'num_heads'? (known: ...)"
+                "error: small.yaml with --set layer.num_head=4: layer.num_head: a layer has no key 'num_head'; did you mean 'num_heads'? (known: ...)"
             ),
         ),
         (["--case", "decod"], snapshot("error: no case of small.yaml matches 'decod'; did you mean 'decode'?")),

@@ -45,7 +45,7 @@ def test_a_wrong_answer_is_exit_code_1_and_its_repro_line_works(
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 1
     assert "finding 1 of 1, Wrong: " in done.stdout
-    assert f"example: small/{words[words.index('--case') + 1]}, check " in done.stdout
+    assert f"case: small/{words[words.index('--case') + 1]}, check " in done.stdout
     assert "seed 5" in done.stdout.splitlines()[0]
 
 

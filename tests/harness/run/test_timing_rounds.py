@@ -76,7 +76,12 @@ def test_ten_rounds_by_default(wanted: int | None, is_timed: bool, in_process: b
     [
         (0, True, False, snapshot("0 rounds: give a whole number, 1 or above")),
         (-1, False, True, snapshot("-1 rounds: give a whole number, 1 or above")),
-        (2, False, False, snapshot("--rounds 2: only the check timing runs in rounds; add --check timing")),
+        (
+            2,
+            False,
+            False,
+            snapshot("--rounds 2: only the check timing runs in rounds; add --check timing, or leave out --rounds"),
+        ),
         (2, True, True, snapshot("2 rounds in one process: a round is a process; leave out --in-process or --rounds")),
     ],
 )

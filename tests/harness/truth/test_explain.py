@@ -180,7 +180,7 @@ def test_coarse_arithmetic_is_recognised_by_the_size_of_its_error(
     out, _ = rows.attend(truth.params, coarse)
     assert (
         explained(problem, truth, out.double())
-        == f"the arithmetic is too coarse: the error is as large as, for example, with {imprecision}"
+        == f"the precision is too low: the error has the size of that with {imprecision}, for example"
     )
 
 
@@ -256,5 +256,5 @@ def test_a_log_sum_exp_of_coarse_scores_is_inexact(make_case: Any) -> None:
         args[7].copy_(args[7].bfloat16())
 
     assert meaning(with_impl(attend=attend), make_case(*BATCH), "lse") == (
-        "the arithmetic is too coarse: the error is as large as, for example, with scores and sums kept in bfloat16"
+        "the precision is too low: the error has the size of that with scores and sums kept in bfloat16, for example"
     )

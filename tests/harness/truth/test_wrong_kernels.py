@@ -109,7 +109,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "query heads 4, 5, 6, 7 read KV head 0 instead of their own: a reference with this fault gives the same output in all rows": {
         "kv_head": lambda h: 0
     },
-    "page p is read from slot 8 * p on, not 16 * p: a reference with this fault gives the same output in all rows": {
+    "page p is read from slot 8 * p on instead of 16 * p: a reference with this fault gives the same output in all rows": {
         "slot": lambda table, r, k, size: int(table[r, k // size]) * 8 + k % size
     },
     "the block table is read one column too far right: a reference with this fault gives the same output in all rows": {

@@ -102,7 +102,7 @@ def test_an_expected_finding_is_no_error_and_states_what_cases_share(make: Make,
     infos = tuple(CaseInfo(suite="smoke", id=name, shape="", keys=own) for name, own in keys.items())
     records = (make("failed", case_id="a"), make("passed", case_id="b"), make("xfailed", case_id="b", check="lse"))
     ((_, _, message),) = commands(run_of(header.model_copy(update={"cases": infos}), *records))
-    assert "\nin common: cache.block_size is 1 in the one case that fails" in message
+    assert "\nunlike passing cases: cache.block_size is 1 in the one case that fails" in message
 
 
 def test_escaping_is_what_the_runner_undoes(make: Make, header: RunHeader) -> None:

@@ -92,8 +92,10 @@ def test_the_machine_is_described(timed: Make, timing_header: RunHeader) -> None
 def test_a_wrong_answer_has_no_benchmark_and_none_at_all_is_an_error(
     timed: Make, make: Make, timing_header: RunHeader
 ) -> None:
-    with pytest.raises(QuestionError, match=r"run\.jsonl has no times .*attncheck run --check timing"):
+    with pytest.raises(QuestionError, match=r"run\.jsonl: .*: its times are of wrong outputs"):
         converted(timing_header, make("failed", check="timing"), make("passed"))
+    with pytest.raises(QuestionError, match=r"run\.jsonl: .*: it has no times; run with --check timing"):
+        converted(timing_header, make("passed"))
 
 
 def test_pytest_benchmark_itself_compares_two_of_them(timed: Make, timing_header: RunHeader, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ Wrong      0/2       0/1  0/1          0/1        1/1     18.4     3
 
 finding 1 of 3, Wrong: the window is one key too long (the truth with sliding_window=129 fits all
   rows)
-  2 cases, check numerics; it makes the run exit with code 1
+  2 cases, check numerics; the run exits with code 1 because of it
   example: smoke/window, check numerics: case window
     4 heads, 2 KV heads, head size 64, bfloat16
     7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest
@@ -86,8 +86,8 @@ finding 1 of 3, Wrong: the window is one key too long (the truth with sliding_wi
     repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
 
 finding 2 of 3, Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
-  1 case, check cache_write; it makes the run exit with code 1
-  example: smoke/edge, check cache_write: case edge
+  1 case, check cache_write; the run exits with code 1 because of it
+  case: smoke/edge, check cache_write: case edge
     4 heads, 2 KV heads, head size 64, bfloat16
     RuntimeError in forward: no such kernel
     File "wrong.py", line 9, in forward
@@ -95,8 +95,8 @@ finding 2 of 3, Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
 
 finding 3 of 3, Wrong: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in
   forward
-  1 case, check cudagraph; it makes the run exit with code 1
-  example: smoke/edge, check cudagraph: case edge
+  1 case, check cudagraph; the run exits with code 1 because of it
+  case: smoke/edge, check cudagraph: case edge
     4 heads, 2 KV heads, head size 64, bfloat16
     repeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cudagraph --device cpu --in-process
 
@@ -145,7 +145,7 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 
 ### Wrong: the window is one key too long (the truth with sliding_window=129 fits all rows)
 
-- 2 cases, check numerics; it makes the run exit with code 1
+- 2 cases, check numerics; the run exits with code 1 because of it
 - cases: smoke/window, smoke/both
 - example: smoke/window, check numerics: case window
   - 4 heads, 2 KV heads, head size 64, bfloat16
@@ -169,8 +169,8 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check num
 
 ### Wrong: RuntimeError at wrong.py:9 in forward: no such kernel
 
-- 1 case, check cache_write; it makes the run exit with code 1
-- example: smoke/edge, check cache_write: case edge
+- 1 case, check cache_write; the run exits with code 1 because of it
+- case: smoke/edge, check cache_write: case edge
   - 4 heads, 2 KV heads, head size 64, bfloat16
   - **errored**: RuntimeError in forward: no such kernel
 
@@ -187,8 +187,8 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache
 
 ### Wrong: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward
 
-- 1 case, check cudagraph; it makes the run exit with code 1
-- example: smoke/edge, check cudagraph: case edge
+- 1 case, check cudagraph; the run exits with code 1 because of it
+- case: smoke/edge, check cudagraph: case edge
   - 4 heads, 2 KV heads, head size 64, bfloat16
   - **failed**: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward
 
