@@ -90,6 +90,21 @@ def test_a_host_that_is_late_twice_in_the_warm_up_spoils_no_time(device):
     assert len(device.held) == 20 - GUARDS
 
 
+def test_a_host_that_is_slow_to_wake_up_after_a_long_call_is_not_late(device):
+    timer = device.clock
+    timer.time(lambda: device.work(50 * US))  # the time of an idle device is measured here
+    device.wake_ns = 70 * US
+    assert settled(timer, lambda: device.work(6_000 * US)) == close(6_000 * US)
+    assert timer.num_late == 0
+
+    def leave_work():
+        device.work(6_000 * US)
+        device.work(200 * US, on="side", behind=["main"])
+
+    assert settled(timer, leave_work) == close(6_204 * US, share=0.02)
+    assert timer.num_late > 0
+
+
 def test_where_the_device_is_never_held_back_the_host_has_not_fallen_behind(device):
     timer = device.clock
     for _ in range(10):
