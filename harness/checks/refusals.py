@@ -134,7 +134,7 @@ def check_undeclared_forms(case: CheckedCase) -> Finding:
         first, *others = sorted(wrong, key=lambda each: UNCLEAR in each.summary)  # a wrong answer is worse
         return replace(first, details=(*first.details, *(other.summary for other in others)))
     notes = (f"tried undeclared, and {ANSWERED}: {'; '.join(answered)}",) if answered else ()
-    return Holds({"undeclared_asked": len(forms)}, notes)
+    return Holds({"undeclared_tried": len(forms)}, notes)
 
 
 def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | None:

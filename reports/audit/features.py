@@ -25,22 +25,22 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """One value of a column: ``right`` of the ``asked`` cases. ``value`` is "" in a column of yes or no."""
+    """One value of a column: ``right`` of the ``examined`` cases. ``value`` is "" in a column of yes or no."""
 
     value: str
     verdict: SupportVerdict
     right: int
-    asked: int
+    examined: int
 
 
 @dataclass(frozen=True)
 class AuditedFeature:
-    """One cell: the declared values of a column and the measured ones. ``is_asked``: some cases can test the column."""
+    """One cell: the declared values of a column and the measured ones. ``is_testable``: some cases can test it."""
 
     column: str
     declared: tuple[str, ...]
     measured: tuple[MeasuredValue, ...]
-    is_asked: bool = True
+    is_testable: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,12 @@ def _features(
 ) -> tuple[AuditedFeature, ...]:
     if backend.declared.get(LAYERS) == (STATE,):
         support = {}
-    cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_asked=False)]
+    cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_testable=False)]
     for column in (*FORMS, *FEATURES, *UNTRIED):
         measured = tuple(_measured(row) for row in support.get(column, ()) if column not in UNTRIED)
-        cells.append(AuditedFeature(column, backend.declared.get(column, ()), measured, is_asked=column not in UNTRIED))
+        cells.append(
+            AuditedFeature(column, backend.declared.get(column, ()), measured, is_testable=column not in UNTRIED)
+        )
     return (*cells, _capability(backend, support, run))
 
 

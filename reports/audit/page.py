@@ -146,12 +146,12 @@ def _cell(feature: AuditedFeature) -> str:
         found = known.get(value)
         if found is not None and (found.verdict != "left" or value in exact):
             groups.setdefault(_VERDICTS[found.verdict], []).append(found.value + _counts(found))
-        elif value in exact and feature.is_asked:
+        elif value in exact and feature.is_testable:
             groups.setdefault(_NOT_TRIED, []).append(value)
     ordered = [word for word in _VERDICTS.values() if word in groups]
     measured = "; ".join(f"{word}: {_values(groups[word])}" for word in ordered)
     ranges = _values(value for value in feature.declared if value not in exact)
-    if not feature.is_asked:
+    if not feature.is_testable:
         return _declared(feature) or "-"
     if ranges:
         return f"{ranges} ({measured or _NOT_TRIED})"
@@ -159,11 +159,11 @@ def _cell(feature: AuditedFeature) -> str:
 
 
 def _counts(found: MeasuredValue) -> str:
-    if not found.asked:
+    if not found.examined:
         return ""
     if found.verdict == "short":
-        return f" ({found.asked - found.right} of {found.asked})"
-    return f" ({found.right if found.verdict == 'right' else found.asked})"
+        return f" ({found.examined - found.right} of {found.examined})"
+    return f" ({found.right if found.verdict == 'right' else found.examined})"
 
 
 def _declared(feature: AuditedFeature) -> str:

@@ -145,7 +145,7 @@ def test_the_json_has_the_same(run: Run) -> None:
         "float16": "right",
         "bfloat16": "short",
     }
-    assert one["dcp"]["is_asked"] is False
+    assert one["dcp"]["is_testable"] is False
 
 
 def test_the_command_reads_a_run_and_refuses_others(

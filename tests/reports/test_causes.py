@@ -92,7 +92,7 @@ def test_frames_behind_the_thread_that_died_are_anothers() -> None:
 
 
 def test_of_several_stacks_the_last_is_that_of_the_death() -> None:
-    output = dump(stack("Current thread", "/home/me/asked.py"), stack("Current thread", MINE))
+    output = dump(stack("Current thread", "/home/me/first.py"), stack("Current thread", MINE))
     assert died_at(output) == (f'File "{MINE}", line 1 in call',)
 
 

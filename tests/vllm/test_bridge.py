@@ -121,7 +121,7 @@ def test_declarations_are_the_class_s_own(cpu_attn):
     assert cpu_attn.required_environment("cpu") == {}
 
 
-def test_its_level_is_asked_with_vllm_s_objects(cpu_attn):
+def test_its_level_is_computed_with_vllm_s_objects(cpu_attn):
     level = cpu_attn.get_builder_cls().get_cudagraph_support(plain_config(**SIZES), SPEC)
     assert level is AttentionCGSupport.NEVER
 

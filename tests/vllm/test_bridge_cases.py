@@ -72,7 +72,7 @@ def records(suite):
 
 
 def with_outcome(records, check, outcome):
-    return {case for (case, asked), record in records.items() if asked == check and record.outcome == outcome}
+    return {case for (case, name), record in records.items() if name == check and record.outcome == outcome}
 
 
 def test_answers_are_right_but_where_its_soft_cap_overflows(records):

@@ -64,9 +64,9 @@ def test_forms_are_tried_with_the_first_plain_case_alone(make_case: Any) -> None
     window, first, second = make_case(name="a", sliding_window=9), make_case(name="b"), make_case((1, 9), name="c")
     assert [is_plain(case) for case in (window, first, second)] == [False, True, True]
     seen = records(Bare, window, first, second)
-    assert "undeclared_asked" not in {*seen["a"].figures, *seen["c"].figures}
-    assert seen["b"].figures["undeclared_asked"] >= 20
-    assert records(Bare, second)["c"].figures["undeclared_asked"] >= 20
+    assert "undeclared_tried" not in {*seen["a"].figures, *seen["c"].figures}
+    assert seen["b"].figures["undeclared_tried"] >= 20
+    assert records(Bare, second)["c"].figures["undeclared_tried"] >= 20
 
 
 def test_a_right_answer_is_a_note(make_case: Any) -> None:
