@@ -87,7 +87,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
                 if isinstance(case, CaseFileError):
                     if over is None or case.file != item.place.file or not _is_right(item, own, name, full):
                         is_plain = full == plain(item.entries["id"]) and not case.key.startswith("defaults.")
-                        raise case if is_plain else _in_case(case, full, item.place.line)
+                        raise case if is_plain else _in_case(case, full, item.place)
                     left_out[full] = case
                     continue
                 if case.id in seen:
@@ -227,12 +227,13 @@ def _identifier(tree: Tree, what: str) -> str:
     return text
 
 
-def _in_case(error: CaseFileError, name: str, line: int) -> CaseFileError:
+def _in_case(error: CaseFileError, name: str, place: Place) -> CaseFileError:
     """Return the error with the name of the expanded case, because several cases may use the same value."""
     if isinstance(error, SeveralMistakesError):
-        return SeveralMistakesError([_in_case(each, name, line) for each in error.errors])
+        return SeveralMistakesError([_in_case(each, name, place) for each in error.errors])
+    line = f" of line {place.line}" if error.file == place.file else ""  # not if the value replaces a default
     return CaseFileError(
-        f"{error.reason}, in case {name} of line {line}",
+        f"{error.reason}, in case {name}{line}",
         file=error.file,
         line=error.line,
         column=error.column,

@@ -134,13 +134,13 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, message: str) -
         (
             "{cache.block_sise: 3}",
             snapshot(
-                "decode{cache.block_sise: 3}:1:2: cache.block_sise: a cache has no key 'block_sise', in case page-edges.float16-NHD of line 8; did you mean 'block_size'? (known: ...)"
+                "decode{cache.block_sise: 3}:1:2: cache.block_sise: a cache has no key 'block_sise', in case page-edges.float16-NHD; did you mean 'block_size'? (known: ...)"
             ),
         ),
         (
             "{cache.block_size: many}",
             snapshot(
-                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD of line 8 (found 'many'); meaning of block_size: tokens per page"
+                "decode{cache.block_size: many}:1:20: cache.block_size: block_size must be a whole number, in case page-edges.float16-NHD (found 'many'); meaning of block_size: tokens per page"
             ),
         ),
         (
