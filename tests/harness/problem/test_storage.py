@@ -69,12 +69,12 @@ def test_exact_numbers_are_codes_times_the_scale_as_the_backend_gets_it(make_cas
 def test_signatures_survive(make_case: Any, kind: str, scale: float) -> None:
     cache = {"kv_cache_dtype": kind, "k_scale": scale, "v_scale": scale}
     problem = build_problem(make_case((3, 9), (1, 40), cache=cache), 0)
-    for rows, name in ((problem.keys, "key"), (problem.values, "value")):
+    for rows, name, letter in ((problem.keys, "key", "K"), (problem.values, "value", "V")):
         for index in (0, 8, 9, 30):
             request, position = (0, index) if index < 9 else (1, index - 9)
             for head in range(2):
                 found = [str(c) for c in decode(rows[index, head]) if c.kind == name]
-                assert found == [f"the {name} of request {request}, position {position}, KV head {head}"]
+                assert found == [f"{letter} of request {request}, position {position}, KV head {head}"]
 
 
 def test_a_float_cache_of_another_dtype_holds_what_it_is_given(make_case: Any) -> None:
