@@ -253,8 +253,8 @@ def test_a_library_that_does_not_import_is_a_reason(monkeypatch):
 
 
 def test_the_version_is_that_of_the_library_too(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", {"flash-attn": "2.8.3"}.__getitem__)
     monkeypatch.setattr(attncheck, "__version__", "0.1", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", {"flash-attn": "2.8.3"}.__getitem__)
     assert FlashAttnBackend.version() == "0.1, flash-attn 2.8.3"
 
 
