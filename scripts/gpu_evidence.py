@@ -58,7 +58,7 @@ TESTED = (
     "tests/backends/candidates/triton_mla",
     "tests/miniatures/test_timing.py",
 )
-"""Tests that use the GPU if there is one."""
+"""Tests that use the GPU if there is one. They need the extra ``test``."""
 
 TRIED = ("torch_sdpa", "triton_unified", "ClaimsSingleDecode")
 """Backends of a trial on a CPU."""
@@ -142,7 +142,7 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
                 if fnmatch(ref, given.backend) and not is_trial:
                     yield f"warm/{ref}", [[*ATTNCHECK, "warm", f"--backend={ref}", *chosen, device]]
         case "tests" if not is_trial:
-            yield part, [[sys.executable, "-m", "pytest", "-q", "-n", "4", "-W", "default", *TESTED]]
+            yield part, [[sys.executable, "-m", "pytest", "-q", "-W", "default", *TESTED]]
         case "faults" if not is_trial:
             path = ROOT / "tests" / "miniatures" / "faults_gpu.py"
             words = ["--suite=smoke", "--case=decode.float16,prefill", "--check=numerics", "--check=cudagraph", device]
