@@ -94,7 +94,10 @@ def render_run(run: Run) -> str:
     records = {(record.backend, record.case): record for record in reversed(run.records) if record.check == TIMING}
     found = speeds(run.records)
     if not found:
-        what = "its times are of wrong outputs" if records else f"it has no times; run with --check {TIMING}"
+        what = f"it has no times; run with --check {TIMING}"
+        if records:
+            is_wrong = any(record.outcome == "failed" for record in records.values())
+            what = "its times are of wrong outputs" if is_wrong else f"no case passed the check {TIMING}"
         raise QuestionError(f"{run.path}: there is nothing to convert: {what}")
     states = [timing.device for speed in found for timing in speed.timings if timing.device is not None]
     written = {

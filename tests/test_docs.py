@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +177,14 @@ def test_every_picture_is_there_and_has_words_in_its_place() -> None:
 
 
 PICTURE = re.compile(r"!\[([^]]*)\]\(pictures/([\w.-]+)\)")
+
+
+def test_the_site_of_the_kept_runs_has_the_gpu_and_no_deliberately_wrong_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "site"))
+    pages = dict(runpy.run_path(str(DOCS / "site" / "reference_pages.py"))["kept_runs"]())
+    assert "NVIDIA H200" in pages["devices.html"]
+    backends = {path.rpartition("/")[2].removesuffix(".html") for path in pages if path.startswith("backends/")}
+    assert "torch_sdpa" in backends
+    assert not backends & {"WildWrite", "RowByRow"}

@@ -32,7 +32,7 @@ _NAMED = 4
 _MOST_BYTES = 2**26
 """Pool size in bytes above which faults of writers are not searched for."""
 
-_TWICE = re.compile(r"([KV]) of (.+) and ([KV]) of \2")
+_TWICE = re.compile(r"([KV]) of (.+) and ([KV]) of \2$")
 """K and V of one place."""
 
 _CHANGED = "; a backend may write only the output and the KV cache"
@@ -115,7 +115,8 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     images = seen.pool_before, seen.pool_after
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     if len(wrong) > _NAMED:
-        complaints[-1] += f"; and {len(wrong) - _NAMED} more slots are wrong"
+        rest = len(wrong) - _NAMED
+        complaints[-1] += f"; and {rest} more {'slot is' if rest == 1 else 'slots are'} wrong"
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, the first"
     meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
         problem, pool, rows, (before, expected, seen.pool_after)

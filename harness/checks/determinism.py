@@ -24,7 +24,8 @@ from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 
 _ROUNDING = (
-    "equal inputs give different bits: the order of sums varies; declare deterministic=False if that is intended"
+    "equal inputs give different bits: probably the order of sums varies; a race, or memory that is read before it is "
+    "written, can do the same; declare deterministic=False only if the difference is intended"
 )
 _BEYOND_ROUNDING = (
     "equal inputs give different outputs: memory is read before it is written, a call leaves state behind, or threads "

@@ -152,14 +152,14 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def _loaded(ref: str, options: str) -> Suite:
-    """Return a suite. Raise its CaseFileError with ``options`` as the place of mistakes in replaced defaults."""
+def _loaded(ref: str, named: str) -> Suite:
+    """Return a suite. Raise its CaseFileError with the place ``named`` for mistakes in replaced defaults."""
     try:
         return load_suite(ref)
     except CaseFileError as error:
-        for each in error.errors if isinstance(error, SeveralMistakesError) else (error,):
-            if options and each.file == ref:
-                each.file, each.line, each.column = f"{ref.partition('{')[0]} with {options}", None, None
+        for each in (error, *(error.errors if isinstance(error, SeveralMistakesError) else ())):
+            if each.file == ref != named:
+                each.file, each.line, each.column = named, None, None
         raise
 
 
@@ -187,10 +187,11 @@ def select_cases(
     """
     wanted = _wanted_checks(checks, skip)
     names = split_commas(suites) or DEFAULT_SUITES
-    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in names))
+    typed = {with_defaults(name, settings): name for name in names}
+    refs = tuple(typed)
     options = " ".join(f"--set {each}" for each in settings)
     named = " with ".join(filter(None, [" or ".join(names), options]))
-    loaded = tuple(_loaded(ref, options) for ref in refs)
+    loaded = tuple(_loaded(ref, f"{name} with {options}" if options else name) for ref, name in typed.items())
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
         if twin is not None:

@@ -64,7 +64,7 @@ class ProcessExaminer:
         if self._left_s(place) <= 0:
             cause = (
                 "the case did not run, because earlier cases used up "
-                f"--backend-timeout {self._limits.backend_s:g}; give a larger one, or select fewer cases"
+                f"--backend-timeout ({self._limits.backend_s:g} s); give a larger one, or select fewer cases"
             )
             self._end(place, Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return

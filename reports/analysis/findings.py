@@ -16,6 +16,7 @@ from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.run_file.causes import (
     UNEXPLAINED,
     UNKNOWN,
+    cause_line,
     died_at,
     likely_causes,
     raised_at,
@@ -85,9 +86,9 @@ class Finding:
             case Failed():
                 return bool(likely_causes(self.example.meaning)) and self.words != UNEXPLAINED
             case Errored():
-                return bool(raised_at(self.example.traceback))
+                return bool(cause_line(raised_at(self.example.traceback)))
             case Crashed() | TimedOut():
-                return bool(died_at(self.example.output))
+                return any(map(cause_line, died_at(self.example.output)))
             case _:
                 return False
 

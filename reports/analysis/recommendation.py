@@ -98,7 +98,7 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
             near = get_close_matches(need, known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else "run cases that need it, or give another need"
             theirs = ", ".join(values or known) or "none"
-            raise SelectionError(f"no case of these runs needs {need!r}; {advice} (needs of these cases: {theirs})")
+            raise SelectionError(f"no case of these runs needs {need!r}; {advice} (known: {theirs})")
     return needs
 
 

@@ -10,7 +10,7 @@ from attncheck.reports.analysis.summary import RunSummary, summarise
 from attncheck.reports.analysis.verdicts import RunFindings, run_findings
 from attncheck.reports.document.blocks import Item, SectionName
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.records import UTILITIES, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 
@@ -84,5 +84,6 @@ class RunValues:
 
     def closing(self) -> str:
         """Return the verdict and the counts on one line."""
-        count = sum(each.name not in self.summary.providers for each in self.header.backends)
+        has_providers = UTILITIES in self.header.checks
+        count = 0 if has_providers else len(self.header.backends)  # the header lists providers as backends, too
         return phrases.closing(self.summary, self.errors, complete=self.complete, num_backends=count)

@@ -6,7 +6,8 @@ are replaced by ``N``, so that records which differ only in figures have one cau
 
 The line shown of a traceback is the author's own, not that of a library which raised. For a process that died, it is
 the top of the stack that :mod:`faulthandler` writes, innermost call first. A line of a library or of the harness is
-shown only if there is no other, and is never part of a cause: it is where a fault of a GPU is noticed.
+shown only if there is no other. One of torch, Triton, Python or the harness is never part of a cause: it is where a
+fault of a GPU is noticed.
 """
 
 import re
@@ -42,6 +43,9 @@ _BYTES = re.compile(r" \((?:limit|the host had) [^()]*\)$")
 _WAITS_FOR_DEVICE = re.compile(r'/torch/cuda/\w+\.py", line \d+ in synchronize$')
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
+_ENGINE = re.compile(
+    r"/(?:site|dist)-packages/(?:torch|triton)/|/lib(?:64)?/python\d[\d.]*/(?!(?:site|dist)-packages/)|^<"
+)
 _HARNESS = re.compile(r"/attncheck/(?:harness/|backends/registry\.py)")
 _ATTNCHECK_INSTALLED = re.compile(r"/(?:site|dist)-packages/attncheck/")
 _THREAD = re.compile(r"(?P<current>Current )?[Tt]hread 0x[0-9a-f]+.* \(most recent call first\):")
@@ -75,22 +79,22 @@ def symptom(summary: str) -> str:
 
 def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:
     """Return the exception and the author's line that raised it; without such a line, the stage and the message."""
-    place = raised_at(traceback)
-    if place and not _is_foreign(place_of(place)[0]):
-        return f"{error_type} at {_short_place(place)}"
+    if line := cause_line(raised_at(traceback)):
+        return f"{error_type} at {line}"
     first = next(iter(message.strip().splitlines()), "")
     return f"{error_type} in {stage}" + (f": {without_figures(first)}" if first else "")
 
 
 def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
-    """Return what ended the process and the author's line at that time; without such a line, the stage.
+    """Return what ended the process and the author's line at that time.
 
-    Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does not end.
+    Without such a line, return that the GPU is still busy, or the stage. Figures after a semicolon, and those of
+    memory, are left out. ``after``: the case without which it does not end.
     """
     cause = _BYTES.sub("", cause.partition(";")[0])
     place = next(iter(died_at(output)), "")
-    if place and not _is_foreign(place_of(place)[0]):
-        words = f"{cause} at {_short_place(place)}"
+    if line := cause_line(place):
+        words = f"{cause} at {line}"
     elif cause.startswith("not finished") and _WAITS_FOR_DEVICE.search(place):
         words = f"{cause}: work of the backend on the GPU goes on"
     else:
@@ -111,10 +115,12 @@ def place_of(line: str) -> tuple[str, int | None]:
     return match["path"], int(match["line"]) if match["line"].isdigit() else None
 
 
-def _short_place(place: str) -> str:
-    """Return ``mine.py:12 in forward`` for a line of a stack."""
+def cause_line(place: str) -> str:
+    """Return ``mine.py:12 in forward`` for a line of a stack, or "" for one of torch, Triton, Python or the harness."""
     match = _PLACE.match(place)
-    return f"{match['path'].rpartition('/')[2]}:{match['line']} in {match['function']}" if match else ""
+    if match is None or _HARNESS.search(match["path"]) or _ENGINE.search(match["path"]):
+        return ""
+    return f"{match['path'].rpartition('/')[2]}:{match['line']} in {match['function']}"
 
 
 def raised_at(traceback: str) -> str:

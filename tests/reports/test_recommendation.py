@@ -137,7 +137,7 @@ def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ranked: 
 
 @pytest.mark.parametrize(
     ("needs", "words"),
-    [("sink", "did you mean 'sinks'?"), ("block_size=33", r"cases: block_size=8, block_size=32\)")],
+    [("sink", "did you mean 'sinks'?"), ("block_size=33", r"known: block_size=8, block_size=32\)")],
 )
 def test_an_unknown_need_is_an_error_with_what_there_is(ranked: Ranked, make: Any, needs: str, words: str) -> None:
     record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))

@@ -20,13 +20,13 @@ LONGEST_HOLD_NS = 10_000_000
 """Longest time for which a device is held back while the host issues a call, in nanoseconds."""
 
 GUARDS = 5
-"""Number of first samples for which the device is not held back. Their median decides whether it is held later."""
+"""Number of first samples for which the device is not held back. If most of them are late, it is never held."""
 
 MARGIN_NS = 20_000
 """Nanoseconds added to the length of a hold, and to the threshold above which a sample is late."""
 
-_SLOWEST_SHARE = 100
-"""A sample is not late if the host exceeds the threshold by less than this fraction of the sample: 1 %."""
+_SLOW_SHARE = 0.01
+"""Share of the duration of a sample that is added to the threshold above which it is late."""
 
 
 def do_nothing() -> None:
@@ -111,7 +111,7 @@ class EventClock:
       ``last`` exceeds that of a call without work by more than 1 % of the sample. After a long wait a host is slow to
       record ``last``: on an H200 by about 25 us after 6 ms.
     - Work on other streams that does not wait for the current stream could finish while this stream is held. So the
-      first :data:`GUARDS` samples, part of the warm-up, are taken without a hold. If their median is late, all later
+      first :data:`GUARDS` samples, part of the warm-up, are taken without a hold. If most of them are late, all later
       samples are taken without a hold too, and gaps between launches count: ``is_overlapped``. Two late samples of
       five, caused by a slow host, change nothing.
     - A call that leaves another stream current does not move the end, which is recorded on the stream of the start.
@@ -131,7 +131,7 @@ class EventClock:
     def __init__(self, device: torch.device | str, api: DeviceApi | None = None) -> None:
         self._api = cuda_api(device) if api is None else api
         self._hold_ns = 0
-        self._guards: list[int] = []
+        self._guards: list[bool] = []
         self._is_holding = True
         self.is_overlapped = False
         self._idle_ns: int | None = None
@@ -173,11 +173,10 @@ class EventClock:
         api.synchronize()
 
         taken_ns, went_on_ns = self._between(start, end), self._between(settled, last)
-        late_ns = 2 * idle_ns + MARGIN_NS + taken_ns // _SLOWEST_SHARE
-        is_late = went_on_ns > late_ns
+        is_late = went_on_ns > 2 * idle_ns + MARGIN_NS + taken_ns * _SLOW_SHARE
         if is_guard:
-            self._guards.append(went_on_ns)
-            self.is_overlapped = len(self._guards) == GUARDS and median(self._guards) > late_ns
+            self._guards.append(is_late)
+            self.is_overlapped = sum(self._guards) > GUARDS // 2
             self._is_holding = not self.is_overlapped
         else:
             self.num_taken += 1

@@ -37,8 +37,8 @@ Flusher = Callable[[], object]
 _EMPTY_CALLS = 15
 """Number of latest empty calls whose median time is subtracted from each sample of a host clock."""
 
-_MOST_OUTLIERS = 0.1
-"""Share of samples that a slow host may disturb without a note: it does not move a median."""
+_FEW = 0.1
+"""Share of calls in which the host may fall behind without a note, since so few hardly move a median."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,12 @@ class TimedStep:
                 f"{self._judge.name}: the device was not held back, because work seemed to go on elsewhere on it after "
                 "the warm-up's calls; gaps between launches count"
             )
-        few = clock.num_taken * _MOST_OUTLIERS
-        if clock.num_behind > few:
+        if clock.num_behind > clock.num_taken * _FEW:
             yield (
                 f"{self._judge.name}: in {clock.num_behind} of {clock.num_taken} calls the host fell behind the "
                 "device, and gaps between launches count"
             )
-        if clock.num_late > few:
+        if clock.num_late:
             yield (
                 f"{self._judge.name}: in {clock.num_late} of {clock.num_taken} calls work went on elsewhere on the "
                 "device when the stream was done; it counts"

@@ -72,9 +72,7 @@ def test_the_exit_code_states_whether_a_backend_is_right() -> None:
     [
         (
             "sinsk",
-            snapshot(
-                "error: no case of these runs needs 'sinsk'; did you mean 'sinks'? (needs of these cases: lse, sinks, block_size=16)\n"
-            ),
+            snapshot("error: no case of these runs needs 'sinsk'; did you mean 'sinks'? (known: ...)\n"),
         ),
         (" ,", snapshot("error: --needs names nothing; give features and forms, such as sinks,block_size=16\n")),
     ],
