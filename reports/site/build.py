@@ -30,8 +30,9 @@ def run_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
 
 
-def names_of(paths: Sequence[Path]) -> dict[Path, str]:
+def names_of(files: Iterable[Path]) -> dict[Path, str]:
     """Return a name for each run file: its path from the folder that all of them share."""
+    paths = list(files)
     if not paths:
         return {}
     shared = Path(os.path.commonpath([path.resolve().parent for path in paths]))

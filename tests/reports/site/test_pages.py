@@ -154,3 +154,9 @@ def test_gpus_come_before_cpus(run_of: Callable[..., SiteRun]) -> None:
     index = index_chunk([cpu, gpu], subjects([cpu, gpu]))
     assert [device[:2] for device in index["devices"]] == [["z gpu", "Hopper"], ["a", "CPU"]]
     assert index["needs"] == ["block_size=16", "sliding_window"]
+
+
+def test_run_files_from_a_generator_have_names_too(tmp_path: Path) -> None:
+    files = [tmp_path / "a" / "run.jsonl", tmp_path / "b" / "run.jsonl"]
+    assert names_of(path for path in files) == names_of(files) == {files[0]: "a/run.jsonl", files[1]: "b/run.jsonl"}
+    assert names_of(()) == {}
