@@ -11,6 +11,7 @@ import pytest
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.causes import (
     UNEXPLAINED,
+    cause_line,
     cause_of_end,
     cause_of_error,
     cause_of_failure,
@@ -264,6 +265,12 @@ def test_a_line_of_a_library_or_the_harness_is_no_cause() -> None:
     assert cause_of_end("killed by SIGSEGV", "check lse", output) == "killed by SIGSEGV during check lse"
     assert cause_of_end(late, "check lse", dump(stack("Current thread", TORCH, HARNESS))) == (
         "not finished within the time limit during check lse"
+    )
+    installed = "/venv/lib/python3.12/site-packages/their_kernels/impl.py"
+    assert cause_line(f'File "{installed}", line 40, in forward') == "impl.py:40 in forward"
+    broken = f'  File "{MINE}", line 3\n    def\nSyntaxError: invalid syntax'
+    assert (
+        cause_of_error("SyntaxError", "forward", "invalid syntax", broken) == "SyntaxError in forward: invalid syntax"
     )
     trace = f"{traceback(WATCH, TORCH)}\nValueError: no"
     assert cause_of_error("ValueError", "forward", "no", trace) == "ValueError in forward: no"
