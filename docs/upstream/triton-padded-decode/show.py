@@ -31,7 +31,7 @@ PAGE, HEAD, SEGMENTS = 16, 32, 16
 
 
 def main() -> int:
-    """Decode one token of a request with 40 keys beside one of a padding request with 0, as a captured graph does."""
+    """Decode one token of a request with 40 keys beside a row of padding, as a captured graph does."""
     torch.manual_seed(0)
     cache = torch.randn(2, 4, PAGE, 1, HEAD, dtype=torch.float16, device=DEVICE)
     query, output = torch.randn(2, 1, HEAD, dtype=torch.float16, device=DEVICE), torch.zeros(2, 1, HEAD, device=DEVICE)
@@ -40,7 +40,7 @@ def main() -> int:
         k=cache[0],
         v=cache[1],
         out=output,
-        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
+        cu_seqlens_q=torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE),
         max_seqlen_q=1,
         seqused_k=torch.tensor([40, 0], dtype=torch.int32, device=DEVICE),
         max_seqlen_k=40,
