@@ -1,5 +1,6 @@
 """Values of the check ``cudagraph`` in a record: the declared level, the measured level, and every probe."""
 
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from attncheck.reports.run_file.timings import RunFileValue
@@ -15,6 +16,21 @@ GRAPH_LEVELS: tuple[GraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", 
 
 GraphRecorder = Literal["cuda", "emulated"]
 """The source of graphs: real CUDA graphs on a GPU, or their emulation on a CPU."""
+
+PaddingRows = Literal["not examined", "untouched", "finite", "written", "NaN or Inf"]
+"""States of the output's padding rows after a step; ``written``: although the backend declares them untouched."""
+
+PADDING_ROWS: tuple[PaddingRows, ...] = ("not examined", "untouched", "finite", "written", "NaN or Inf")
+"""All states, best first."""
+
+PADDING_FAULTS: Mapping[PaddingRows, str] = {
+    "written": "padding rows of the output were written, although declared untouched",
+    "NaN or Inf": "padding rows of the output hold NaN or Inf",
+}
+"""The states that are faults, in words."""
+
+PADDING_EFFECT = "harmless unless a later layer reduces over all rows"
+"""The effect of such a fault where the rows of requests are right."""
 
 
 class GraphProbe(RunFileValue):
@@ -34,7 +50,8 @@ class GraphLevels(RunFileValue):
 
     ``probes``: those played on the layer and cache of the case. ``played_in_full``: the case (``suite/id``) whose layer
     and cache played every probe, where this one played a part; empty: this one played all. ``notes``: what a reader
-    should know of how it was measured.
+    should know of how it was measured. ``padding_rows``: the worst state after replays that were right; it does not
+    decide the level.
     """
 
     declared: GraphLevel
@@ -43,3 +60,9 @@ class GraphLevels(RunFileValue):
     probes: tuple[GraphProbe, ...] = ()
     played_in_full: str = ""
     notes: tuple[str, ...] = ()
+    padding_rows: PaddingRows = "not examined"
+
+
+def worst_padding(states: Iterable[PaddingRows]) -> PaddingRows:
+    """Return the worst of ``states``."""
+    return max(states, key=PADDING_ROWS.index, default="not examined")

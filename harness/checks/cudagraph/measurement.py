@@ -16,14 +16,27 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.checks.cudagraph.probe import Probe
-from attncheck.harness.checks.cudagraph.probe_play import ProbeFault, UnmeasuredProbe, play_probe, refused_batches
+from attncheck.harness.checks.cudagraph.probe_play import (
+    PlayedProbe,
+    ProbeFault,
+    UnmeasuredProbe,
+    play_probe,
+    refused_batches,
+)
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.driver.construction import builder_arguments
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import AttentionCGSupport
-from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
+from attncheck.reports.run_file.graph_levels import (
+    GRAPH_LEVELS,
+    GraphLevel,
+    GraphLevels,
+    GraphProbe,
+    PaddingRows,
+    worst_padding,
+)
 
 OVER_NUMBERS = (
     "the probes had huge finite numbers in slots that no request owns: NaN there reaches the output without a "
@@ -128,12 +141,13 @@ class _Plays:
         self._backend, self._questions, self._device = backend, questions, device
         self.declared = declared or declared_level(backend, questions)
         self._recorder = recorder_for(device)
-        self._results: dict[tuple[Probe, bool], ProbeFault | UnmeasuredProbe | StageError | None] = {}
+        self._results: dict[tuple[Probe, bool], PlayedProbe | StageError] = {}
 
     def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
         """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer all probes were played."""
         entries: list[GraphProbe] = []
         notes: tuple[str, ...] = ()
+        padding: list[PaddingRows] = []
         broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None = None
         for probe in probes:
             entry = partial(GraphProbe, name=probe.name, level=_name(probe.level))
@@ -142,10 +156,12 @@ class _Plays:
                     entry(outcome="not run", reason=f"probe {broke[0].name!r} of {broke[0].level.name} broke")
                 )
                 continue
-            outcome = self._outcome(probe, is_pool_finite=bool(notes))
-            if isinstance(outcome, ProbeFault) and outcome.is_leak:
+            played = self._played(probe, is_pool_finite=bool(notes))
+            if isinstance(played.broke, ProbeFault) and played.broke.is_leak:
                 notes = (OVER_NUMBERS,)
-                outcome = self._outcome(probe, is_pool_finite=True)
+                played = self._played(probe, is_pool_finite=True)
+            padding.append(played.padding_rows)
+            outcome = played.broke
             if outcome is None:
                 entries.append(entry(outcome="passed"))
                 continue
@@ -161,10 +177,11 @@ class _Plays:
             probes=tuple(entries),
             played_in_full=played_in_full,
             notes=notes,
+            padding_rows=worst_padding(padding),
         )
         return LevelMeasurement(self.declared, reached, levels, broke)
 
-    def _outcome(self, probe: Probe, *, is_pool_finite: bool) -> ProbeFault | UnmeasuredProbe | None:
+    def _played(self, probe: Probe, *, is_pool_finite: bool) -> PlayedProbe:
         key = probe, is_pool_finite
         if key not in self._results:
             try:
@@ -176,7 +193,7 @@ class _Plays:
                 own = max(self.declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
                 is_due = probe.level.value <= own
                 self._results[key] = (
-                    failure if is_due else ProbeFault(f"{failure.raised.in_words}, without a graph, too")
+                    failure if is_due else PlayedProbe(ProbeFault(f"{failure.raised.in_words}, without a graph, too"))
                 )
         result = self._results[key]
         if isinstance(result, StageError):
