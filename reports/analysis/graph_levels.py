@@ -100,13 +100,16 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     breaks at the same probe for the same reason as an earlier one comes directly after it.
     """
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
+    found: dict[tuple[str, GraphLevels], list[GraphLevels]] = {}
     for record in records:
         if (graph := graph_of(record)) is not None:
             broken = broken_probe(graph)
             alike = graph.model_copy(update={"probes": () if broken is None else (broken,)})
             group = (record.backend, without_reasons(_without_notes(alike)))
-            groups.setdefault(group, {}).setdefault(graph, {})[record.case] = None
-    rows = [_row(backend, members) for (backend, _), members in groups.items()]
+            bare = graph.model_copy(update={"notes": (), "padding_rows": "not examined"})
+            groups.setdefault(group, {}).setdefault(bare, {})[record.case] = None
+            found.setdefault(group, []).append(graph)
+    rows = [_row(backend, members, found[backend, key]) for (backend, key), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
     rows.sort(key=lambda row: (order.index(row.backend), -row.cases))
     same_end: dict[tuple[str, GraphProbe | None], list[LevelRow]] = {}
@@ -172,11 +175,11 @@ def _without_notes(graph: GraphLevels) -> GraphLevels:
     return graph.model_copy(update={"notes": (), "played_in_full": "", "padding_rows": "not examined"})
 
 
-def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]]) -> LevelRow:
+def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], found: Sequence[GraphLevels]) -> LevelRow:
     """Return the row of cases that are alike. Each result gets the probes of all, since these hold for the whole row.
 
-    If a case played only some probes and its reasons differ only in figures, it gets the reasons of the case that
-    played all of them.
+    ``found``: the levels of its records, with their notes. If a case played only some probes and its reasons differ
+    only in figures, it gets the reasons of the case that played all of them.
     """
     played: dict[str, GraphProbe] = {}
     for graph in sorted(members, key=lambda each: (bool(each.played_in_full), -len(each.probes))):
@@ -196,6 +199,6 @@ def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]]) -> LevelRow
     results = sorted(
         (LevelResult(graph, tuple(own)) for graph, own in cases.items()), key=lambda each: -len(each.cases)
     )
-    notes = dict.fromkeys(note for graph in members for note in notes_of(graph))
-    padding = worst_padding(graph.padding_rows for graph in members)
+    notes = dict.fromkeys(note for graph in found for note in notes_of(graph))
+    padding = worst_padding(graph.padding_rows for graph in found)
     return LevelRow(backend, without_reasons(results[0].graph), tuple(results), tuple(notes), padding)
