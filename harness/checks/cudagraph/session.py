@@ -20,7 +20,7 @@ from attncheck.harness.checks.cudagraph.graph_inputs import GraphInputs, allocat
 from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, parts_of, trace
 from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, UnseenError
-from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.construction import construct_builder, construct_impl, max_model_len
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of, micro_batches_of
@@ -84,9 +84,12 @@ class GraphSession:
         tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
         num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
         num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
-        self._width = max(problem.block_table.shape[1] for problem in problems)
+        self._max_model_len = max_model_len(backend, problems)
         self._inputs = GraphInputs(
-            [allocate_inputs(first, num_reqs, num_tokens, self._width, device) for _ in range(probe.num_micro_batches)]
+            [
+                allocate_inputs(first, num_reqs, num_tokens, self._max_model_len, device)
+                for _ in range(probe.num_micro_batches)
+            ]
         )
         recorder.mark_host(*self._inputs.host_twins)
         self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
@@ -96,7 +99,7 @@ class GraphSession:
         """Capture and return the bucket's graphs. Raise StageError if building or warming up fails."""
         self._pool.filled()
         part = bucket.part(self._probe.num_micro_batches)
-        dummy = dummy_call(self._problems[0], part, self._width, longest=self._probe.dummy_lens == "longest")
+        dummy = dummy_call(self._problems[0], part, self._max_model_len, longest=self._probe.dummy_lens == "longest")
         fresh = [dummy] * self._probe.num_micro_batches
         calls = self._inputs.load(fresh)
         pristine = self._inputs.copied(calls)
