@@ -106,7 +106,7 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
             broken = broken_probe(graph)
             alike = graph.model_copy(update={"probes": () if broken is None else (broken,)})
             group = (record.backend, without_reasons(_without_notes(alike)))
-            bare = graph.model_copy(update={"notes": (), "padding_rows": "not examined"})
+            bare = _without_notes(graph).model_copy(update={"played_in_full": graph.played_in_full})
             groups.setdefault(group, {}).setdefault(bare, {})[record.case] = None
             found.setdefault(group, []).append(graph)
     rows = [_row(backend, members, found[backend, key]) for (backend, key), members in groups.items()]
@@ -149,6 +149,7 @@ def notes_of(graph: GraphLevels) -> tuple[str, ...]:
     notes = list(graph.notes)
     if graph.padding_rows in PADDING_FAULTS:
         notes.append(f"{PADDING_FAULTS[graph.padding_rows]}; {PADDING_EFFECT}")
+    notes += [f"{claim.name} is declared, {claim.outcome}" for claim in graph.claims if claim.outcome != "passed"]
     if graph.played_in_full:
         notes.append(f"probes are shared out over layers and caches; that of {graph.played_in_full} played all of them")
     return tuple(notes)
@@ -172,7 +173,7 @@ def without_reasons(graph: GraphLevels) -> GraphLevels:
 
 
 def _without_notes(graph: GraphLevels) -> GraphLevels:
-    return graph.model_copy(update={"notes": (), "played_in_full": "", "padding_rows": "not examined"})
+    return graph.model_copy(update={"notes": (), "played_in_full": "", "padding_rows": "not examined", "claims": ()})
 
 
 def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], found: Sequence[GraphLevels]) -> LevelRow:

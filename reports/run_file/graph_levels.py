@@ -1,7 +1,7 @@
 """Values of the check ``cudagraph`` in a record: the declared level, the measured level, and every probe."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from attncheck.reports.run_file.timings import RunFileValue
 
@@ -20,7 +20,7 @@ GraphRecorder = Literal["cuda", "emulated"]
 PaddingRows = Literal["not examined", "untouched", "finite", "written", "NaN or Inf"]
 """States of the output's padding rows after a step; ``written``: although the backend declares them untouched."""
 
-PADDING_ROWS: tuple[PaddingRows, ...] = ("not examined", "untouched", "finite", "written", "NaN or Inf")
+PADDING_ROWS: tuple[PaddingRows, ...] = get_args(PaddingRows)
 """All states, best first."""
 
 PADDING_FAULTS: Mapping[PaddingRows, str] = {
@@ -45,13 +45,25 @@ class GraphProbe(RunFileValue):
     reason: str = ""
 
 
+class GraphClaim(RunFileValue):
+    """A member of vLLM's builder or backend that declares more about graphs than the level, and what a probe showed.
+
+    ``value``: its value. ``reason``: why the probe failed, or why none was played; empty if it passed.
+    """
+
+    name: str
+    value: bool | int
+    outcome: Literal["passed", "failed", "not examined"]
+    reason: str = ""
+
+
 class GraphLevels(RunFileValue):
     """The CUDA-graph level a backend declares and the one measured (None: cannot be measured here), and its probes.
 
     ``probes``: those played on the layer and cache of the case. ``played_in_full``: the case (``suite/id``) whose layer
     and cache played every probe, where this one played a part; empty: this one played all. ``notes``: what a reader
-    should know of how it was measured. ``padding_rows``: the worst state after replays that were right; it does not
-    decide the level.
+    should know of how it was measured. ``padding_rows``: the worst state after replays that were right. ``claims``:
+    what is declared besides the level. Neither decides the level.
     """
 
     declared: GraphLevel
@@ -61,6 +73,7 @@ class GraphLevels(RunFileValue):
     played_in_full: str = ""
     notes: tuple[str, ...] = ()
     padding_rows: PaddingRows = "not examined"
+    claims: tuple[GraphClaim, ...] = ()
 
 
 def worst_padding(states: Iterable[PaddingRows]) -> PaddingRows:

@@ -20,6 +20,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
+    supports_update_block_table = supports_draft_decode_metadata_update = False
+
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
@@ -37,6 +39,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         with current(self.config):
             self.theirs = made(self.spec, layer_names, self.config, device)
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold
+        for claim in ("supports_update_block_table", "supports_draft_decode_metadata_update"):
+            setattr(self, claim, getattr(self.theirs, claim, False))
         self._metadata_cls = package.find(
             "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
         )
@@ -67,10 +71,30 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         made = cls.their_builder(kv_cache_spec)
         if not hasattr(made, "get_cudagraph_support"):
             return AttentionCGSupport[made.cudagraph_support.name]
+        return AttentionCGSupport[cls._their_answer("get_cudagraph_support", vllm_config, kv_cache_spec).name]
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        """Return the query length that vLLM's builder declares; None if it has no such method."""
+        name = "get_varlen_cudagraph_max_query_len"
+        has_method = hasattr(cls.their_builder(kv_cache_spec), name)
+        return cls._their_answer(name, vllm_config, kv_cache_spec) if has_method else None
+
+    @classmethod
+    def _their_answer(cls, name: str, vllm_config: Any, kv_cache_spec: Any) -> Any:
         config = cls.their_config(vllm_config, {}, kv_cache_spec)
         spec = cls.spec_of(None, config, kv_cache_spec)
         with current(config):
-            return AttentionCGSupport[made.get_cudagraph_support(config, spec).name]
+            return getattr(cls.their_builder(kv_cache_spec), name)(config, spec)
+
+    def update_block_table(self, metadata: Any, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return vLLM's metadata for another block table and other slots."""
+        return self.theirs.update_block_table(metadata, block_table, slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Update vLLM's metadata in place, inside a graph."""
+        with interpreted.launches():
+            self.theirs.update_draft_decode_metadata(metadata)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

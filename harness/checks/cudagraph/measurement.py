@@ -3,11 +3,11 @@
 A backend reaches a level if all probes of this level and of all lower ones pass.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.checks.cudagraph.claims import PLAYED, declared_claims
 from attncheck.harness.checks.cudagraph.probe import Probe
 from attncheck.harness.checks.cudagraph.probe_play import (
     PlayedProbe,
@@ -31,6 +32,7 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.run_file.graph_levels import (
     GRAPH_LEVELS,
+    GraphClaim,
     GraphLevel,
     GraphLevels,
     GraphProbe,
@@ -102,13 +104,13 @@ def measure_by_share(
         return plays.measure(questions.probes)
     with suppress(StageError):  # playing all probes below raises it again if it ends the measurement
         if end is not None and end.name not in share and end.level.value > plays.declared.value:
-            part = plays.measure(below, case)
+            part = plays.measure(below, case, share)
             if part.broke is None:
                 levels = part.levels.model_copy(update={"measured": full.levels.measured})
                 return LevelMeasurement(part.declared, full.reached, levels, full.broke)
             return plays.measure(questions.probes)
         for last in ([_on_smallest_batch(probe) for probe in whole], whole):
-            part = plays.measure([*below, *last], case)
+            part = plays.measure([*below, *last], case, share)
             if part.broke is not None and (part.broke[0].name not in _names(whole) or isinstance(part.broke[1], kind)):
                 break
         if _names(whole) == ([] if part.broke is None else [part.broke[0].name]):
@@ -143,8 +145,14 @@ class _Plays:
         self._recorder = recorder_for(device)
         self._results: dict[tuple[Probe, bool], PlayedProbe | StageError] = {}
 
-    def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
-        """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer all probes were played."""
+    def measure(
+        self, probes: Iterable[Probe], played_in_full: str = "", share: Collection[str] | None = None
+    ) -> LevelMeasurement:
+        """Play ``probes`` until one breaks, then the probes of declared claims.
+
+        ``played_in_full``: the case on whose layer all probes were played. ``share``: names of the claims to examine,
+        among others; None for all.
+        """
         entries: list[GraphProbe] = []
         notes: tuple[str, ...] = ()
         padding: list[PaddingRows] = []
@@ -178,8 +186,34 @@ class _Plays:
             played_in_full=played_in_full,
             notes=notes,
             padding_rows=worst_padding(padding),
+            claims=tuple(
+                self._claim(name, value, reached, is_pool_finite=bool(notes))
+                for name, value in self._declared_claims.items()
+                if share is None or name in share
+            ),
         )
         return LevelMeasurement(self.declared, reached, levels, broke)
+
+    @cached_property
+    def _declared_claims(self) -> Mapping[str, bool | int]:
+        with suppress(StageError):  # the probe "drafting" reports it
+            return declared_claims(self._backend, self.declared, self._questions, self._device, self._recorder)
+        return {}
+
+    def _claim(self, name: str, value: bool | int, reached: AttentionCGSupport, *, is_pool_finite: bool) -> GraphClaim:
+        made = partial(GraphClaim, name=name, value=value)
+        if name not in PLAYED:
+            return made(outcome="not examined", reason="no probe examines it")
+        if reached is AttentionCGSupport.NEVER:
+            return made(outcome="not examined", reason="no graph was right")
+        probe = next(replace(each, claim=name) for each in self._questions.probes if each.name == PLAYED[name])
+        try:
+            broke = self._played(probe, is_pool_finite=is_pool_finite).broke
+        except StageError as failure:
+            broke = ProbeFault(failure.raised.in_words)
+        if isinstance(broke, UnmeasuredProbe):
+            return made(outcome="not examined", reason=str(broke))
+        return made(outcome="passed") if broke is None else made(outcome="failed", reason=str(broke))
 
     def _played(self, probe: Probe, *, is_pool_finite: bool) -> PlayedProbe:
         key = probe, is_pool_finite

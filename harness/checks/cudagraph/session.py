@@ -18,7 +18,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.capture import CapturedGraph, Group, alone, capture_group
 from attncheck.harness.checks.cudagraph.graph_inputs import GraphInputs, allocate_inputs, dummy_call, some_steps_earlier
 from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, parts_of, trace
-from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.probe import BLOCK_TABLE, DRAFT_UPDATE, Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, UnseenError
 from attncheck.harness.driver.construction import construct_builder, construct_impl, max_model_len
 from attncheck.harness.driver.foreign_code import call_backend
@@ -74,6 +74,7 @@ class GraphSession:
         self.backend, self.device, self.recorder = backend, device, recorder
         self.is_pool_finite = is_pool_finite or backend.conventions.needs_finite_pool
         self._probe, self._problems = probe, problems
+        self._updates_drafts = probe.claim == DRAFT_UPDATE
         first = problems[0]
         self._attn_layer = LayerStub(first.cache, device)
         self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
@@ -94,6 +95,11 @@ class GraphSession:
         recorder.mark_host(*self._inputs.host_twins)
         self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
         self._pools: dict[Case, KVPool] = {first.case: self._pool}
+
+    @property
+    def builder(self) -> Any:
+        """The first builder."""
+        return self._builders[0]
 
     def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
         """Capture and return the bucket's graphs. Raise StageError if building or warming up fails."""
@@ -181,7 +187,7 @@ class GraphSession:
             fresh = forward_calls_of(step, self.backend.features, threshold)
         if problem.case not in self._pools:
             self._pools[problem.case] = self._pool.beside(problem)
-        if turn.draft_index:
+        if turn.draft_index and not self._updates_drafts:
             before = replace(turn, draft_index=turn.draft_index - 1)
             for group in self._groups(self._inputs.load([some_steps_earlier(call, 1) for call in fresh])):
                 self._built(lambda builder, common: self._build(builder, before, common), group)
@@ -213,8 +219,12 @@ class GraphSession:
         """Build metadata for each group of calls; return each group's buffers, a function to run it, and its trace."""
         forwards = []
         for index, group in enumerate(self._groups(calls)):
-            metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
-            made_of = trace(parts_of(alone(metadata)))
+            metadata: list[Any] = []
+            if capture is None or not self._updates_drafts:
+                metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
+                made_of = trace(parts_of(alone(metadata)))
+            else:
+                made_of = capture.graphs[index].trace
             if capture is None:
                 buffers = tuple(self._layer.output_buffers(problem, call) for call in calls)
                 run = self._eager(calls, pool, metadata, buffers)
@@ -235,7 +245,7 @@ class GraphSession:
 
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
         """Return the order in which the model runner sorts the batch, and the threshold that it sorts by."""
-        threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
+        threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
         return request_order(problem, threshold), threshold
 
     def _fill(self, pool: KVPool, step: Step) -> None:
@@ -247,6 +257,10 @@ class GraphSession:
     def _build(self, builder: Any, turn: ProbeStep, common: CommonAttentionMetadata) -> Any:
         if turn.draft_index is not None:
             return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
+        if self._probe.claim == BLOCK_TABLE:
+            table, slots = common.block_table_tensor, common.slot_mapping
+            other = replace(common, block_table_tensor=torch.zeros_like(table), slot_mapping=torch.full_like(slots, -1))
+            return builder.update_block_table(builder.build(0, other), table, slots)
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
     def _captured(
@@ -255,7 +269,15 @@ class GraphSession:
         before = pool.bytes().clone()
         graphs = []
         for group in self._groups(calls):
-            graph = capture_group(self.recorder, self._layer, self._problems[0], group, pool.kv_cache, build)
+            graph = capture_group(
+                self.recorder,
+                self._layer,
+                self._problems[0],
+                group,
+                pool.kv_cache,
+                build,
+                is_updated=self._updates_drafts,
+            )
             if not isinstance(graph, CapturedGraph):
                 return graph
             graphs.append(graph)
