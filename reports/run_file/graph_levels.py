@@ -18,10 +18,7 @@ GraphRecorder = Literal["cuda", "emulated"]
 """The source of graphs: real CUDA graphs on a GPU, or their emulation on a CPU."""
 
 PaddingRows = Literal["not examined", "untouched", "finite", "written", "NaN or Inf"]
-"""States of the output's padding rows after a step; ``written``: although the backend declares them untouched."""
-
-PADDING_ROWS: tuple[PaddingRows, ...] = get_args(PaddingRows)
-"""All states, best first."""
+"""States of the output's padding rows after a step, best first; ``written``: although they are declared untouched."""
 
 PADDING_FAULTS: Mapping[PaddingRows, str] = {
     "written": "padding rows of the output were written, although declared untouched",
@@ -78,4 +75,4 @@ class GraphLevels(RunFileValue):
 
 def worst_padding(states: Iterable[PaddingRows]) -> PaddingRows:
     """Return the worst of ``states``."""
-    return max(states, key=PADDING_ROWS.index, default="not examined")
+    return max(states, key=get_args(PaddingRows).index, default="not examined")

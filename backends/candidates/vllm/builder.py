@@ -71,30 +71,16 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         made = cls.their_builder(kv_cache_spec)
         if not hasattr(made, "get_cudagraph_support"):
             return AttentionCGSupport[made.cudagraph_support.name]
-        return AttentionCGSupport[cls._their_answer("get_cudagraph_support", vllm_config, kv_cache_spec).name]
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        """Return the query length that vLLM's builder declares; None if it has no such method."""
-        name = "get_varlen_cudagraph_max_query_len"
-        has_method = hasattr(cls.their_builder(kv_cache_spec), name)
-        return cls._their_answer(name, vllm_config, kv_cache_spec) if has_method else None
-
-    @classmethod
-    def _their_answer(cls, name: str, vllm_config: Any, kv_cache_spec: Any) -> Any:
         config = cls.their_config(vllm_config, {}, kv_cache_spec)
         spec = cls.spec_of(None, config, kv_cache_spec)
         with current(config):
-            return getattr(cls.their_builder(kv_cache_spec), name)(config, spec)
+            return AttentionCGSupport[made.get_cudagraph_support(config, spec).name]
 
-    def update_block_table(self, metadata: Any, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
-        """Return vLLM's metadata for another block table and other slots."""
-        return self.theirs.update_block_table(metadata, block_table, slot_mapping)
-
-    def update_draft_decode_metadata(self, metadata: Any) -> None:
-        """Update vLLM's metadata in place, inside a graph."""
-        with interpreted.launches():
-            self.theirs.update_draft_decode_metadata(metadata)
+    def get_varlen_cudagraph_max_query_len(self, _config: Any, _spec: Any) -> int | None:
+        """Return what vLLM's builder declares for its own config; None if it has no such method."""
+        method = getattr(self.theirs, "get_varlen_cudagraph_max_query_len", None)
+        with current(self.config):
+            return None if method is None else method(self.config, self.spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -46,16 +46,12 @@ class _Group:
     first_case: str
 
     def shares(self, full: LevelMeasurement) -> Mapping[Case, frozenset[str]]:
-        """Return the probes that each layer plays, and the claims that it examines.
-
-        ``full``: the measurement of the plainest layer.
-        """
+        """Return the probes that each layer plays. ``full``: the measurement of the plainest layer."""
         passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
         is_declared = full.broke is None or full.broke[0].level.value <= full.declared.value
         broken = [] if passed or full.broke is None or is_declared else [full.broke[0].name]
         paired = [name for name in passed if name in PAIRED]
-        claims = [claim.name for claim in full.levels.claims if claim.outcome == "passed"]
-        assigned = assign_probes(_traits(self.layers), [*passed, *broken, *claims], paired, ALIKE)
+        assigned = assign_probes(_traits(self.layers), [*passed, *broken], paired, ALIKE)
         return dict(zip(self.layers, assigned, strict=True))
 
 

@@ -3,7 +3,7 @@
 A backend reaches a level if all probes of this level and of all lower ones pass.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.harness.checks.cudagraph.claims import PLAYED, declared_claims
-from attncheck.harness.checks.cudagraph.probe import Probe
+from attncheck.harness.checks.cudagraph.probe import BLOCK_TABLE, DRAFT_UPDATE, Probe
 from attncheck.harness.checks.cudagraph.probe_play import (
     PlayedProbe,
     ProbeFault,
@@ -26,6 +25,7 @@ from attncheck.harness.checks.cudagraph.probe_play import (
 )
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
+from attncheck.harness.checks.cudagraph.session import GraphSession
 from attncheck.harness.driver.construction import builder_arguments
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.problem.problem import Problem
@@ -44,6 +44,12 @@ OVER_NUMBERS = (
     "the probes had huge finite numbers in slots that no request owns: NaN there reaches the output without a "
     "graph, too (see containment)"
 )
+
+_VARLEN = "get_varlen_cudagraph_max_query_len"
+_MISMATCH = "supports_device_cpu_query_lens_mismatch"
+
+_PLAYED = {DRAFT_UPDATE: "drafting", BLOCK_TABLE: "buckets"}
+"""Claims that a probe examines: the name of the probe, which is played with the claimed method."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +110,13 @@ def measure_by_share(
         return plays.measure(questions.probes)
     with suppress(StageError):  # playing all probes below raises it again if it ends the measurement
         if end is not None and end.name not in share and end.level.value > plays.declared.value:
-            part = plays.measure(below, case, share)
+            part = plays.measure(below, case)
             if part.broke is None:
                 levels = part.levels.model_copy(update={"measured": full.levels.measured})
                 return LevelMeasurement(part.declared, full.reached, levels, full.broke)
             return plays.measure(questions.probes)
         for last in ([_on_smallest_batch(probe) for probe in whole], whole):
-            part = plays.measure([*below, *last], case, share)
+            part = plays.measure([*below, *last], case)
             if part.broke is not None and (part.broke[0].name not in _names(whole) or isinstance(part.broke[1], kind)):
                 break
         if _names(whole) == ([] if part.broke is None else [part.broke[0].name]):
@@ -145,13 +151,10 @@ class _Plays:
         self._recorder = recorder_for(device)
         self._results: dict[tuple[Probe, bool], PlayedProbe | StageError] = {}
 
-    def measure(
-        self, probes: Iterable[Probe], played_in_full: str = "", share: Collection[str] | None = None
-    ) -> LevelMeasurement:
-        """Play ``probes`` until one breaks, then the probes of declared claims.
+    def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
+        """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer all probes were played.
 
-        ``played_in_full``: the case on whose layer all probes were played. ``share``: names of the claims to examine,
-        among others; None for all.
+        If it is "", play those of declared claims, too.
         """
         entries: list[GraphProbe] = []
         notes: tuple[str, ...] = ()
@@ -186,34 +189,48 @@ class _Plays:
             played_in_full=played_in_full,
             notes=notes,
             padding_rows=worst_padding(padding),
-            claims=tuple(
-                self._claim(name, value, reached, is_pool_finite=bool(notes))
-                for name, value in self._declared_claims.items()
-                if share is None or name in share
-            ),
+            claims=() if played_in_full else tuple(self._claims(reached, is_pool_finite=bool(notes))),
         )
         return LevelMeasurement(self.declared, reached, levels, broke)
 
+    def _claims(self, reached: AttentionCGSupport, *, is_pool_finite: bool) -> Iterator[GraphClaim]:
+        """Yield the declared claims and their outcomes. ``reached``: the level whose probes passed without a claim."""
+        for name, value in self._declared_claims.items():
+            claim = partial(GraphClaim, name=name, value=value)
+            probe = next((each for each in self._questions.probes if each.name == _PLAYED.get(name)), None)
+            if probe is None or reached is AttentionCGSupport.NEVER:
+                yield claim(outcome="not examined", reason="no graph was right" if probe else "no probe examines it")
+                continue
+            broke = self._played(replace(probe, claim=name), is_pool_finite=is_pool_finite).broke
+            if broke is None:
+                yield claim(outcome="passed")
+            elif isinstance(broke, ProbeFault):
+                yield claim(outcome="failed", reason=str(broke))
+            else:
+                yield claim(outcome="not examined", reason=str(broke))
+
     @cached_property
     def _declared_claims(self) -> Mapping[str, bool | int]:
-        with suppress(StageError):  # the probe "drafting" reports it
-            return declared_claims(self._backend, self.declared, self._questions, self._device, self._recorder)
-        return {}
+        """The claims by name, without those of value False or None."""
+        names = (*_PLAYED, _VARLEN, _MISMATCH)
+        if not any(hasattr(each, name) for each in (self._backend, self._backend.get_builder_cls()) for name in names):
+            return {}
+        drafting = next(probe for probe in self._questions.probes if probe.drafts)
+        problems = [self._questions.problem(self._questions.case(drafting, turn)) for turn in drafting.turns]
 
-    def _claim(self, name: str, value: bool | int, reached: AttentionCGSupport, *, is_pool_finite: bool) -> GraphClaim:
-        made = partial(GraphClaim, name=name, value=value)
-        if name not in PLAYED:
-            return made(outcome="not examined", reason="no probe examines it")
-        if reached is AttentionCGSupport.NEVER:
-            return made(outcome="not examined", reason="no graph was right")
-        probe = next(replace(each, claim=name) for each in self._questions.probes if each.name == PLAYED[name])
-        try:
-            broke = self._played(probe, is_pool_finite=is_pool_finite).broke
-        except StageError as failure:
-            broke = ProbeFault(failure.raised.in_words)
-        if isinstance(broke, UnmeasuredProbe):
-            return made(outcome="not examined", reason=str(broke))
-        return made(outcome="passed") if broke is None else made(outcome="failed", reason=str(broke))
+        def read() -> dict[str, bool | int]:
+            builder = GraphSession(self._backend, drafting, problems, self._device, self._recorder).builders[0]
+            # As in vLLM, an instance declares the first two, and the third counts between NEVER and ALWAYS only.
+            values: dict[str, bool | int] = {name: bool(getattr(builder, name, False)) for name in _PLAYED}
+            if hasattr(builder, _VARLEN) and self.declared.name not in ("NEVER", "ALWAYS"):
+                spec, config = builder_arguments(self._backend, problems)
+                values[_VARLEN] = int(builder.get_varlen_cudagraph_max_query_len(config, spec) or 0)
+            values[_MISMATCH] = bool(getattr(self._backend, _MISMATCH, bool)())
+            return values
+
+        with suppress(StageError):  # the probe "drafting" reports it
+            return {name: value for name, value in call_backend("declaration", read).items() if value}
+        return {}
 
     def _played(self, probe: Probe, *, is_pool_finite: bool) -> PlayedProbe:
         key = probe, is_pool_finite
@@ -225,7 +242,7 @@ class _Plays:
             except StageError as failure:
                 # A backend must run decodes and the levels it declares. A failure above those is a fault of the probe.
                 own = max(self.declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
-                is_due = probe.level.value <= own
+                is_due = probe.level.value <= own and not probe.claim
                 self._results[key] = (
                     failure if is_due else PlayedProbe(ProbeFault(f"{failure.raised.in_words}, without a graph, too"))
                 )

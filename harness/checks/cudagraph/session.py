@@ -80,7 +80,7 @@ class GraphSession:
         self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
         self._layer = BackendLayer(backend, self.impl, self._attn_layer)
         num_builders = max(probe.num_builders, probe.num_micro_batches)
-        self._builders = [self._enter("builder", self._new_builder) for _ in range(num_builders)]
+        self.builders = [self._enter("builder", self._new_builder) for _ in range(num_builders)]
         sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
         tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
         num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
@@ -95,11 +95,6 @@ class GraphSession:
         recorder.mark_host(*self._inputs.host_twins)
         self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
         self._pools: dict[Case, KVPool] = {first.case: self._pool}
-
-    @property
-    def builder(self) -> Any:
-        """The first builder."""
-        return self._builders[0]
 
     def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
         """Capture and return the bucket's graphs. Raise StageError if building or warming up fails."""
@@ -237,15 +232,15 @@ class GraphSession:
     def _groups(self, calls: Sequence[ForwardCall]) -> list[Group]:
         """Return the calls of each graph, each with its builder. Micro-batches share one graph."""
         if len(calls) > 1:
-            return [list(zip(self._builders, calls, strict=True))]
-        return [[(builder, calls[0])] for builder in self._builders]
+            return [list(zip(self.builders, calls, strict=True))]
+        return [[(builder, calls[0])] for builder in self.builders]
 
     def _built(self, build: Callable[[Any, CommonAttentionMetadata], Any], group: Group) -> list[Any]:
         return [self._enter("build", partial(build, builder, call.common)) for builder, call in group]
 
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
         """Return the order in which the model runner sorts the batch, and the threshold that it sorts by."""
-        threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
+        threshold: int | None = getattr(self.builders[0], "reorder_batch_threshold", None)
         return request_order(problem, threshold), threshold
 
     def _fill(self, pool: KVPool, step: Step) -> None:
