@@ -1,6 +1,7 @@
 """Operations of ``forward`` that a captured graph cannot hold, or freezes: one fault each.
 
-Each is right without a graph, apart from effects of padding. The base has none of these faults.
+Each is right without a graph, apart from effects of padding. Of those, NaN in padding rows of the output lowers no
+level. The base has none of these faults.
 """
 
 from dataclasses import replace

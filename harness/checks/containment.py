@@ -3,8 +3,8 @@
 NaN, Inf and huge finite values are written to every slot that must not influence a row. The real rows must be bitwise
 unchanged, or within the budget if the backend is not deterministic even on clean input. A difference counts only if the
 clean step reproduces and the poisoned step differs again in the same rows. Padding rows of the inputs must not matter,
-guard zones around the output must stay intact, and padding rows of the output must be finite. Cannot see: reads whose
-result is discarded. Needs further runs of the backend.
+guard zones around the output must stay intact, and padding rows of the output must be finite, also with poison. Cannot
+see: reads whose result is discarded. Needs further runs of the backend.
 """
 
 import math
@@ -26,6 +26,7 @@ from attncheck.harness.driver.turn import Fill
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.graph_levels import PADDING_EFFECT, PADDING_FAULTS, PaddingRows
 
 _STATE = "state is kept between calls, or the backend is not deterministic"
 
@@ -40,15 +41,14 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
     fills = list(_fills(problem, session))
     if not fills:
         return NotExamined(("no cache and no padding: the batch owns all it is given",), "attncheck")
-    outside = check_outside(problem, seen, session.backend.conventions)
-    if outside is not None:
-        return outside
+    if seen.breaches:
+        return Broken(breach(seen))
     repeats = _Repeats(problem, truth, session, seen)
     found: Broken | None = None
     for name, fill in fills:
         if found is not None and fill.poison is not None:
             continue  # tracing the first poison already covers leaks from foreign slots
-        leak = repeats.leak(fill)
+        leak = repeats.leak(name, fill)
         if isinstance(leak, str):
             first, found = found, _trace(session, repeats, name, fill, leak)
             found = found if first is None else replace(found, details=(*found.details, first.summary))
@@ -56,6 +56,8 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
             return leak
     if found is not None:
         return found
+    if repeats.padding is not None:
+        return repeats.padding
     notes: tuple[str, ...] = (
         () if repeats.bitwise else (f"compared {repeats.measure}: equal input gives different bits",)
     )
@@ -78,7 +80,8 @@ class _Repeats:
     A backend that declares deterministic=False is never compared bit for bit: poisoned steps may differ by chance.
 
     ``limit``: the budgets within which a nondeterministic backend must stay. It exceeds 1 only if clean outputs are
-    wrong, so that errors with other causes are not attributed to foreign memory.
+    wrong, so that errors with other causes are not attributed to foreign memory. ``padding``: the first fault in the
+    padding rows of the output.
     """
 
     def __init__(self, problem: Problem, truth: Truth, session: Session, clean: Observation) -> None:
@@ -86,6 +89,7 @@ class _Repeats:
         self._worst_again = 0.0
         self._is_second, self._is_settled = True, False
         self.bitwise = session.backend.conventions.deterministic
+        self.padding = self._padding_fault(clean)
 
     @cached_property
     def _worst_first(self) -> float:
@@ -133,14 +137,16 @@ class _Repeats:
             return Broken("the first call is wrong, a second, identical one is right", meaning=_STATE)
         return None
 
-    def leak(self, fill: Fill) -> str | Broken | Raised | None:
+    def leak(self, name: str, fill: Fill) -> str | Broken | Raised | None:
         """Return which rows change with ``fill``, in one line, if they do so twice and the clean step reproduces.
 
+        ``name``: the poison in words, for :attr:`padding`.
         Return None if no row changes, and a finding if clean steps contradict each other.
         """
         poisoned = self._session.run(fill, images=False)
         if isinstance(poisoned, Raised):
             return poisoned
+        self.padding = self.padding or self._padding_fault(poisoned, "" if fill.poison is None else name)
         before, is_second = self._moved_rows(poisoned), self._is_second
         self._is_second = False
         if not len(before):
@@ -168,6 +174,15 @@ class _Repeats:
         run = self._session.run(fill, images=False)
         return run if isinstance(run, Raised) else bool(len(self._moved_rows(run)))
 
+    def _padding_fault(self, run: Observation, poison: str = "") -> Broken | None:
+        state, count = padding_rows(self._problem, run, self._session.backend.conventions)
+        if state not in PADDING_FAULTS:
+            return None
+        where = f", with {poison} in slots that no request owns" if poison else ""
+        num_padding = len(run.output) - len(self._problem.query)
+        summary = f"{count} of {num_padding} {PADDING_FAULTS[state]}{where}"
+        return Broken(summary, details=(PADDING_EFFECT,), finding=PADDING_FAULTS[state])
+
     def _moved_rows(self, run: Observation) -> Tensor:
         if self.bitwise:
             return _differing_rows(self._problem, self._clean, run)
@@ -189,18 +204,21 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
         yield "zeros instead of NaN", Fill(padding=0.0)
 
 
-def check_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
-    """Judge the guard zones around the outputs and the padding rows of the output."""
-    if seen.breaches:
-        return Broken(f"rows outside of the {' and the '.join(seen.breaches)} buffer were written")
+def breach(seen: Observation) -> str:
+    """Return in words which guard zones around the outputs were written to; there must be one."""
+    return f"rows outside of the {' and the '.join(seen.breaches)} buffer were written"
+
+
+def padding_rows(problem: Problem, seen: Observation, conventions: Conventions) -> tuple[PaddingRows, int]:
+    """Return the state of the padding rows of the output, and how many of them have it."""
     padding = seen.output[len(problem.query) :].flatten(1).double()
-    untouched = conventions.padded_rows == "untouched"
-    bad = (padding != CANARY) if untouched else ~torch.isfinite(padding)
-    if not bool(bad.any()):
-        return None
-    count = int(bad.any(dim=1).sum())
-    wrong = "were written, although declared untouched" if untouched else "hold NaN or Inf"
-    return Broken(f"{count} of {len(padding)} padding rows of the output {wrong}")
+    spoilt = int((~torch.isfinite(padding)).any(dim=1).sum())
+    written = int((padding != CANARY).any(dim=1).sum())
+    if spoilt:
+        return "NaN or Inf", spoilt
+    if written and conventions.padded_rows == "untouched":
+        return "written", written
+    return (conventions.padded_rows if len(padding) else "not examined"), len(padding)
 
 
 def _worst(truth: Truth, seen: Observation) -> float:

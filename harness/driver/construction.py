@@ -129,7 +129,7 @@ def builder_arguments(
         layer,
         cache,
         problem.dtype,
-        max_model_len=max(fills, *(_longest(backend, one) for one in problems)),
+        max_model_len=max_model_len(backend, problems, fills),
         max_num_seqs=max(_num_seqs(backend, one) for one in problems),
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
         path=batch.path,
@@ -137,6 +137,11 @@ def builder_arguments(
         layers=layers,
     )
     return spec, config
+
+
+def max_model_len(backend: type[AttentionBackend], problems: Sequence[Problem], fills: int = 0) -> int:
+    """Return the ``max_model_len`` of the config, in tokens. ``fills``: as in :func:`construct_builder`."""
+    return max(fills, *(_longest(backend, one) for one in problems))
 
 
 def _has_chunks(backend: type[AttentionBackend], problem: Problem) -> bool:

@@ -9,7 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from attncheck.reports.analysis.reasons import without_figures
-from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
+from attncheck.reports.run_file.graph_levels import (
+    CUDAGRAPH,
+    GRAPH_LEVELS,
+    PADDING_EFFECT,
+    PADDING_FAULTS,
+    GraphLevel,
+    GraphLevels,
+    GraphProbe,
+    PaddingRows,
+    worst_padding,
+)
 from attncheck.reports.run_file.records import EXAMINED, OUTCOMES, Record, XFailed, graph_of
 
 LEGEND = "probes: passed / run; head-room: the backend may declare this higher level"
@@ -30,13 +40,15 @@ class LevelRow:
     """Results of one backend that differ only in their reasons, those with most cases first.
 
     ``graph``: what they share, that is, the levels and the outcome of every probe, without reasons. ``notes``: the
-    notes of all of them. ``repeats``: an earlier row of the backend broke at the same probe for the same reason.
+    notes of all of them. ``padding_rows``: their worst state. ``repeats``: an earlier row of the backend broke at the
+    same probe for the same reason.
     """
 
     backend: str
     graph: GraphLevels
     results: tuple[LevelResult, ...]
     notes: tuple[str, ...] = ()
+    padding_rows: PaddingRows = "not examined"
     repeats: bool = False
 
     @property
@@ -88,15 +100,16 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     breaks at the same probe for the same reason as an earlier one comes directly after it.
     """
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
-    notes: dict[tuple[str, GraphLevels], dict[str, None]] = {}
+    found: dict[tuple[str, GraphLevels], list[GraphLevels]] = {}
     for record in records:
         if (graph := graph_of(record)) is not None:
             broken = broken_probe(graph)
             alike = graph.model_copy(update={"probes": () if broken is None else (broken,)})
             group = (record.backend, without_reasons(_without_notes(alike)))
-            groups.setdefault(group, {}).setdefault(graph.model_copy(update={"notes": ()}), {})[record.case] = None
-            notes.setdefault(group, {}).update(dict.fromkeys(notes_of(graph)))
-    rows = [_row(backend, members, tuple(notes[backend, key])) for (backend, key), members in groups.items()]
+            bare = _without_notes(graph).model_copy(update={"played_in_full": graph.played_in_full})
+            groups.setdefault(group, {}).setdefault(bare, {})[record.case] = None
+            found.setdefault(group, []).append(graph)
+    rows = [_row(backend, members, found[backend, key]) for (backend, key), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
     rows.sort(key=lambda row: (order.index(row.backend), -row.cases))
     same_end: dict[tuple[str, GraphProbe | None], list[LevelRow]] = {}
@@ -132,11 +145,14 @@ def level_notes(rows: Sequence[LevelRow]) -> dict[str, tuple[str, ...]]:
 
 
 def notes_of(graph: GraphLevels) -> tuple[str, ...]:
-    """Return the notes on how one level was measured."""
-    if not graph.played_in_full:
-        return graph.notes
-    shared = f"probes are shared out over layers and caches; that of {graph.played_in_full} played all of them"
-    return (*graph.notes, shared)
+    """Return the notes on one level: how it was measured, and what was found beside it."""
+    notes = list(graph.notes)
+    if graph.padding_rows in PADDING_FAULTS:
+        notes.append(f"{PADDING_FAULTS[graph.padding_rows]}; {PADDING_EFFECT}")
+    notes += [f"{claim.name} is declared, {claim.outcome}" for claim in graph.claims if claim.outcome != "passed"]
+    if graph.played_in_full:
+        notes.append(f"probes are shared out over layers and caches; that of {graph.played_in_full} played all of them")
+    return tuple(notes)
 
 
 def legend(rows: Sequence[LevelRow]) -> str:
@@ -157,14 +173,14 @@ def without_reasons(graph: GraphLevels) -> GraphLevels:
 
 
 def _without_notes(graph: GraphLevels) -> GraphLevels:
-    return graph.model_copy(update={"notes": (), "played_in_full": ""})
+    return graph.model_copy(update={"notes": (), "played_in_full": "", "padding_rows": "not examined", "claims": ()})
 
 
-def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], notes: tuple[str, ...]) -> LevelRow:
+def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], found: Sequence[GraphLevels]) -> LevelRow:
     """Return the row of cases that are alike. Each result gets the probes of all, since these hold for the whole row.
 
-    If a case played only some probes and its reasons differ only in figures, it gets the reasons of the case that
-    played all of them.
+    ``found``: the levels of its records, with their notes. If a case played only some probes and its reasons differ
+    only in figures, it gets the reasons of the case that played all of them.
     """
     played: dict[str, GraphProbe] = {}
     for graph in sorted(members, key=lambda each: (bool(each.played_in_full), -len(each.probes))):
@@ -184,4 +200,6 @@ def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], notes: tupl
     results = sorted(
         (LevelResult(graph, tuple(own)) for graph, own in cases.items()), key=lambda each: -len(each.cases)
     )
-    return LevelRow(backend, without_reasons(results[0].graph), tuple(results), notes)
+    notes = dict.fromkeys(note for graph in found for note in notes_of(graph))
+    padding = worst_padding(graph.padding_rows for graph in found)
+    return LevelRow(backend, without_reasons(results[0].graph), tuple(results), tuple(notes), padding)

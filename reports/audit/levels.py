@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
-from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GraphLevel
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GraphLevel, PaddingRows
 from attncheck.reports.run_file.records import Record, Unavailable, Unsupported
 from attncheck.reports.run_file.store import Run
 
@@ -37,7 +37,8 @@ class AuditedLevel:
 
     ``layers``: the kinds of layers among its ``cases`` cases. ``measured``: a level, ``cannot tell``, or
     :data:`NOT_MEASURED`. ``head_room``: a higher level that could be declared, or "". ``batches``: the result for each
-    kind of batch of :data:`BATCHES`. ``breaks``: what breaks at the next level, or why nothing was measured.
+    kind of batch of :data:`BATCHES`. ``padding_rows``: their worst state in replays; the level does not depend on it.
+    ``breaks``: what breaks at the next level, or why nothing was measured.
     """
 
     backend: str
@@ -45,6 +46,7 @@ class AuditedLevel:
     measured: str
     falls_short: bool = False
     head_room: str = ""
+    padding_rows: PaddingRows = "not examined"
     breaks: str = ""
     batches: tuple[tuple[str, str], ...] = ()
     layers: tuple[str, ...] = ()
@@ -76,6 +78,7 @@ def _measured(row: LevelRow, needs: Mapping[tuple[str, str], Sequence[str]]) -> 
         measured=phrases.measured_level(row.graph.measured),
         falls_short=row.falls_short,
         head_room=row.head_room or "",
+        padding_rows=row.padding_rows,
         breaks=phrases.why_no_higher(row),
         batches=tuple((words, _became(row, level)) for level, words in BATCHES.items()),
         layers=tuple(dict.fromkeys(kinds)),

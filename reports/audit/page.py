@@ -18,6 +18,7 @@ from attncheck.reports.audit.features import (
 )
 from attncheck.reports.audit.levels import BATCHES, NOT_MEASURED, AuditedLevel, audited_levels
 from attncheck.reports.markdown import markup
+from attncheck.reports.run_file.graph_levels import PADDING_FAULTS
 from attncheck.reports.run_file.store import Run
 
 FORMAT = 1
@@ -100,8 +101,8 @@ def _circumstances(run: Run) -> str:
 
 
 def _level_table(rows: Sequence[AuditedLevel]) -> str:
-    headings = ("backend", "layers", "declared", "measured", "head-room", *BATCHES.values(), "what breaks next")
-    return markup.table(headings, [_level_row(row) for row in rows])
+    levels = ("backend", "layers", "declared", "measured", "head-room", *BATCHES.values())
+    return markup.table([*levels, "padding rows", "what breaks next"], [_level_row(row) for row in rows])
 
 
 def _level_row(row: AuditedLevel) -> list[str]:
@@ -114,6 +115,7 @@ def _level_row(row: AuditedLevel) -> list[str]:
         f"**{row.measured}**" if row.falls_short else row.measured,
         row.head_room or "-",
         *(f"**{words}**" if words == "breaks" else words for _, words in row.batches),
+        f"**{row.padding_rows}**" if row.padding_rows in PADDING_FAULTS else row.padding_rows,
         markup.escaped(row.breaks) or "-",
     ]
 

@@ -103,6 +103,7 @@ def _level(row: LevelRow) -> _Json:
         "recorder": row.graph.recorder,
         "broke_at": None if broken is None else broken.model_dump(mode="json"),
         "notes": row.notes,
+        "padding_rows": row.padding_rows,
     }
 
 

@@ -96,6 +96,23 @@ def test_levels_are_listed_per_kind_of_layer_and_of_batch(run: Run) -> None:
     assert (four.declared, four.breaks) == ("unknown", "No module named 'four'")
 
 
+@pytest.mark.parametrize(
+    ("state", "cell"), [("NaN or Inf", "**NaN or Inf**"), ("finite", "finite"), ("not examined", "not examined")]
+)
+def test_padding_rows_are_beside_the_level_of_the_real_rows(
+    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path, state: str, cell: str
+) -> None:
+    graph = levels("UNIFORM_BATCH", "passed", "passed", "failed") | {"padding_rows": state}
+    record = make("passed", backend="vllm:ONE", check="cudagraph", graph=graph)
+    audited = read_run(write_run(tmp_path / "more.jsonl", run.header, record))
+    head, _, row, *_ = [line for line in page.render(audited).splitlines() if line.startswith("|")]
+    by_column = dict(
+        zip(*([cell.strip() for cell in line.strip("|").split(" | ")] for line in (head, row)), strict=True)
+    )
+    assert (by_column["measured"], by_column["padding rows"]) == ("UNIFORM_BATCH", cell)
+    assert json.loads(page.document(audited))["levels"][0]["padding_rows"] == state
+
+
 def test_head_room_is_what_could_be_declared_instead(
     run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -53,6 +53,19 @@ def test_how_a_backend_was_measured_is_stated_once(
     assert "\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n" in text
 
 
+def test_padding_rows_are_a_note_beside_the_level_and_split_no_row(graph: Make, as_markdown: AsMarkdown) -> None:
+    states = ("NaN or Inf", "finite", "not examined", "NaN or Inf")
+    records = [
+        graph("passed", broken(SINGLE) | {"padding_rows": state}, case_id=str(index))
+        for index, state in enumerate(states)
+    ]
+    (row,) = level_rows(records)
+    assert (row.padding_rows, row.cases, len(row.results)) == ("NaN or Inf", 4, 1)
+    note = "padding rows of the output hold NaN or Inf; harmless unless a later layer reduces over all rows"
+    assert as_markdown(*records).count(note) == 1
+    assert "padding rows" not in as_markdown(*records[1:3])
+
+
 def test_a_reason_that_rows_of_a_backend_share_is_shown_once(graph: Make, as_markdown: AsMarkdown) -> None:
     records = [
         graph("passed", broken("NEVER"), case_id="a"),

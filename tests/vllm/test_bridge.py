@@ -236,6 +236,16 @@ def test_metadata_refer_to_the_common_ones_and_to_one_buffer_of_positions(cpu_at
     assert builder.reorder_batch_threshold is None
 
 
+@pytest.mark.parametrize(("name", "updates_drafts"), [("CPU_ATTN", False), ("TRITON_ATTN", True)])
+def test_a_builder_declares_of_graphs_what_vllm_s_declares(name, updates_drafts):
+    backend = registry.load(f"vllm:{name}").backend
+    builder = backend.get_builder_cls()(SPEC, ["layer.1"], plain_config(**SIZES), CPU)
+    assert builder.supports_draft_decode_metadata_update is updates_drafts
+    assert builder.supports_update_block_table is False
+    assert builder.get_varlen_cudagraph_max_query_len(builder.vllm_config, SPEC) is None
+    assert backend.supports_device_cpu_query_lens_mismatch() is True
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -36,6 +36,11 @@ class VLLMBackend(AttentionBackend):
     declared: ClassVar[VLLMDeclarations]
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return what vLLM's class declares; False if it has no such method."""
+        return bool(getattr(cls.their_backend, "supports_device_cpu_query_lens_mismatch", bool)())
+
+    @classmethod
     def from_argument(cls, argument: str) -> type[AttentionBackend]:
         """Return the candidate for a name of vLLM's, for ``module:Class``, or for ``path/to/file.py:Class``.
 

@@ -20,6 +20,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
+    supports_update_block_table = supports_draft_decode_metadata_update = False
+
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
@@ -37,6 +39,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         with current(self.config):
             self.theirs = made(self.spec, layer_names, self.config, device)
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold
+        for claim in ("supports_update_block_table", "supports_draft_decode_metadata_update"):
+            setattr(self, claim, getattr(self.theirs, claim, False))
         self._metadata_cls = package.find(
             "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
         )
@@ -71,6 +75,12 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         spec = cls.spec_of(None, config, kv_cache_spec)
         with current(config):
             return AttentionCGSupport[made.get_cudagraph_support(config, spec).name]
+
+    def get_varlen_cudagraph_max_query_len(self, _config: Any, _spec: Any) -> int | None:
+        """Return what vLLM's builder declares for its own config; None if it has no such method."""
+        method = getattr(self.theirs, "get_varlen_cudagraph_max_query_len", None)
+        with current(self.config):
+            return None if method is None else method(self.config, self.spec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -58,10 +58,13 @@ def capture_group(
     group: Group,
     kv_cache: Tensor,
     build: Callable[[Any, CommonAttentionMetadata], Any],
+    *,
+    is_updated: bool = False,
 ) -> CapturedGraph | CaptureError | UnseenError:
     """Capture the calls of ``group`` in one graph, after building all metadata.
 
-    Raise StageError as :func:`capture_forward` does.
+    ``is_updated``: the graph begins with ``update_draft_decode_metadata``. Raise StageError as :func:`capture_forward`
+    does.
     """
     buffers = tuple(layer.output_buffers(problem, call) for _, call in group)
     parts: dict[str, object] = {}
@@ -70,14 +73,20 @@ def capture_group(
         parts.clear()
         parts.update(parts_of(alone(metadata)))
 
+    def enter(lent: Group, metadata: list[Any]) -> list[object]:
+        if is_updated:
+            for (builder, _), own in zip(lent, metadata, strict=True):
+                builder.update_draft_decode_metadata(own)
+        return [
+            layer.enter(call, kv_cache, own, answer)
+            for (_, call), own, answer in zip(lent, metadata, buffers, strict=True)
+        ]
+
     captured = capture_forward(
         recorder,
         lambda: [(builder, map_tensors(call, Tensor.detach)) for builder, call in group],
         lambda lent: [build(builder, call.common) for builder, call in lent],
-        lambda lent, metadata: [
-            layer.enter(call, kv_cache, own, answer)
-            for (_, call), own, answer in zip(lent, metadata, buffers, strict=True)
-        ],
+        enter,
         on_metadata,
     )
     if not isinstance(captured, CapturedForward):

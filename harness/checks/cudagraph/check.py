@@ -1,8 +1,9 @@
 """``cudagraph``: the measured ``AttentionCGSupport`` level of a backend is at least the declared one.
 
 A level belongs to a layer and a cache, so cases with equal layer and cache share one measurement. A lower measured
-level fails the check; a higher one adds a note. Cannot see: batches larger than the probes'. The emulation also cannot
-see work hidden from torch's dispatcher, or a branch of the backend that runs on a GPU only.
+level fails the check, and so does a false claim besides the level; a higher level adds a note. Cannot see: batches
+larger than the probes'. The emulation also cannot see work hidden from torch's dispatcher, or a branch of the backend
+that runs on a GPU only.
 """
 
 from collections.abc import Callable, Iterable
@@ -89,6 +90,9 @@ def judge_level(measurement: LevelMeasurement) -> Finding:
     figures = {"declared_level": declared.value, "measured_level": reached.value, "probes_passed": passed}
     is_unseen = broke is not None and isinstance(broke[1], UnmeasuredProbe)
     holds = declared.value <= reached.value
+    false = [f"declares {each.name}, and {each.reason}" for each in graph.claims if each.outcome == "failed"]
+    if false and (holds or is_unseen):
+        return Broken(false[0], figures, details=tuple(false[1:]), graph=graph)
     # NEVER declares no capture, so only a probe that ran, and broke or passed, confirms it.
     if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
         notes = [*graph.notes]
@@ -104,7 +108,7 @@ def judge_level(measurement: LevelMeasurement) -> Finding:
         f"declared {declared.name}, measured {reached.name}: probe {probe.name!r} broke: {reason.what}",
         figures,
         reason.why,
-        (f"the probe shows whether {probe.establishes}",),
+        (f"the probe shows whether {probe.establishes}", *false),
         graph=graph,
     )
 

@@ -47,9 +47,9 @@ class GraphInputs:
 
 
 def allocate_inputs(
-    problem: Problem, num_reqs: int, num_tokens: int, width: int, device: torch.device
+    problem: Problem, num_reqs: int, num_tokens: int, max_model_len: int, device: torch.device
 ) -> PersistentInputs:
-    """Return buffers for steps of up to ``num_reqs`` requests and ``num_tokens`` tokens, with ``width`` pages each."""
+    """Return buffers for steps of up to ``num_tokens`` rows and ``num_reqs`` requests of up to ``max_model_len``."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32, on: torch.device = device) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=on)
@@ -65,21 +65,21 @@ def allocate_inputs(
         num_reqs=num_reqs,
         num_actual_tokens=num_tokens,
         max_query_len=num_tokens,
-        max_seq_len=width * problem.cache.block_size,
-        block_table_tensor=zeros(num_reqs, width),
+        max_seq_len=max_model_len,
+        block_table_tensor=zeros(num_reqs, _num_pages(problem, max_model_len)),
         slot_mapping=zeros(num_tokens, dtype=torch.int64),
     )
     return PersistentInputs(_call(problem, largest, query, key, value))
 
 
-def dummy_call(problem: Problem, bucket: Bucket, width: int, *, longest: bool) -> ForwardCall:
+def dummy_call(problem: Problem, bucket: Bucket, max_model_len: int, *, longest: bool) -> ForwardCall:
     """Return the call that a graph is captured with: NaN rows, slots of -1, and block tables full of the null page.
 
-    ``longest``: use ``seq_lens`` that fill a block table of ``width`` pages, instead of the query lengths.
+    As in vLLM's model runner, ``max_seq_len`` is ``max_model_len``, while later steps have their own maxima.
+    ``longest``: use ``seq_lens`` of ``max_model_len`` tokens instead of the query lengths.
     """
     query_lens = torch.tensor(bucket.dummy_query_lens, dtype=torch.int32)
-    room = width * problem.cache.block_size
-    seq_lens = torch.full_like(query_lens, room) if longest else query_lens
+    seq_lens = torch.full_like(query_lens, max_model_len) if longest else query_lens
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
     dummy = CommonAttentionMetadata(
         query_start_loc=starts,
@@ -90,8 +90,8 @@ def dummy_call(problem: Problem, bucket: Bucket, width: int, *, longest: bool) -
         num_reqs=bucket.num_reqs,
         num_actual_tokens=bucket.num_tokens,
         max_query_len=bucket.query_len or bucket.num_tokens,
-        max_seq_len=room,
-        block_table_tensor=torch.zeros(bucket.num_reqs, width, dtype=torch.int32),
+        max_seq_len=max_model_len,
+        block_table_tensor=torch.zeros(bucket.num_reqs, _num_pages(problem, max_model_len), dtype=torch.int32),
         slot_mapping=torch.full((bucket.num_tokens,), -1),
         causal=problem.layer.is_causal,
     )
@@ -140,6 +140,10 @@ def _call(problem: Problem, common: CommonAttentionMetadata, query: Tensor, key:
         position=index,
         num_key_rows=len(query) if has_keys else 0,
     )
+
+
+def _num_pages(problem: Problem, max_model_len: int) -> int:
+    return -(-max_model_len // problem.cache.block_size)
 
 
 def _fused_rows(problem: Problem, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

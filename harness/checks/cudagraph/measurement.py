@@ -3,11 +3,11 @@
 A backend reaches a level if all probes of this level and of all lower ones pass.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import Any, Literal
@@ -15,20 +15,41 @@ from typing import Any, Literal
 import torch
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.harness.checks.cudagraph.probe import Probe
-from attncheck.harness.checks.cudagraph.probe_play import ProbeFault, UnmeasuredProbe, play_probe, refused_batches
+from attncheck.harness.checks.cudagraph.probe import BLOCK_TABLE, DRAFT_UPDATE, Probe
+from attncheck.harness.checks.cudagraph.probe_play import (
+    PlayedProbe,
+    ProbeFault,
+    UnmeasuredProbe,
+    play_probe,
+    refused_batches,
+)
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
+from attncheck.harness.checks.cudagraph.session import GraphSession
 from attncheck.harness.driver.construction import builder_arguments
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import AttentionCGSupport
-from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
+from attncheck.reports.run_file.graph_levels import (
+    GRAPH_LEVELS,
+    GraphClaim,
+    GraphLevel,
+    GraphLevels,
+    GraphProbe,
+    PaddingRows,
+    worst_padding,
+)
 
 OVER_NUMBERS = (
     "the probes had huge finite numbers in slots that no request owns: NaN there reaches the output without a "
     "graph, too (see containment)"
 )
+
+_VARLEN = "get_varlen_cudagraph_max_query_len"
+_MISMATCH = "supports_device_cpu_query_lens_mismatch"
+
+_PLAYED = {DRAFT_UPDATE: "drafting", BLOCK_TABLE: "buckets"}
+"""Claims that a probe examines: the name of the probe, which is played with the claimed method."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +149,16 @@ class _Plays:
         self._backend, self._questions, self._device = backend, questions, device
         self.declared = declared or declared_level(backend, questions)
         self._recorder = recorder_for(device)
-        self._results: dict[tuple[Probe, bool], ProbeFault | UnmeasuredProbe | StageError | None] = {}
+        self._results: dict[tuple[Probe, bool], PlayedProbe | StageError] = {}
 
     def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
-        """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer all probes were played."""
+        """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer all probes were played.
+
+        If it is "", play those of declared claims, too.
+        """
         entries: list[GraphProbe] = []
         notes: tuple[str, ...] = ()
+        padding: list[PaddingRows] = []
         broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None = None
         for probe in probes:
             entry = partial(GraphProbe, name=probe.name, level=_name(probe.level))
@@ -142,10 +167,12 @@ class _Plays:
                     entry(outcome="not run", reason=f"probe {broke[0].name!r} of {broke[0].level.name} broke")
                 )
                 continue
-            outcome = self._outcome(probe, is_pool_finite=bool(notes))
-            if isinstance(outcome, ProbeFault) and outcome.is_leak:
+            played = self._played(probe, is_pool_finite=bool(notes))
+            if isinstance(played.broke, ProbeFault) and played.broke.is_leak:
                 notes = (OVER_NUMBERS,)
-                outcome = self._outcome(probe, is_pool_finite=True)
+                played = self._played(probe, is_pool_finite=True)
+            padding.append(played.padding_rows)
+            outcome = played.broke
             if outcome is None:
                 entries.append(entry(outcome="passed"))
                 continue
@@ -161,10 +188,51 @@ class _Plays:
             probes=tuple(entries),
             played_in_full=played_in_full,
             notes=notes,
+            padding_rows=worst_padding(padding),
+            claims=() if played_in_full else tuple(self._claims(reached, is_pool_finite=bool(notes))),
         )
         return LevelMeasurement(self.declared, reached, levels, broke)
 
-    def _outcome(self, probe: Probe, *, is_pool_finite: bool) -> ProbeFault | UnmeasuredProbe | None:
+    def _claims(self, reached: AttentionCGSupport, *, is_pool_finite: bool) -> Iterator[GraphClaim]:
+        """Yield the declared claims and their outcomes. ``reached``: the level whose probes passed without a claim."""
+        for name, value in self._declared_claims.items():
+            claim = partial(GraphClaim, name=name, value=value)
+            probe = next((each for each in self._questions.probes if each.name == _PLAYED.get(name)), None)
+            if probe is None or reached is AttentionCGSupport.NEVER:
+                yield claim(outcome="not examined", reason="no graph was right" if probe else "no probe examines it")
+                continue
+            broke = self._played(replace(probe, claim=name), is_pool_finite=is_pool_finite).broke
+            if broke is None:
+                yield claim(outcome="passed")
+            elif isinstance(broke, ProbeFault):
+                yield claim(outcome="failed", reason=str(broke))
+            else:
+                yield claim(outcome="not examined", reason=str(broke))
+
+    @cached_property
+    def _declared_claims(self) -> Mapping[str, bool | int]:
+        """The claims by name, without those of value False or None."""
+        names = (*_PLAYED, _VARLEN, _MISMATCH)
+        if not any(hasattr(each, name) for each in (self._backend, self._backend.get_builder_cls()) for name in names):
+            return {}
+        drafting = next(probe for probe in self._questions.probes if probe.drafts)
+        problems = [self._questions.problem(self._questions.case(drafting, turn)) for turn in drafting.turns]
+
+        def read() -> dict[str, bool | int]:
+            builder = GraphSession(self._backend, drafting, problems, self._device, self._recorder).builders[0]
+            # As in vLLM, an instance declares the first two, and the third counts between NEVER and ALWAYS only.
+            values: dict[str, bool | int] = {name: bool(getattr(builder, name, False)) for name in _PLAYED}
+            if hasattr(builder, _VARLEN) and self.declared.name not in ("NEVER", "ALWAYS"):
+                spec, config = builder_arguments(self._backend, problems)
+                values[_VARLEN] = int(builder.get_varlen_cudagraph_max_query_len(config, spec) or 0)
+            values[_MISMATCH] = bool(getattr(self._backend, _MISMATCH, bool)())
+            return values
+
+        with suppress(StageError):  # the probe "drafting" reports it
+            return {name: value for name, value in call_backend("declaration", read).items() if value}
+        return {}
+
+    def _played(self, probe: Probe, *, is_pool_finite: bool) -> PlayedProbe:
         key = probe, is_pool_finite
         if key not in self._results:
             try:
@@ -174,9 +242,9 @@ class _Plays:
             except StageError as failure:
                 # A backend must run decodes and the levels it declares. A failure above those is a fault of the probe.
                 own = max(self.declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
-                is_due = probe.level.value <= own
+                is_due = probe.level.value <= own and not probe.claim
                 self._results[key] = (
-                    failure if is_due else ProbeFault(f"{failure.raised.in_words}, without a graph, too")
+                    failure if is_due else PlayedProbe(ProbeFault(f"{failure.raised.in_words}, without a graph, too"))
                 )
         result = self._results[key]
         if isinstance(result, StageError):

@@ -10,6 +10,13 @@ Lengths = tuple[int, int]
 """(query_len, seq_len) of one request."""
 
 
+DRAFT_UPDATE = "supports_draft_decode_metadata_update"
+"""vLLM's claim that ``update_draft_decode_metadata`` in a graph makes ``build`` between its replays unnecessary."""
+
+BLOCK_TABLE = "supports_update_block_table"
+"""vLLM's claim that ``update_block_table`` makes metadata right that were built from another block table."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """The shape of one captured graph. ``query_len``: that of every request, or None for any that fit the tokens."""
@@ -55,7 +62,8 @@ class Probe:
     ``dummy_lens``: ``seq_lens`` at capture, either the query lengths or, as in older engines, the maximum. ``drafts``:
     number of speculative tokens in the builder's config. ``num_builders``: number of builders that build each step from
     the same common metadata, each with its own graphs. ``num_micro_batches``: number of parts of the batch, each with
-    its own builder; all metadata are built before one graph runs all parts.
+    its own builder; all metadata are built before one graph runs all parts. ``claim``: the claim that the
+    probe examines instead of its level, or "".
     """
 
     name: str
@@ -65,5 +73,6 @@ class Probe:
     turns: tuple[ProbeStep, ...]
     dummy_lens: Literal["shortest", "longest"] = "shortest"
     drafts: int = 0
+    claim: str = ""
     num_builders: int = 1
     num_micro_batches: int = 1

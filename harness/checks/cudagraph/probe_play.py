@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.checks.containment import padding_rows
 from attncheck.harness.checks.cudagraph.capture import CapturedGraph
 from attncheck.harness.checks.cudagraph.diagnosis import DiagnosedStep, lets_nan_through, why_wrong
 from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
@@ -17,6 +18,7 @@ from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.problem.problem import Problem
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNKNOWN
+from attncheck.reports.run_file.graph_levels import PaddingRows, worst_padding
 
 _TOLD = 10
 """Most requests whose lengths a message lists."""
@@ -47,6 +49,14 @@ class UnmeasuredProbe:
         return f"cannot be examined here: {self.reason}"
 
 
+@dataclass(frozen=True)
+class PlayedProbe:
+    """``broke``: why the probe did not pass, or None. ``padding_rows``: their worst state after right steps."""
+
+    broke: ProbeFault | UnmeasuredProbe | None
+    padding_rows: PaddingRows = "not examined"
+
+
 def play_probe(
     backend: type[AttentionBackend],
     probe: Probe,
@@ -55,14 +65,14 @@ def play_probe(
     recorder: Recorder,
     *,
     is_pool_finite: bool,
-) -> ProbeFault | UnmeasuredProbe | None:
-    """Play one probe from capture to its last step. Return None if it passes.
+) -> PlayedProbe:
+    """Play one probe from capture to its last step.
 
     Raise StageError if the backend cannot be set up, or cannot run a step even without a graph.
     """
     refused = refused_batches(backend, probe, questions)
     if refused is not None:
-        return refused
+        return PlayedProbe(refused)
     turns = [turn for turn in probe.turns if turn.bucket is not None or not _declined(backend, probe, turn, questions)]
     problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
     make = partial(GraphSession, backend, probe, problems, device, recorder)
@@ -72,19 +82,23 @@ def play_probe(
         capture = _captured(session, bucket, turns[0], problems[0])
         if isinstance(capture, UnmeasuredProbe):
             unwatched = GraphSession(backend, probe, problems, device, UnwatchedRecorder())
-            return _fault_unwatched(unwatched, probe.buckets[: len(captures) + 1]) or capture
+            return PlayedProbe(_fault_unwatched(unwatched, probe.buckets[: len(captures) + 1]) or capture)
         if not isinstance(capture, CapturedBucket):
-            return capture
+            return PlayedProbe(capture)
         captures.append(capture)
+    padding: PaddingRows = "not examined"
     for turn, problem in zip(turns, problems, strict=True):
         step = DiagnosedStep(probe, turn, questions, session, make)
         try:
-            wrong = _take(step, problem, None if turn.bucket is None else captures[turn.bucket])
+            result = _take(step, problem, None if turn.bucket is None else captures[turn.bucket])
         except StageError as failure:
-            wrong = ProbeFault(f"{_in_words(step)}: {failure.raised.in_words}")
-        if wrong is not None:
-            return replace(wrong, is_leak=lets_nan_through(step)) if isinstance(wrong, ProbeFault) else wrong
-    return None
+            result = ProbeFault(f"{_in_words(step)}: {failure.raised.in_words}")
+        if isinstance(result, ProbeFault):
+            return PlayedProbe(replace(result, is_leak=lets_nan_through(step)), padding)
+        if isinstance(result, UnmeasuredProbe):
+            return PlayedProbe(result, padding)
+        padding = worst_padding([padding, result])
+    return PlayedProbe(None, padding)
 
 
 def _captured(
@@ -134,8 +148,10 @@ def _declined(
     return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
-def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None) -> ProbeFault | UnmeasuredProbe | None:
-    """Run one step of a probe; return its fault and the cause, or None if it is right."""
+def _take(
+    step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None
+) -> ProbeFault | UnmeasuredProbe | PaddingRows:
+    """Run one step of a probe; return its fault and the cause, or the state of its padding rows if it is right."""
     if capture is not None:
         for graph in capture.graphs:
             for memory in graph.recording.released():
@@ -155,7 +171,7 @@ def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None)
         if step.session.recorder.name == "emulated" and (hidden := _hidden(step, problem)):
             return UnmeasuredProbe(hidden)
         return ProbeFault(f"{_in_words(step)}: {fault}", why_wrong(step, capture, one.trace, index))
-    return None
+    return worst_padding(padding_rows(problem, one.seen, step.conventions)[0] for one in taken)
 
 
 def _let_go(graph: CapturedGraph, memory: Released) -> ProbeFault:

@@ -18,9 +18,9 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.capture import CapturedGraph, Group, alone, capture_group
 from attncheck.harness.checks.cudagraph.graph_inputs import GraphInputs, allocate_inputs, dummy_call, some_steps_earlier
 from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, parts_of, trace
-from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.probe import BLOCK_TABLE, DRAFT_UPDATE, Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, UnseenError
-from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.construction import construct_builder, construct_impl, max_model_len
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of, micro_batches_of
@@ -74,19 +74,23 @@ class GraphSession:
         self.backend, self.device, self.recorder = backend, device, recorder
         self.is_pool_finite = is_pool_finite or backend.conventions.needs_finite_pool
         self._probe, self._problems = probe, problems
+        self._updates_drafts = probe.claim == DRAFT_UPDATE
         first = problems[0]
         self._attn_layer = LayerStub(first.cache, device)
         self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
         self._layer = BackendLayer(backend, self.impl, self._attn_layer)
         num_builders = max(probe.num_builders, probe.num_micro_batches)
-        self._builders = [self._enter("builder", self._new_builder) for _ in range(num_builders)]
+        self.builders = [self._enter("builder", self._new_builder) for _ in range(num_builders)]
         sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
         tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
         num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
         num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
-        self._width = max(problem.block_table.shape[1] for problem in problems)
+        self._max_model_len = max_model_len(backend, problems)
         self._inputs = GraphInputs(
-            [allocate_inputs(first, num_reqs, num_tokens, self._width, device) for _ in range(probe.num_micro_batches)]
+            [
+                allocate_inputs(first, num_reqs, num_tokens, self._max_model_len, device)
+                for _ in range(probe.num_micro_batches)
+            ]
         )
         recorder.mark_host(*self._inputs.host_twins)
         self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
@@ -96,7 +100,7 @@ class GraphSession:
         """Capture and return the bucket's graphs. Raise StageError if building or warming up fails."""
         self._pool.filled()
         part = bucket.part(self._probe.num_micro_batches)
-        dummy = dummy_call(self._problems[0], part, self._width, longest=self._probe.dummy_lens == "longest")
+        dummy = dummy_call(self._problems[0], part, self._max_model_len, longest=self._probe.dummy_lens == "longest")
         fresh = [dummy] * self._probe.num_micro_batches
         calls = self._inputs.load(fresh)
         pristine = self._inputs.copied(calls)
@@ -178,7 +182,7 @@ class GraphSession:
             fresh = forward_calls_of(step, self.backend.features, threshold)
         if problem.case not in self._pools:
             self._pools[problem.case] = self._pool.beside(problem)
-        if turn.draft_index:
+        if turn.draft_index and not self._updates_drafts:
             before = replace(turn, draft_index=turn.draft_index - 1)
             for group in self._groups(self._inputs.load([some_steps_earlier(call, 1) for call in fresh])):
                 self._built(lambda builder, common: self._build(builder, before, common), group)
@@ -210,8 +214,12 @@ class GraphSession:
         """Build metadata for each group of calls; return each group's buffers, a function to run it, and its trace."""
         forwards = []
         for index, group in enumerate(self._groups(calls)):
-            metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
-            made_of = trace(parts_of(alone(metadata)))
+            metadata: list[Any] = []
+            if capture is None or not self._updates_drafts:
+                metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
+                made_of = trace(parts_of(alone(metadata)))
+            else:
+                made_of = capture.graphs[index].trace
             if capture is None:
                 buffers = tuple(self._layer.output_buffers(problem, call) for call in calls)
                 run = self._eager(calls, pool, metadata, buffers)
@@ -224,15 +232,15 @@ class GraphSession:
     def _groups(self, calls: Sequence[ForwardCall]) -> list[Group]:
         """Return the calls of each graph, each with its builder. Micro-batches share one graph."""
         if len(calls) > 1:
-            return [list(zip(self._builders, calls, strict=True))]
-        return [[(builder, calls[0])] for builder in self._builders]
+            return [list(zip(self.builders, calls, strict=True))]
+        return [[(builder, calls[0])] for builder in self.builders]
 
     def _built(self, build: Callable[[Any, CommonAttentionMetadata], Any], group: Group) -> list[Any]:
         return [self._enter("build", partial(build, builder, call.common)) for builder, call in group]
 
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
         """Return the order in which the model runner sorts the batch, and the threshold that it sorts by."""
-        threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
+        threshold: int | None = getattr(self.builders[0], "reorder_batch_threshold", None)
         return request_order(problem, threshold), threshold
 
     def _fill(self, pool: KVPool, step: Step) -> None:
@@ -244,6 +252,10 @@ class GraphSession:
     def _build(self, builder: Any, turn: ProbeStep, common: CommonAttentionMetadata) -> Any:
         if turn.draft_index is not None:
             return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
+        if self._probe.claim == BLOCK_TABLE:
+            table, slots = common.block_table_tensor, common.slot_mapping
+            other = replace(common, block_table_tensor=torch.zeros_like(table), slot_mapping=torch.full_like(slots, -1))
+            return builder.update_block_table(builder.build(0, other), table, slots)
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
     def _captured(
@@ -252,7 +264,15 @@ class GraphSession:
         before = pool.bytes().clone()
         graphs = []
         for group in self._groups(calls):
-            graph = capture_group(self.recorder, self._layer, self._problems[0], group, pool.kv_cache, build)
+            graph = capture_group(
+                self.recorder,
+                self._layer,
+                self._problems[0],
+                group,
+                pool.kv_cache,
+                build,
+                is_updated=self._updates_drafts,
+            )
             if not isinstance(graph, CapturedGraph):
                 return graph
             graphs.append(graph)

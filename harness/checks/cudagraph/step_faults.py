@@ -36,14 +36,13 @@ def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
 
 
 def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: StepResult) -> str | None:
-    """Return what is wrong with one step, or None if it is right.
+    """Return what is wrong with one step, or None if it is right. Padding rows of the output do not count.
 
-    Judges guard zones, padding rows, the cache, inputs, rows never written, the output and the LSE, in this order.
+    Judges guard zones, the cache, inputs, rows never written, the output and the LSE, in this order.
     """
     seen = taken.seen
-    outside = containment.check_outside(problem, seen, conventions)
-    if outside is not None:
-        return outside.summary
+    if seen.breaches:
+        return containment.breach(seen)
     if taken.pool.codec is not None:
         rows = problem.keys, problem.values
         written = cache_write.judge_pool(problem, taken.pool, seen, rows, [rows])

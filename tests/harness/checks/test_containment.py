@@ -237,6 +237,54 @@ def test_beside_foreign_slots_that_leak_padding_is_examined_all_the_same(make_ca
     assert any(detail.startswith("NaN in the null page reaches 4 of 4 rows") for detail in finding.details)
 
 
+def padding_filled(value: Callable[[Any], Any], real: Callable[[Any], Any] = lambda _: 0.0) -> Any:
+    """Writes ``value(caches)`` to padding rows, and adds ``real(caches)`` to the others."""
+
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            output, rows = args[6], args[5].num_rows
+            output[:rows] += real(args[4])
+            output[rows:] = value(args[4])
+
+    finite = {"conventions": Conventions(), "get_impl_cls": staticmethod(lambda: Impl)}
+    return type("Wrong", (ReferenceBackend,), finite)
+
+
+HOLD_NAN = "padding rows of the output hold NaN or Inf"
+
+
+@pytest.mark.parametrize(
+    ("value", "summary"),
+    [
+        (lambda _: torch.nan, f"2 of 2 {HOLD_NAN}"),
+        (lambda caches: caches[1][0].amax(), f"2 of 2 {HOLD_NAN}, with NaN in slots that no request owns"),
+    ],
+)
+def test_nan_in_padding_rows_is_one_finding_beside_memory_that_no_row_reads(
+    make_case: Any, value: Any, summary: str
+) -> None:
+    finding = broken(padding_filled(value), make_case((1, 20), (3, 9), padding=(0, 2)))
+    assert (finding.summary, finding.finding) == (summary, HOLD_NAN)
+    assert finding.details == snapshot(("harmless unless a later layer reduces over all rows",))
+
+
+def test_nan_in_padding_rows_hides_no_leak(make_case: Any) -> None:
+    backend = padding_filled(lambda _: torch.nan, lambda caches: 0.0 * caches[1][0].amax())
+    finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
+    assert finding.summary.startswith("NaN in the null page reaches 4 of 4 rows")
+
+
+def test_padding_rows_that_are_declared_untouched_must_keep_their_contents(make_case: Any) -> None:
+    backend = padding_filled(lambda _: 0.0)
+    case = make_case((1, 20), (3, 9), padding=(0, 2))
+    assert isinstance(examine(backend, case), Holds)
+    backend.conventions = Conventions(padded_rows="untouched")
+    assert broken(backend, case).summary == (
+        "2 of 2 padding rows of the output were written, although declared untouched"
+    )
+
+
 def test_a_finite_pool_that_was_not_needed_is_a_note(make_case: Any) -> None:
     members = {"conventions": Conventions(needs_finite_pool=True)}
     finding = examine(backend_with(lambda *_: None, **members), make_case())

@@ -9,7 +9,7 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import measurement
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
-from attncheck.harness.checks.cudagraph.probe_play import ProbeFault, UnmeasuredProbe
+from attncheck.harness.checks.cudagraph.probe_play import PlayedProbe, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import ALIKE, probes_of
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
@@ -66,7 +66,7 @@ def plays(monkeypatch):
             found = outcome(case, probe)
             if isinstance(found, Exception):
                 raise found
-            return found
+            return PlayedProbe(found)
 
         monkeypatch.setattr(measurement, "play_probe", play_probe)
         return made
@@ -94,6 +94,18 @@ def test_the_plainest_layer_plays_every_probe_and_the_others_a_share(plays):
     assert found["plain"].graph.played_in_full == ""
     assert {finding.graph.measured for finding in found.values()} == {"ALWAYS"}
     assert len(made) == ALL + 2 * shared + 1
+
+
+def test_claims_are_examined_on_the_layer_that_plays_every_probe(plays):
+    class Claims(Always):
+        @classmethod
+        def get_builder_cls(cls):
+            return type("Builder", (super().get_builder_cls(),), {"supports_update_block_table": True})
+
+    plays(lambda case, probe: ProbeFault("wrong") if probe.claim else None)
+    found = examined(Claims, *CASES)
+    assert {name for name, finding in found.items() if finding.graph.claims} == {"plain"}
+    assert {name for name, finding in found.items() if isinstance(finding, Broken)} == {"plain"}
 
 
 def test_a_case_alone_plays_every_probe(plays):

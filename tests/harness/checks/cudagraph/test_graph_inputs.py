@@ -31,12 +31,12 @@ def call_of(problem):
     return call
 
 
-def buffers_for(problem, width=8):
-    return allocate_inputs(problem, num_reqs=4, num_tokens=8, width=width, device=CPU)
+def buffers_for(problem, max_model_len=32):
+    return allocate_inputs(problem, num_reqs=4, num_tokens=8, max_model_len=max_model_len, device=CPU)
 
 
 def dummy_of(problem, bucket, *, longest=False):
-    return buffers_for(problem).load(dummy_call(problem, bucket, 8, longest=longest))
+    return buffers_for(problem).load(dummy_call(problem, bucket, 32, longest=longest))
 
 
 def test_a_later_step_has_other_values_at_the_same_addresses():
@@ -67,7 +67,7 @@ def test_padding_is_an_engine_s():
 
 def test_entries_behind_a_request_name_pages_it_does_not_own():
     problem = problem_of([(1, 9), (1, 4), (1, 5)])
-    table = buffers_for(problem, width=12).load(call_of(problem)).common.block_table_tensor
+    table = buffers_for(problem, max_model_len=48).load(call_of(problem)).common.block_table_tensor
     for row, request in zip(table.tolist(), problem.requests, strict=True):
         assert tuple(row[: len(request.pages)]) == request.pages
         assert not set(row[len(request.pages) :]) & set(request.pages)

@@ -9,6 +9,8 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
+from attncheck.backends.mutants import graphs
+from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import backend_levels, probe_play
 from attncheck.harness.checks.cudagraph import check as cudagraph
@@ -151,6 +153,76 @@ def test_a_level_whose_batches_are_declined_is_not_reached(questions):
         "declared UNIFORM_BATCH, measured UNIFORM_SINGLE_TOKEN_DECODE: probe 'verify 2' broke: the backend declares that it does not serve such batches: query_len 2: only decodes"
     )
     assert "query_len" in finding.summary
+
+
+class TwoLayouts(graphs.Base):
+    """Keeps the lengths in one of two places; ``forward`` reads the place that its metadata had at capture."""
+
+    features = graphs.Base.features | {"sliding_window"}
+
+    class Builder(PagedBuilder):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            most = self.vllm_config.scheduler_config.max_num_seqs
+            self.lens = torch.zeros(2, most, dtype=torch.int32, device=self.device)
+
+        def build_for_cudagraph_capture(self, common_attn_metadata):
+            assert common_attn_metadata.max_seq_len == self.vllm_config.model_config.max_model_len
+            return self.build(0, common_attn_metadata)
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            place = int(self.backend.is_second(common_attn_metadata, self.kv_cache_spec))
+            self.lens.fill_(0)
+            self.lens[place, : common_attn_metadata.num_reqs] = common_attn_metadata.seq_lens
+            metadata.plan = self.lens[place, : common_attn_metadata.num_reqs]
+            return metadata
+
+    class Impl(graphs.PlannedImpl):
+        def locate(self, metadata, num_rows):
+            return graphs.locate_by(metadata.common, num_rows, metadata.plan)
+
+        def attend_rows(self, query, caches, table, request, position, metadata):
+            key, value, seen = graphs.gather(caches, table, request, position)
+            left = self.sliding_window[0]
+            if left >= 0:
+                seen &= torch.arange(seen.shape[1], device=seen.device) >= position[:, None] - left
+            value = value.masked_fill(~seen[..., None, None], 0)
+            return graphs.attention(query, key, value, seen, self.scale)
+
+
+class LayoutByTheWindow(TwoLayouts):
+    """Drops a window that covers the longest request of the step."""
+
+    @staticmethod
+    def is_second(common, spec):
+        return spec.sliding_window is not None and common.max_seq_len > spec.sliding_window
+
+
+class LayoutByTheQuery(TwoLayouts):
+    """Has another layout for steps of one token a request."""
+
+    @staticmethod
+    def is_second(common, spec):
+        return common.max_query_len == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "layer", "measured"),
+    [
+        (LayoutByTheWindow, LAYER, "ALWAYS"),
+        (LayoutByTheWindow, replace(LAYER, sliding_window=16), "NEVER"),
+        (LayoutByTheQuery, LAYER, "UNIFORM_BATCH"),
+    ],
+)
+def test_a_graph_is_replayed_with_the_maxima_of_the_step_and_not_those_of_the_capture(backend, layer, measured):
+    measurement = measure_level(backend, ProbeProblems(replace(CASE, layer=layer), 0, CPU), CPU)
+    assert measurement.declared is AttentionCGSupport.ALWAYS
+    assert measurement.levels.measured == measured
+    if measurement.broke is not None:
+        probe, fault = measurement.broke
+        assert probe.name in ("decode", "mixed")
+        assert "right without a graph" in str(fault)
 
 
 def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
