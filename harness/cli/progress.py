@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attncheck.harness.cli.output import print_stderr
 from attncheck.reports.analysis.phrases import what_happened
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
 from attncheck.reports.run_file.timings import TIMING
 
 LINE_EVERY_S = 10.0
@@ -77,7 +77,7 @@ class Tally:
 class ProgressLines:
     """Prints the first records that fail, and the progress every ten seconds.
 
-    The checks of a case that one end of the process prevents share a line. ``verbose``: print a line for each record,
+    The checks that one end of the process prevents share a line. ``verbose``: print a line for each record,
     whatever its outcome.
     """
 
@@ -92,7 +92,8 @@ class ProgressLines:
         """Count one record, and print it if it is due."""
         self._tally.see(record)
         is_short = record.outcome in FALLEN_SHORT
-        end = (record.backend, record.case, record.cause) if isinstance(record, Ended) else None
+        where = "" if is_out_of_time(record) else record.case
+        end = (record.backend, where, record.cause) if isinstance(record, Ended) else None
         is_same_end = end is not None and end == self._latest_end
         self._latest_end = end
         if self._verbose and not is_short:

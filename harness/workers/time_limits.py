@@ -1,7 +1,7 @@
 """Time limits of a backend: for loading it, for each stage of a case, and for all its cases together."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
@@ -74,6 +74,14 @@ class TimeLimits:
             limit_s += _TIMED_PARTS * self.sampling_s
             words += f", and {_TIMED_PARTS * self.sampling_s:g} s for samples"
         return Limit(limit_s, f"{words}; {_SET}")
+
+    def divided(self, left_s: float, backends: int, jobs: int) -> "TimeLimits":
+        """Return limits with which ``backends``, ``jobs`` at once, end within ``left_s`` seconds.
+
+        A tenth of the time is left for processes that start and end.
+        """
+        share_s = 0.9 * max(left_s, 0.0) / max(math.ceil(backends / jobs), 1)
+        return replace(self, backend_s=min(self.backend_s, round(share_s, 1)))
 
     def _given(self, least_s: float = 0.0) -> Limit:
         """Return the limit of ``--case-timeout``, but at least ``least_s``."""

@@ -192,7 +192,7 @@ Record = Annotated[
 
 
 def is_out_of_time(record: Record) -> bool:
-    """Return whether a check has no result because its backend used up its time, which proves nothing about the case."""
+    """Return whether a check has no result because its backend used up its time; this proves nothing on the case."""
     return isinstance(record, Ended) and BACKEND_LIMIT in record.cause
 
 

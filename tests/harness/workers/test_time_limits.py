@@ -46,6 +46,14 @@ def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_cas
     assert TimeLimits().of_loading.seconds == TimeLimits().of_function.seconds == 300.0
 
 
+def test_backends_that_work_one_after_another_divide_the_time() -> None:
+    """23 backends in 8 processes: three in turn in the fullest process, which has 300 s, a tenth of it for starts."""
+    assert TimeLimits().divided(300.0, 23, 8).backend_s == pytest.approx(90.0)
+    assert TimeLimits(7.0, backend_s=60.0).divided(300.0, 23, 8) == TimeLimits(7.0, backend_s=60.0)
+    assert TimeLimits().divided(-1.0, 2, 8).backend_s == 0.0
+    assert TimeLimits().divided(math.inf, 2, 8).backend_s == math.inf
+
+
 def test_what_an_option_gives() -> None:
     assert [read_limit("--case-timeout", seconds) for seconds in (None, 0, 2.5)] == [None, math.inf, 2.5]
     for seconds in (-1.0, math.nan):
