@@ -38,13 +38,13 @@ def audit(
     check: arguments.Checks = None,
     device: arguments.Device = None,
     within: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Time limit of a new run. Its backends share the time, and the page lists the cases that they left. "
-            "0: no limit.",
+            help="Time limit of a new run, which its backends share. The page lists what they left. 0: no limit. "
+            "Default: 600.",
         ),
-    ] = 600.0,
+    ] = None,
     jobs: processes.Jobs = None,
     run_file: Annotated[
         Path | None,
@@ -70,12 +70,13 @@ def audit(
     from attncheck.reports.run_file.store import read_run
 
     given = {"--suite": suite, "--set": settings, "--case": case, "--check": check, "--device": device and [device]}
-    for name, value in {**given, "--jobs": jobs, "--run-file": run_file}.items():
+    for name, value in {**given, "--within": within, "--jobs": jobs, "--run-file": run_file}.items():
         if value and run_files:
             raise QuestionError(f"{name} applies to a new run, and {run_files[0]} is one; leave out one of them")
     ended_by = None
     if not run_files:
         context.with_resource(interruptible())
+        limit_s = read_limit("--within", 600.0 if within is None else within) or 0.0
         options = RunOptions(
             backends=(f"{family}:*",),
             suites=split_commas(suite or ()),
@@ -84,7 +85,7 @@ def audit(
             checks=choose_checks(check or ()),
             device=device,
             jobs=read_jobs(jobs),
-            deadline=time.monotonic() + (read_limit("--within", within) or 0.0),
+            deadline=time.monotonic() + limit_s,
             output=run_file,
             folder=kept_folder(),
             command=(

@@ -95,8 +95,7 @@ def case_examiner(
 
     ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
     ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
-    ``deadline``: the ``time.monotonic()`` until which the backends share the time, and several processes a GPU. If it
-    is None, they share neither. It may be infinite.
+    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
     ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
 
     Raises:
@@ -124,7 +123,7 @@ def case_examiner(
     costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
     if deadline is not None:
         loaded = sum(each.is_loaded for each in prepared.backends)
-        processes.limits = processes.limits.divided(deadline - time.monotonic(), loaded, jobs)
+        processes.limits = processes.limits.shared(deadline - time.monotonic(), loaded, jobs)
     warms = warms and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
     return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms, costs=costs)
 

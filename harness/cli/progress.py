@@ -77,8 +77,7 @@ class Tally:
 class ProgressLines:
     """Prints the first records that fail, and the progress every ten seconds.
 
-    The checks that one end of the process prevents share a line. ``verbose``: print a line for each record,
-    whatever its outcome.
+    What one end of the process prevents shares a line. ``verbose``: print a line for each record, whatever its outcome.
     """
 
     def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:

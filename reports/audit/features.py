@@ -27,10 +27,7 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """One value of a column: ``right`` of the ``examined`` cases. ``value`` is "" in a column of yes or no.
-
-    ``verdict``: ``late`` if the backend had no time for its cases.
-    """
+    """A value of a column, "" for yes or no: ``right`` of its ``examined`` cases. ``late``: no time for any of them."""
 
     value: str
     verdict: SupportVerdict | Literal["late"]
@@ -70,12 +67,13 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
 
 
 def left_cases(run: Run) -> dict[str, tuple[int, int]]:
-    """Return, for each backend without time for all of its cases, how many it left in whole or part, and all."""
-    cases: dict[str, dict[str, bool]] = {}
-    for record in run.records:
-        own = cases.setdefault(record.backend, {})
-        own[record.case] = own.get(record.case, False) or is_out_of_time(record)
-    return {name: (sum(own.values()), len(own)) for name, own in cases.items() if any(own.values())}
+    """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
+    return {
+        each.backend: (len(finding.cases), each.cases)
+        for each in run_findings(run.records, run.header).verdicts
+        for finding in each.findings
+        if is_out_of_time(finding.example)
+    }
 
 
 def _features(

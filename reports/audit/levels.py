@@ -98,8 +98,7 @@ def _kind(needs: Sequence[str]) -> str:
 
 
 def _unmeasured(backend: str, run: Run) -> str:
-    cut_off = "the run was cut off before a result of the check cudagraph"
-    missing = "no case of the run includes the check cudagraph" if run.complete else cut_off
+    missing = "no case of the run includes the check cudagraph" if run.complete else "the run was cut off before"
     return next(_reasons(backend, run.records), missing)
 
 

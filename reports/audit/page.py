@@ -59,7 +59,7 @@ def render(run: Run, *others: Run) -> str:
         f"## {markup.escaped(_title(run))}",
         markup.escaped(_circumstances(run)),
         markup.escaped(phrases.incomplete(run) or ""),
-        *_left(run),
+        _left(run),
         "### CUDA-graph levels",
         _level_table(measured) if measured else "No level was measured.",
         *_unmeasured([row for row in levels if row.measured == NOT_MEASURED]),
@@ -74,27 +74,24 @@ def render(run: Run, *others: Run) -> str:
 
 
 def document(run: Run, *others: Run) -> str:
-    """Return the audit as a JSON document, ending in a newline; see :func:`render`."""
+    """Return the same as a JSON document, ending in a newline; ``beside`` has the values of the other runs."""
+    parts = {"format": FORMAT, "kind": "audit", **_facts(run), "beside": [*map(_facts, others)]}
+    return json.dumps(parts, indent=2) + "\n"
+
+
+def _facts(run: Run) -> dict[str, object]:
     environment = run.header.environment
-    parts = {
-        "format": FORMAT,
-        "kind": "audit",
+    return {
         "title": _title(run),
         "device": environment.device_name,
         "capability": environment.capability,
         "versions": {each.name: each.version for each in run.header.backends},
         "complete": run.complete,
         "left": {name: {"left": left, "cases": cases} for name, (left, cases) in left_cases(run).items()},
-        "levels": _levels(run),
-        "beside": [{"device": _device(other), "levels": _levels(other)} for other in others],
+        "levels": [asdict(row) | {"batches": dict(row.batches)} for row in audited_levels(run)],
         "backends": [asdict(each) for each in audited_features(run)],
         "command": list(run.header.command),
     }
-    return json.dumps(parts, indent=2) + "\n"
-
-
-def _levels(run: Run) -> list[dict[str, object]]:
-    return [asdict(row) | {"batches": dict(row.batches)} for row in audited_levels(run)]
 
 
 def _title(run: Run) -> str:
@@ -114,21 +111,16 @@ def _circumstances(run: Run) -> str:
 
 
 def _device(run: Run) -> str:
-    """Return the device of a run, and that a CPU emulates graphs."""
     environment = run.header.environment
     return environment.device_name if environment.device != "cpu" else f"{environment.device_name}, emulated"
 
 
-def _left(run: Run) -> list[str]:
+def _left(run: Run) -> str:
     lines = [
         f"- {markup.code_cell(_own(name))}: {left} of {phrases.plural(cases, 'case')}"
         for name, (left, cases) in left_cases(run).items()
     ]
-    return (
-        ["Not reached within the time limit (--within, --backend-timeout), and not measured:", "\n".join(lines)]
-        if lines
-        else []
-    )
+    return "\n".join(["Not reached within the time limit, and not measured:", "", *lines]) if lines else ""
 
 
 def _levels_beside(runs: Sequence[Run]) -> str:

@@ -30,8 +30,8 @@ ALTERNATIVE = "; also possible: "
 _ALTERNATIVE = re.compile(f"{ALTERNATIVE}|; it may also be that ")
 """The same, also in run files of earlier versions."""
 
-BACKEND_LIMIT = "--backend-timeout"
-"""The option in the cause of every end by the time limit of a backend."""
+BACKEND_TIME = "the time of the backend"
+"""Words in the cause of every end by the time limit of a backend, its own or one that backends share."""
 
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
@@ -95,8 +95,8 @@ def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     checks. Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does not
     end.
     """
-    if BACKEND_LIMIT in cause:
-        return f"the backend used up its time ({BACKEND_LIMIT})"
+    if BACKEND_TIME in cause:
+        return f"{BACKEND_TIME} was used up"
     cause = _BYTES.sub("", cause.partition(";")[0])
     place = next(iter(died_at(output)), "")
     if line := cause_line(place):

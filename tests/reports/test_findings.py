@@ -83,8 +83,10 @@ def test_a_process_that_ends_in_several_checks_of_a_case_is_one_finding(make: Ma
 def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property(
     make: Make, with_cases: Callable[..., RunHeader]
 ) -> None:
-    late = "not finished within the time limit; the limit was 2 s (what was left of --backend-timeout 9)"
-    never = "the case did not run, because earlier cases used up --backend-timeout (9 s); give a larger one"
+    late = (
+        "not finished within the time limit; the limit was 2 s (what was left of the time of the backend by --within)"
+    )
+    never = "the case did not run, because earlier cases used up the time of the backend by --within"
     stack = f'Current thread 0x0 (most recent call first):\n  File "{MINE}", line 2 in forward'
     records = [
         *(make("passed", case_id=name) for name in "ab"),
@@ -92,7 +94,7 @@ def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property
         make("timed_out", case_id="d", stage="", cause=never, limit_s=9.0),
     ]
     (found,) = findings(records, with_cases(a={"size": 1}, b={"size": 1}, c={"size": 9}, d={"size": 9}))
-    assert (found.title, found.cases) == ("the backend used up its time (--backend-timeout)", ("smoke/c", "smoke/d"))
+    assert (found.title, found.cases) == ("the time of the backend was used up", ("smoke/c", "smoke/d"))
     assert found.contrast is None
 
 

@@ -101,7 +101,7 @@ def test_where_no_answer_was_judged_the_other_checks_count(rows: Any, make: Any)
 
 
 def test_a_case_that_the_backend_had_no_time_for_is_not_examined(rows: Any, make: Any) -> None:
-    late = {"cause": "earlier cases used up --backend-timeout (9 s)", "limit_s": 9.0, "stage": ""}
+    late = {"cause": "earlier cases used up the time of the backend by --within", "limit_s": 9.0, "stage": ""}
     found = rows(
         make("passed", case_id="cut", needs=("alibi",)),
         make("timed_out", case_id="cut", check="cache_write", needs=("alibi",), **late),
