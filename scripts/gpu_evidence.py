@@ -3,8 +3,8 @@
     scripts/gpu-evidence [FOLDER]        default: docs/evidence/<gpu>-<date>
 
 The machine is described first, then times are measured while nothing else runs, then the other parts run in parallel.
-Backends that harm the GPU come last. A command that fails or takes too long stops no other. Exit codes: 0 if the folder
-was written, whatever the results; 2 without a GPU or an empty folder.
+The audit of vLLM, which uses all cores, and backends that harm the GPU come last. A command that fails or takes too
+long stops no other. Exit codes: 0 if the folder was written, whatever the results; 2 without a GPU or an empty folder.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -32,7 +33,10 @@ from attncheck.cases.loader import suite_names
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTNCHECK = (sys.executable, "-P", "-m", "attncheck")
-PARTS = ("machine", "warm", "timing", "tests", "memcheck", "smoke", "miniatures", "suites", "faults")
+PARTS = ("machine", "warm", "timing", "tests", "memcheck", "smoke", "miniatures", "suites", "vllm", "audit", "faults")
+LAST = ("audit", "faults")
+"""Parts that run alone. An audit uses all cores, and a kernel that does not end slows everything on its GPU."""
+
 KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
 """Candidates with kernels of their own or of a library; a CPU interprets them slowly, or cannot run them."""
 
@@ -41,6 +45,12 @@ TIMED = {
     256: ("triton_unified", "torch_varlen", "flash_attn"),
 }
 """Candidates that are timed in turns, by page size in tokens. FlashAttention reads pages of 256 tokens in place."""
+
+VLLM = {
+    "smoke": ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"),
+    "vllm_latent,mla": ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA"),
+}
+"""vLLM's classes for compute capability 9.0, by suites. All of them accept pages of 64 tokens, some no others."""
 
 LARGE = "--case=large_* --case=mixed_large"
 LARGE += " --set=layer.num_heads=32 --set=layer.num_kv_heads=8 --set=layer.head_size=128"
@@ -95,14 +105,15 @@ def main(words: list[str]) -> int:
     page = f"# attncheck on {name}\n\n{'A trial without a GPU: it shows nothing else. ' * (name == 'cpu')}"
     page += f"`scripts/gpu-evidence {shlex.join(words)}`\n\n| step | how it ended | command |\n|---|---|---|\n"
     (folder / "README.md").write_text(page, encoding="utf-8")
-    chains = {part: list(_chains(part, given)) for part in PARTS if part in (given.part or PARTS)}
-    faults = chains.pop("faults", ())  # alone: a kernel that does not end slows everything on its GPU
+    chosen = given.part or [part for part in PARTS if part not in ("vllm", "audit") or find_spec("vllm")]
+    chains = {part: list(_chains(part, given)) for part in PARTS if part in chosen and part not in LAST}
     for chain in (*chains.pop("machine", ()), *chains.pop("warm", ()), *chains.pop("timing", ())):
         _run(chain, given)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
         list(pool.map(lambda chain: _run(chain, given), [chain for part in chains.values() for chain in part]))
-    for chain in faults:
-        _run(chain, given)
+    for part in (part for part in LAST if part in chosen):
+        for chain in _chains(part, given):
+            _run(chain, given)
     for file in sorted(folder.rglob("*.jsonl")):  # a fiftieth of the size, and attncheck can read it
         file.with_suffix(".jsonl.xz").write_bytes(lzma.compress(file.read_bytes()))
         file.unlink()
@@ -143,6 +154,17 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
                     yield f"warm/{ref}", [[*ATTNCHECK, "warm", f"--backend={ref}", *chosen, device]]
         case "tests" if not is_trial:
             yield part, [[sys.executable, "-m", "pytest", "-q", "-W", "default", *TESTED]]
+        case "vllm":
+            words = ["--set=cache.block_size=64", f"--backend-timeout={_left_s(given) * 0.4:.0f}", "--no-warm", device]
+            for suites, names in VLLM.items():
+                for name in names:
+                    yield from _chain(f"vllm/{name}", [f"vllm:{name}"], [f"--suite={suites}", *words], given)
+        case "audit" if not is_trial:
+            name = given.folder / "audit"
+            words = [f"--suite={suites}" for suites in VLLM] + ["--set=cache.block_size=64", device]
+            words += [f"--within={max(_left_s(given) - 15, 1):.0f}"]  # the page takes a moment
+            files = [f"--run-file={name}.jsonl", f"--output={name}.md"]
+            yield part, [[*ATTNCHECK, "audit", "vllm", *words, *files]]
         case "faults" if not is_trial:
             path = ROOT / "tests" / "miniatures" / "faults_gpu.py"
             words = ["--suite=smoke", "--case=decode.float16,prefill", "--check=numerics", "--check=cudagraph", device]
@@ -189,6 +211,12 @@ def _backends_in(path: Path, given: Namespace) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Base", "Miniature"))]
 
 
+def _left_s(given: Namespace) -> float:
+    """Return the seconds that one command may take now."""
+    seconds: float = min(given.limit, given.deadline - time.monotonic())
+    return seconds
+
+
 def _run(chain: Chain, given: Namespace) -> None:
     """Run the commands of a chain; their output goes to one text file, their exit codes to the README."""
     name, commands = chain
@@ -199,7 +227,7 @@ def _run(chain: Chain, given: Namespace) -> None:
         with log.open("a", encoding="utf-8") as sink:
             print("$", shown, file=sink, flush=True)
             began = time.monotonic()
-            ended = f"{_ended(words, min(given.limit, given.deadline - began), sink)}, {time.monotonic() - began:.0f} s"
+            ended = f"{_ended(words, _left_s(given), sink)}, {time.monotonic() - began:.0f} s"
             print(f"({ended})\n", file=sink)
         with (given.folder / "README.md").open("a", encoding="utf-8") as page:
             command = shown.replace(f"{given.folder}/", "").replace("|", "\\|")

@@ -1,6 +1,6 @@
 """Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process."""
 
-import sys
+import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -89,11 +89,13 @@ def case_examiner(
     warms: bool = True,
     jobs: int | None = None,
     folder: Path | None = None,
+    deadline: float | None = None,
 ) -> CaseExaminer:
     """Return the examiner of the plan: in ``processes``, or in this process if there are none.
 
     ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
     ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
+    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
     ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
 
     Raises:
@@ -111,14 +113,19 @@ def case_examiner(
 
         return Examiner(plan, environment)
     is_gpu = plan.device != "cpu"
-    most = max(len(processes.gpus), 1) if is_gpu else None
-    if most is not None and (jobs or 1) > most:
+    gpus = max(len(processes.gpus), 1)
+    if is_gpu and deadline is None and (jobs or 1) > gpus:
         raise SelectionError(
-            f"--jobs {jobs} on {plan.device}: one process a GPU, and GPUs to use: {most}; give --jobs {most} or auto"
+            f"--jobs {jobs} on {plan.device}: one process a GPU, and GPUs to use: {gpus}; give --jobs {gpus} or auto"
         )
-    jobs = jobs or min(most_processes("cpu"), most or sys.maxsize)
+    room = most_processes("cpu") if deadline is None else gpus * most_processes(plan.device, gpus)
+    jobs = jobs or (min(room, gpus) if is_gpu and deadline is None else room)
     costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
-    return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms and is_gpu, costs=costs)
+    if deadline is not None:
+        loaded = sum(each.is_loaded for each in prepared.backends)
+        processes.limits = processes.limits.shared(deadline - time.monotonic(), loaded, jobs)
+    warms = warms and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
+    return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms, costs=costs)
 
 
 def _note(line: str) -> None:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attncheck.harness.cli.output import print_stderr
 from attncheck.reports.analysis.phrases import what_happened
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Record
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
 from attncheck.reports.run_file.timings import TIMING
 
 LINE_EVERY_S = 10.0
@@ -77,22 +77,29 @@ class Tally:
 class ProgressLines:
     """Prints the first records that fail, and the progress every ten seconds.
 
-    ``verbose``: print a line for each record, whatever its outcome.
+    What one end of the process prevents shares a line. ``verbose``: print a line for each record, whatever its outcome.
     """
 
     def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
         self._tally = Tally(cases, rounds)
         self._verbose = verbose
+        self._printed = 0
+        self._latest_end: tuple[str, str, str] | None = None
         self._last_line_s = time.monotonic()
 
     def see(self, record: Record) -> None:
         """Count one record, and print it if it is due."""
         self._tally.see(record)
         is_short = record.outcome in FALLEN_SHORT
+        where = "" if is_out_of_time(record) else record.case
+        end = (record.backend, where, record.cause) if isinstance(record, Ended) else None
+        is_same_end = end is not None and end == self._latest_end
+        self._latest_end = end
         if self._verbose and not is_short:
             line = f"{record.outcome}  {record.backend}  {record.case}  {record.check}  {record.duration_s:.2f} s"
             print_stderr(line)
-        elif is_short and (self._verbose or self._tally.short <= PRINTED_AT_ONCE):
+        elif is_short and (self._verbose or (self._printed < PRINTED_AT_ONCE and not is_same_end)):
+            self._printed += 1
             print_stderr(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
         if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()

@@ -151,7 +151,9 @@ def _execute(
     records: list[Record] = [] if earlier is None else list(earlier.records)
     plan = replace(plan, found=found_in(records, plan.rounds))
     prepared = replace(prepared, plan=plan)
-    examiner = case_examiner(prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder)
+    examiner = case_examiner(
+        prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder, deadline=options.deadline
+    )
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
     if expectations is not None:

@@ -107,6 +107,7 @@ class RunOptions:
     ``folder``: where a run file is written without ``output``, and the newest ``keep`` are kept; None writes none.
     ``ray``: the cluster that examines the cases, or None for this machine.
     ``until_failure``: as in :class:`~attncheck.harness.run.plan.RunPlan`; it applies only with ``in_process``.
+    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
     ``color``: whether the progress may have colours.
     ``notes``, ``command``: the origin of the options and the command line, for the run file.
 
@@ -147,6 +148,7 @@ class RunOptions:
     in_process: bool = False
     pass_env: tuple[str, ...] = ()
     jobs: int | None = None
+    deadline: float | None = None
     ray: RaySettings | None = None
     show_output: bool = False
     warm: bool = True

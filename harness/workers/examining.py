@@ -61,11 +61,11 @@ class ProcessExaminer:
         """Examine one question through the process of its backend in ``workers``. ``left``: the following questions."""
         backend, case = place.question.backend, place.question.case
         self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.question, *left)], workers)
-        if self._left_s(place) <= 0:
-            cause = (
-                "the case did not run, because earlier cases used up "
-                f"--backend-timeout ({self._limits.backend_s:g} s); give a larger one, or select fewer cases"
-            )
+        self._spent[backend.ref] += 0.0  # counts it as begun
+        rest = self._left(place)
+        if rest.seconds <= 0:
+            used = f"earlier cases used up {rest.words}"
+            cause = f"the case did not run, because {used}; give more time, or select fewer cases"
             self._end(place, Stopped("", ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
             return
         place.began = time.monotonic()
@@ -165,7 +165,7 @@ class ProcessExaminer:
         ref, end = place.question.backend.ref, stopped.end
         finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
         is_known = finding in self._tried or len(self._tried) >= _MOST_TRIED
-        if is_known or place.question.checks == (TIMING,) or self._left_s(place) <= 0:
+        if is_known or place.question.checks == (TIMING,) or self._left(place).seconds <= 0:
             return None
         self._tried.add(finding)
         replay = partial(self._replay, place, workers)
@@ -198,17 +198,17 @@ class ProcessExaminer:
             drawn=question.case if question.is_drawn else None,
         )
 
-    def _left_s(self, place: Place) -> float:
-        """Return the seconds left of the time limit of the backend."""
+    def _left(self, place: Place) -> Limit:
+        """Return what is left of the time of the backend."""
         at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
-        return self._limits.backend_s - self._spent[place.question.backend.ref] - at_work_s
+        return self._limits.of_backend(self._spent[place.question.backend.ref] + at_work_s, len(self._spent))
 
     def _limit(self, place: Place, stage: str, reference_s: float) -> Limit:
-        limit, left_s = self._limits.of_stage(stage, place.question.case, reference_s), self._left_s(place)
-        if limit.seconds <= left_s:
+        limit, left = self._limits.of_stage(stage, place.question.case, reference_s), self._left(place)
+        if limit.seconds <= left.seconds:
             return limit
-        words = f"what was left of --backend-timeout {self._limits.backend_s:g}, less than the usual limit"
-        return Limit(max(left_s, 0.0), f"{words}; the backend may only be slow")
+        words = f"what was left of {left.words}, less than the usual limit; the backend may only be slow"
+        return Limit(max(left.seconds, 0.0), words)
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
         """Add records for ``checks``, which ``stopped`` prevented."""

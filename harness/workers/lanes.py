@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 from attncheck.errors import QuestionError
 from attncheck.harness.workers.first_messages import WorkerError
@@ -46,8 +47,9 @@ class _Lane:
 class Lanes:
     """Examines ``places`` with ``examine``, using up to ``count`` processes at once, from ``workers`` and its twins.
 
-    If ``workers`` has several GPUs, each lane uses one; the first lane uses ``workers`` itself. ``leave``: called when
-    a lane is done with a backend, whose process then ends by itself. If None, all processes stay.
+    If ``workers`` has several GPUs, the lanes are distributed over them; the first lane uses ``workers`` itself.
+    ``leave``: called when a lane is done with a backend, whose process then ends by itself. If None, all processes
+    stay.
     """
 
     def __init__(
@@ -62,18 +64,26 @@ class Lanes:
         """``examine`` also gets the questions to the same backend that no lane has taken."""
         self._places, self._workers, self._examine, self._on_leaving = places, workers, examine, leave
         self._schedule = Schedule([place.question for place in places], costs=costs)
-        pools = [workers, *map(workers.twin, workers.gpus[1:count])] if workers.gpus else [None] * count
+        gpus = islice(cycle(workers.gpus), 1, count)
+        pools = [workers, *map(workers.twin, gpus)] if len(workers.gpus) > 1 else [None] * count
         self._lanes = [_Lane(number, workers, twins=pool) for number, pool in enumerate(pools)]
 
     def run(self) -> Iterator[tuple[Place, Record | None]]:
-        """Yield every record with its place, and each place once more without a record when it is over."""
-        for place in self._places:
-            while place.records or not place.is_over:
-                while place.records:
-                    yield place, place.records.popleft()
-                if not place.is_over:
-                    self._go_on()
-            yield place, None
+        """Yield every record with its place, and each place once more without a record when it is over.
+
+        After an interrupt, the records that wait for an earlier place are yielded first.
+        """
+        try:
+            for place in self._places:
+                while place.records or not place.is_over:
+                    while place.records:
+                        yield place, place.records.popleft()
+                    if not place.is_over:
+                        self._go_on()
+                yield place, None
+        except KeyboardInterrupt:
+            yield from ((place, record) for place in self._places for record in place.records)
+            raise
         for lane in self._lanes:
             self._leave(lane)
 

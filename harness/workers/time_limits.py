@@ -1,11 +1,13 @@
 """Time limits of a backend: for loading it, for each stage of a case, and for all its cases together."""
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
 from attncheck.harness.problem.memory_estimate import needed_bytes
+from attncheck.reports.run_file.causes import BACKEND_TIME
 from attncheck.reports.run_file.timings import TIMING
 
 FLOOR_S = 300.0
@@ -45,12 +47,16 @@ class TimeLimits:
 
     ``case_s``: seconds without an answer to a question about a case; None to scale with the reference's own time.
     ``backend_s``: seconds that the processes of one backend may be at work together. ``sampling_s``: seconds for which
-    the check ``timing`` samples one part of a step.
+    the check ``timing`` samples one part of a step. ``deadline``: the ``time.monotonic()`` until which ``backends``,
+    ``jobs`` of them at once, share the time; None if they do not.
     """
 
     case_s: float | None = None
     backend_s: float = math.inf
     sampling_s: float = 0.0
+    deadline: float | None = None
+    backends: int = 1
+    jobs: int = 1
 
     @property
     def of_loading(self) -> Limit:
@@ -74,6 +80,24 @@ class TimeLimits:
             limit_s += _TIMED_PARTS * self.sampling_s
             words += f", and {_TIMED_PARTS * self.sampling_s:g} s for samples"
         return Limit(limit_s, f"{words}; {_SET}")
+
+    def shared(self, within_s: float, backends: int, jobs: int) -> "TimeLimits":
+        """Return limits with which ``backends``, ``jobs`` at once, end within ``within_s`` seconds from now.
+
+        Each has an equal part, and goes on if the rest suffices for those that wait. A tenth is left for processes that
+        start and end.
+        """
+        end_s, turns = 0.9 * max(within_s, 0.0), max(math.ceil(backends / jobs), 1)
+        return replace(self, backend_s=end_s / turns, deadline=time.monotonic() + end_s, backends=backends, jobs=jobs)
+
+    def of_backend(self, spent_s: float, begun: int) -> Limit:
+        """Return what is left to a backend that was at work for ``spent_s``, if ``begun`` backends were at work yet."""
+        own_s = self.backend_s - spent_s
+        if self.deadline is None:
+            return Limit(own_s, f"{BACKEND_TIME} by --backend-timeout {self.backend_s:g}")
+        turns = math.ceil((self.backends - begun) / self.jobs)
+        rest_s = self.deadline - time.monotonic() - turns * self.backend_s
+        return Limit(max(own_s, rest_s), f"{BACKEND_TIME} by --within")
 
     def _given(self, least_s: float = 0.0) -> Limit:
         """Return the limit of ``--case-timeout``, but at least ``least_s``."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.support import REFUSALS, answered_cases
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
-from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of
+from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of, is_out_of_time
 
 _CHANCE = 0.01
 """If failing cases would all need a feature by chance with less than this probability, the feature is blamed."""
@@ -48,7 +48,7 @@ def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[F
         false: set[str] = set()
         short: set[tuple[str, str]] = set()
         for finding in found:
-            if finding.backend != backend or isinstance(finding.example, XPassed):
+            if finding.backend != backend or isinstance(finding.example, XPassed) or is_out_of_time(finding.example):
                 continue
             false.update(concerned(finding, needs))
             short.update((record.suite, record.case_id) for record in finding.records)

@@ -17,6 +17,7 @@ from attncheck.reports.run_file.causes import (
     UNEXPLAINED,
     UNKNOWN,
     cause_line,
+    cause_of_end,
     died_at,
     likely_causes,
     raised_at,
@@ -37,6 +38,7 @@ from attncheck.reports.run_file.records import (
     TimedOut,
     XFailed,
     XPassed,
+    is_out_of_time,
 )
 
 CONTRASTED = 200
@@ -88,7 +90,7 @@ class Finding:
             case Errored():
                 return bool(cause_line(raised_at(self.example.traceback)))
             case Crashed() | TimedOut():
-                return any(map(cause_line, died_at(self.example.output)))
+                return not is_out_of_time(self.example) and any(map(cause_line, died_at(self.example.output)))
             case _:
                 return False
 
@@ -133,11 +135,14 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     short = [record for record in of_backends if isinstance(record, Short)]
     votes = Counter((record.backend, cause) for record in short for cause in _causes(record))
     of_output = {_place(record): record for record in short if record.check == "numerics" and _causes(record)}
+    ends: dict[tuple[tuple[str, str, str], str], Ended] = {}
     for record in short:
         # If the output of the same case is explained, an unexplained LSE, feature or step has the same cause.
         blamed = of_output.get(_place(record), record) if _may_follow(record) else record
+        if isinstance(record, Ended):  # what ends the process in several checks of a case is one finding
+            blamed = ends.setdefault((_place(record), cause_of_end(record.cause, "", "")), record)
         # Of several causes that fit, take the one that fits most records of the backend.
-        shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=record.finding)
+        shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)
         words = record.reason if isinstance(record, XFailed) else shared
         groups.setdefault((record.backend, words), []).append(record)
     counts = Counter(backend for backend, _ in groups)
@@ -192,7 +197,8 @@ def _split(
     wrong = list(dict.fromkeys((record.suite, record.case_id) for record in members))
     keys = {(record.suite, record.case_id): keys_of_record(record, described) for record in (*members, *own)}
     right = [keys[case] for case in _passing(own, checks)]
-    contrast = contrast_of([keys[case] for case in wrong], right)
+    is_late = is_out_of_time(members[0])  # then the order of the cases decides, and what they have in common is chance
+    contrast = None if is_late else contrast_of([keys[case] for case in wrong], right)
 
     def finding(records: Sequence[Short], contrast: Contrast | None) -> Finding:
         example = min(

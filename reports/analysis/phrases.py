@@ -270,6 +270,7 @@ def incomplete(run: Run) -> str | None:
         return None
     where = "in the middle of a line" if run.cut_line else "before its footer"
     silent = [backend.name for backend in run.header.backends if backend.name not in {r.backend for r in run.records}]
-    missing = f"; there is no record of {', '.join(silent)}" if silent else ""
+    of_all = f"{len(silent)} of {plural(len(run.header.backends), 'backend')}"
+    missing = f"; there is no record of {of_all}: {', '.join(silent)}" if silent else ""
     count = plural(len(run.records), "record")
     return f"{run.path} was cut off {where}: what follows is {count} of an unfinished run{missing}"

@@ -23,6 +23,7 @@ from attncheck.reports.run_file.records import (
     Unsupported,
     XFailed,
     XPassed,
+    is_out_of_time,
 )
 
 REFUSALS = "refusals"
@@ -213,7 +214,7 @@ def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:
 
 def _became(records: Iterable[Record]) -> str:
     """Return the count of a :class:`SupportRow` that one case of one backend belongs to."""
-    examined = [record for record in records if record.outcome in EXAMINED]
+    examined = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]
     if not examined:
         return "left"
     if all(record.check == REFUSALS for record in examined):

@@ -1,11 +1,13 @@
 """Declared and measured features of every backend of an audit, in the columns of its library's own table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
 from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.run_file.header import SurveyedBackend
+from attncheck.reports.run_file.records import is_out_of_time
 from attncheck.reports.run_file.store import Run
 
 FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
@@ -25,10 +27,10 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class MeasuredValue:
-    """One value of a column: ``right`` of the ``examined`` cases. ``value`` is "" in a column of yes or no."""
+    """A value of a column, "" for yes or no: ``right`` of its ``examined`` cases. ``late``: no time for any of them."""
 
     value: str
-    verdict: SupportVerdict
+    verdict: SupportVerdict | Literal["late"]
     right: int
     examined: int
 
@@ -64,6 +66,16 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
     )
 
 
+def left_cases(run: Run) -> dict[str, tuple[int, int]]:
+    """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
+    return {
+        each.backend: (len(finding.cases), each.cases)
+        for each in run_findings(run.records, run.header).verdicts
+        for finding in each.findings
+        if is_out_of_time(finding.example)
+    }
+
+
 def _features(
     backend: SurveyedBackend,
     support: Mapping[str, Sequence[SupportRow]],
@@ -72,17 +84,20 @@ def _features(
 ) -> tuple[AuditedFeature, ...]:
     if backend.declared.get(LAYERS) == (STATE,):
         support = {}
+    left = (record for record in run.records if record.backend == backend.name and is_out_of_time(record))
+    late = {need for record in left for need in record.needs}
     cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_testable=False)]
     for column in (*FORMS, *FEATURES, *UNTRIED):
-        measured = tuple(_measured(row) for row in support.get(column, ()) if column not in UNTRIED)
+        measured = tuple(_measured(row, late) for row in support.get(column, ()) if column not in UNTRIED)
         cells.append(
             AuditedFeature(column, backend.declared.get(column, ()), measured, is_testable=column not in UNTRIED)
         )
     return (*cells, _capability(backend, support, run))
 
 
-def _measured(row: SupportRow) -> MeasuredValue:
-    return MeasuredValue(row.value, row.verdict, row.right, row.right + row.short)
+def _measured(row: SupportRow, late: Collection[str]) -> MeasuredValue:
+    verdict = "late" if row.verdict == "left" and row.feature in late else row.verdict
+    return MeasuredValue(row.value, verdict, row.right, row.right + row.short)
 
 
 def _capability(backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run) -> AuditedFeature:

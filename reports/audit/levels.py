@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GraphLevel, PaddingRows
-from attncheck.reports.run_file.records import Record, Unavailable, Unsupported
+from attncheck.reports.run_file.records import Ended, Record, Unavailable, Unsupported
 from attncheck.reports.run_file.store import Run
 
 BATCHES: Mapping[GraphLevel, str] = {
@@ -64,7 +64,7 @@ def audited_levels(run: Run) -> tuple[AuditedLevel, ...]:
     for name in names:
         if name not in rows:
             level, reason = (surveyed[name].level, surveyed[name].reason) if name in surveyed else ("", "")
-            breaks = reason or _unmeasured(name, run.records)
+            breaks = reason or _unmeasured(name, run)
             rows[name] = [AuditedLevel(name, level or "unknown", NOT_MEASURED, breaks=breaks)]
     return tuple(row for name in names for row in rows[name])
 
@@ -100,15 +100,16 @@ def _kind(needs: Sequence[str]) -> str:
     return ", ".join(need for need in needs if need in _LAYER_FEATURES) or _NO_MODIFIER
 
 
-def _unmeasured(backend: str, records: Sequence[Record]) -> str:
-    return next(_reasons(backend, records), "no case of the run includes the check cudagraph")
+def _unmeasured(backend: str, run: Run) -> str:
+    missing = "no case of the run includes the check cudagraph" if run.complete else "the run was cut off before"
+    return next(_reasons(backend, run.records), missing)
 
 
 def _reasons(backend: str, records: Sequence[Record]) -> Iterator[str]:
     own = [record for record in records if record.backend == backend and record.check == CUDAGRAPH]
     for record in own:
         if not isinstance(record, Unsupported | Unavailable):
-            yield f"{record.outcome} in {record.case}"
+            yield f"{record.outcome} in {record.case}{f': {record.finding}' if isinstance(record, Ended) else ''}"
     for record in own:
         if isinstance(record, Unsupported | Unavailable):
             yield record.reasons[0]

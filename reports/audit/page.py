@@ -5,6 +5,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain
+from typing import Literal
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.support import SupportVerdict
@@ -15,6 +17,7 @@ from attncheck.reports.audit.features import (
     AuditedFeature,
     MeasuredValue,
     audited_features,
+    left_cases,
 )
 from attncheck.reports.audit.levels import BATCHES, NOT_MEASURED, AuditedLevel, audited_levels
 from attncheck.reports.markdown import markup
@@ -24,7 +27,7 @@ from attncheck.reports.run_file.store import Run
 FORMAT = 1
 """Version of the JSON document. Raise it when a field is removed or changes its meaning."""
 
-_VERDICTS: dict[SupportVerdict, str] = {
+_VERDICTS: dict[SupportVerdict | Literal["late"], str] = {
     "right": "right",
     "short": "**wrong**",
     "unproven": "fails for other reasons",
@@ -33,6 +36,7 @@ _VERDICTS: dict[SupportVerdict, str] = {
     "answered": "not declared, right all the same",
     "unclear": "not declared, refused unclearly",
     "refused": "not declared, refused",
+    "late": "not reached in time",
     "left": "not tried",
 }
 """Verdicts in words, in the order they have within a cell."""
@@ -46,8 +50,8 @@ _LEGEND = (
 )
 
 
-def render(run: Run) -> str:
-    """Return the audit as Markdown, ending in a newline."""
+def render(run: Run, *others: Run) -> str:
+    """Return the audit of ``run`` as Markdown, ending in a newline; ``others``: runs whose levels are listed beside."""
     levels, backends = audited_levels(run), audited_features(run)
     able, left = [each for each in backends if not each.reason], [each for each in backends if each.reason]
     stated = [each for each in left if any(feature.declared for feature in each.features)]
@@ -55,9 +59,12 @@ def render(run: Run) -> str:
     sections = [
         f"## {markup.escaped(_title(run))}",
         markup.escaped(_circumstances(run)),
+        markup.escaped(phrases.incomplete(run) or ""),
+        _left(run),
         "### CUDA-graph levels",
         _level_table(measured) if measured else "No level was measured.",
         *_unmeasured([row for row in levels if row.measured == NOT_MEASURED]),
+        *(["### CUDA-graph levels of several runs", _levels_beside([run, *others])] if others else []),
         "### Features, declared and measured",
         markup.escaped(_LEGEND),
         _table(able, _cell),
@@ -67,21 +74,25 @@ def render(run: Run) -> str:
     return phrases.printable("\n\n".join(section for section in sections if section)) + "\n"
 
 
-def document(run: Run) -> str:
-    """Return the audit as a JSON document, ending in a newline."""
+def document(run: Run, *others: Run) -> str:
+    """Return the same as a JSON document, ending in a newline; ``beside`` has the values of the other runs."""
+    parts = {"format": FORMAT, "kind": "audit", **_facts(run), "beside": [*map(_facts, others)]}
+    return json.dumps(parts, indent=2) + "\n"
+
+
+def _facts(run: Run) -> dict[str, object]:
     environment = run.header.environment
-    parts = {
-        "format": FORMAT,
-        "kind": "audit",
+    return {
         "title": _title(run),
         "device": environment.device_name,
         "capability": environment.capability,
         "versions": {each.name: each.version for each in run.header.backends},
+        "complete": run.complete,
+        "left": {name: {"left": left, "cases": cases} for name, (left, cases) in left_cases(run).items()},
         "levels": [asdict(row) | {"batches": dict(row.batches)} for row in audited_levels(run)],
         "backends": [asdict(each) for each in audited_features(run)],
         "command": list(run.header.command),
     }
-    return json.dumps(parts, indent=2) + "\n"
 
 
 def _title(run: Run) -> str:
@@ -98,6 +109,35 @@ def _circumstances(run: Run) -> str:
     device = f"{env.device_name}{f', compute capability {env.capability}' if env.capability else ''}"
     suites = ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in run.header.suites)
     return f"Measured by attncheck {env.attncheck} on {device}, torch {env.torch}; suites: {suites}."
+
+
+def _device(run: Run) -> str:
+    environment = run.header.environment
+    return environment.device_name if environment.device != "cpu" else f"{environment.device_name}, emulated"
+
+
+def _left(run: Run) -> str:
+    lines = [
+        f"- {markup.code_cell(_own(name))}: {left} of {phrases.plural(cases, 'case')}"
+        for name, (left, cases) in left_cases(run).items()
+    ]
+    return "\n".join(["Not reached within the time limit, and not measured:", "", *lines]) if lines else ""
+
+
+def _levels_beside(runs: Sequence[Run]) -> str:
+    """Return a table of the levels in each run, each with its kinds of layers, since the runs may have other cases."""
+    found = [audited_levels(run) for run in runs]
+    names = dict.fromkeys(row.backend for rows in found for row in rows if row.measured != NOT_MEASURED)
+    headings = [f"{what} ({_device(run)})" for run in runs for what in ("declared", "measured")]
+    cells = [[markup.code_cell(_own(name)), *chain(*(_levels_of(name, rows) for rows in found))] for name in names]
+    return markup.table(["backend", *map(markup.escaped, headings)], cells)
+
+
+def _levels_of(name: str, rows: Sequence[AuditedLevel]) -> tuple[str, str]:
+    own = [row for row in rows if row.backend == name]
+    declared = dict.fromkeys(row.declared for row in own)
+    measured = [f"{row.measured} ({'; '.join(row.layers)})" if row.layers else row.measured for row in own]
+    return ", ".join(declared), markup.escaped(", ".join(measured)) or "not in this run"
 
 
 def _level_table(rows: Sequence[AuditedLevel]) -> str:

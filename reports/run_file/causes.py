@@ -30,6 +30,9 @@ ALTERNATIVE = "; also possible: "
 _ALTERNATIVE = re.compile(f"{ALTERNATIVE}|; it may also be that ")
 """The same, also in run files of earlier versions."""
 
+BACKEND_TIME = "the time of the backend"
+"""Words in the cause of every end by the time limit of a backend, its own or one that backends share."""
+
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 
@@ -88,9 +91,12 @@ def cause_of_error(error_type: str, stage: str, message: str, traceback: str) ->
 def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     """Return what ended the process and the author's line at that time.
 
-    Without such a line, return that the GPU is still busy, or the stage. Figures after a semicolon, and those of
-    memory, are left out. ``after``: the case without which it does not end.
+    Without such a line, return that the GPU is still busy, or the stage unless it is a check: a finding lists its
+    checks. Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does not
+    end.
     """
+    if BACKEND_TIME in cause:
+        return f"{BACKEND_TIME} was used up"
     cause = _BYTES.sub("", cause.partition(";")[0])
     place = next(iter(died_at(output)), "")
     if line := cause_line(place):
@@ -98,7 +104,7 @@ def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     elif cause.startswith("not finished") and _WAITS_FOR_DEVICE.search(place):
         words = f"{cause}: work of the backend on the GPU goes on"
     else:
-        words = f"{cause}{stage and f' during {stage}'}"
+        words = cause if stage.startswith("check ") or not stage else f"{cause} during {stage}"
     return f"{words}, only after {after}" if after else words
 
 

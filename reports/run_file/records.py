@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, TypeAdapter, model_validator
 from pydantic_core import PydanticSerializationError
 
-from attncheck.reports.run_file.causes import cause_of_end, cause_of_error, cause_of_failure
+from attncheck.reports.run_file.causes import BACKEND_TIME, cause_of_end, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.record_base import LevelRecord, MeasuredRecord, RecordBase
@@ -189,6 +189,11 @@ Record = Annotated[
     Field(discriminator="outcome"),
 ]
 """One check of one case of one backend."""
+
+
+def is_out_of_time(record: Record) -> bool:
+    """Return whether a check has no result because its backend used up its time; this proves nothing on the case."""
+    return isinstance(record, Ended) and BACKEND_TIME in record.cause
 
 
 def graph_of(record: Record) -> GraphLevels | None:

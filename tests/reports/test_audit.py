@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,68 @@ def test_what_cannot_run_is_listed_with_its_declarations_and_its_reason(run: Run
     assert "| `FOUR` |" not in text
 
 
+def test_what_a_backend_had_no_time_for_is_left_and_neither_right_nor_wrong(
+    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    """ONE stops within a case that needs sinks, and does not begin the next one."""
+    who = {"backend": "vllm:ONE", "backend_ref": "vllm:ONE"}
+    late = {"cause": "the case did not run, because earlier cases used up the time of the backend by --within"}
+    records = [
+        make("passed", case_id="plain", needs=("dtype=float16", *NEEDS), **who),
+        make("passed", case_id="cut", needs=("dtype=float32", *NEEDS), **who),
+        make("timed_out", case_id="cut", check="cudagraph", needs=("dtype=float32", *NEEDS), **late, **who),
+        make("timed_out", case_id="next", needs=("dtype=bfloat16", "sinks", *NEEDS), stage="", **late, **who),
+    ]
+    cut = read_run(write_run(tmp_path / "late.jsonl", run.header, *records))
+    text = page.render(cut)
+    assert "within the time limit, and not measured:\n\n- `ONE`: 2 of 3 cases\n" in text
+    assert "| `ONE` (UNIFORM_BATCH) | timed_out in smoke/cut: the time of the backend was used up |" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| `ONE` | keys")]
+    assert "| right: float16 (1), float32 (1); not reached in time: bfloat16 |" in row
+    assert "| yes: not reached in time |" in row
+    assert json.loads(page.document(cut))["left"] == {"vllm:ONE": {"left": 2, "cases": 3}}
+
+
+def test_a_run_that_was_cut_off_lists_the_backends_that_it_did_not_reach(run: Run) -> None:
+    records = tuple(record for record in run.records if record.backend == "vllm:ONE" and record.check == "numerics")
+    cut = replace(run, records=records, footer=None)
+    text = page.render(cut)
+    assert "there is no record of 1 of 2 backends: vllm:TWO" in text
+    assert "| `ONE` (UNIFORM_BATCH), `TWO` (NEVER) | the run was cut off before |" in text
+
+
+def test_several_runs_have_their_levels_side_by_side(run: Run, make: Callable[..., Record]) -> None:
+    """The other machine is a GPU, where THREE can run, and ONE has other cases."""
+    environment = run.header.environment.model_copy(update={"device": "cuda", "device_name": "NVIDIA H200"})
+    surveyed = [
+        each.model_copy(update={"reason": "", "level": "ALWAYS"} if each.name == "vllm:THREE" else {})
+        for each in run.header.surveyed
+    ]
+    backends = (*run.header.backends, BackendInfo(name="vllm:THREE", ref="vllm:THREE", version="9.9"))
+    header = run.header.model_copy(
+        update={"environment": environment, "surveyed": tuple(surveyed), "backends": backends}
+    )
+    reached = levels("UNIFORM_BATCH", "passed", "passed", "failed")
+    records = [
+        make("passed", backend=f"vllm:{name}", case_id="fp8", check="cudagraph", needs=("fp8_kv",), graph=graph)
+        for name, graph in (("ONE", reached), ("THREE", reached | {"declared": "ALWAYS"}))
+    ]
+    gpu = replace(run, header=header, records=tuple(records))
+    table = page.render(gpu, run).split("several runs\n\n")[1].split("\n\n")[0].splitlines()
+    cpu = run.header.environment.device_name
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in (table[0], *table[2:])] == [
+        [
+            "backend",
+            *(f"{what} ({of})" for of in ("NVIDIA H200", f"{cpu}, emulated") for what in ("declared", "measured")),
+        ],
+        ["`ONE`", "UNIFORM_BATCH", "UNIFORM_BATCH (fp8_kv)", "UNIFORM_BATCH", f"{SINGLE} (plain; sinks)"],
+        ["`THREE`", "ALWAYS", "UNIFORM_BATCH (fp8_kv)", "ALWAYS", "not measured"],
+    ]
+    (beside,) = json.loads(page.document(gpu, run))["beside"]
+    assert beside == {key: value for key, value in json.loads(page.document(run)).items() if key in beside}
+    assert "several runs" not in page.render(gpu)
+
+
 def test_the_json_has_the_same(run: Run) -> None:
     found = json.loads(page.document(run))
     assert [row["backend"] for row in found["levels"]] == ["vllm:ONE", "vllm:TWO", "vllm:THREE", "vllm:FOUR"]
@@ -172,6 +235,8 @@ def test_the_command_reads_a_run_and_refuses_others(
     assert capsys.readouterr().out == page.render(run)
     assert main(["audit", "vllm", str(run.path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "audit"
+    assert main(["audit", "vllm", str(run.path), str(run.path)]) == 0
+    assert capsys.readouterr().out == page.render(run, run)
     assert main(["audit", "vllm", str(run.path), "--suite", "smoke"]) == 2
     assert "--suite applies to a new run" in capsys.readouterr().err
     assert main(["audit", "vllm", str(write(make("passed"), name="other.jsonl"))]) == 2

@@ -158,6 +158,18 @@ def test_undeclared_cases_prove_nothing(
     assert found.verdict == "failed"
 
 
+def test_a_case_that_a_backend_had_no_time_for_proves_no_claim_false(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """The last cases of a suite share a feature, and the time is up within their checks."""
+    late = {"cause": "the limit was 2 s (what was left of the time of the backend by --within)", "limit_s": 2.0}
+    records = [*plain]
+    for number in range(4):
+        who: dict[str, Any] = {"case_id": f"s{number}", "needs": ("sinks",)}
+        records += [make("passed", **who), make("timed_out", check="cudagraph", **late, **who)]
+    assert claims(verdict_of(records)) == []
+
+
 def test_what_passes_against_expectation_proves_no_claim_false(
     make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
 ) -> None:

@@ -61,6 +61,43 @@ def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, hea
     ]
 
 
+def test_a_process_that_ends_in_several_checks_of_a_case_is_one_finding(make: Make, header: RunHeader) -> None:
+    """After the loss of a device, each check of the case has a process of its own, which dies at another place."""
+    stack = f'Current thread 0x0 (most recent call first):\n  File "{MINE}", line 2 in forward'
+    lost = {"cause": "the device was lost (CUDA error: misaligned address; ...)"}
+    records = [
+        make("crashed", case_id="a", stage="check numerics", output=stack, **lost),
+        make("crashed", case_id="a", check="lse", stage="check lse", **lost),
+        make("crashed", case_id="a", check="cudagraph", stage="check cudagraph", cause="killed by SIGSEGV"),
+        make("crashed", case_id="b", check="lse", stage="check lse, in forward", **lost),
+        make("crashed", case_id="b", check="cudagraph", stage="check cudagraph", **lost),
+    ]
+    died = "the device was lost (CUDA error: misaligned address"
+    assert listed(findings(records, header)) == [
+        (f"{died} at mine.py:2 in forward", ["a"], ["numerics", "lse"]),
+        (died, ["b"], ["lse", "cudagraph"]),
+        ("killed by SIGSEGV", ["a"], ["cudagraph"]),
+    ]
+
+
+def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property(
+    make: Make, with_cases: Callable[..., RunHeader]
+) -> None:
+    late = (
+        "not finished within the time limit; the limit was 2 s (what was left of the time of the backend by --within)"
+    )
+    never = "the case did not run, because earlier cases used up the time of the backend by --within"
+    stack = f'Current thread 0x0 (most recent call first):\n  File "{MINE}", line 2 in forward'
+    records = [
+        *(make("passed", case_id=name) for name in "ab"),
+        make("timed_out", case_id="c", stage="check numerics", cause=late, output=stack, limit_s=2.0),
+        make("timed_out", case_id="d", stage="", cause=never, limit_s=9.0),
+    ]
+    (found,) = findings(records, with_cases(a={"size": 1}, b={"size": 1}, c={"size": 9}, d={"size": 9}))
+    assert (found.title, found.cases) == ("the time of the backend was used up", ("smoke/c", "smoke/d"))
+    assert found.contrast is None
+
+
 def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHeader) -> None:
     fits = ": a reference with this fault gives the same output in all rows; also possible: "
     records = [

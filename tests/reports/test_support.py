@@ -100,6 +100,17 @@ def test_where_no_answer_was_judged_the_other_checks_count(rows: Any, make: Any)
     assert found["alibi"].in_words == "wrong in 1 of 1"
 
 
+def test_a_case_that_the_backend_had_no_time_for_is_not_examined(rows: Any, make: Any) -> None:
+    late = {"cause": "earlier cases used up the time of the backend by --within", "limit_s": 9.0, "stage": ""}
+    found = rows(
+        make("passed", case_id="cut", needs=("alibi",)),
+        make("timed_out", case_id="cut", check="cache_write", needs=("alibi",), **late),
+        make("timed_out", case_id="next", needs=("alibi", "sinks"), **late),
+        features=("alibi", "sinks"),
+    )
+    assert (found["alibi"].in_words, found["sinks"].in_words) == ("right (1)", "declared: not examined")
+
+
 def test_a_declared_feature_of_which_no_case_was_put(rows: Any, outside: Any) -> None:
     assert rows(*outside("big", "alibi", claim=None), features=("alibi",))["alibi"].in_words == "declared: not examined"
 

@@ -104,7 +104,7 @@ def runs(script, tmp_path):
             if command in ("report", "compare"):  # the files they read are not there yet
                 rest = [word if word.startswith("--") else __file__ for word in rest]
             params = commands[command].make_context(command, rest).params
-            if command == "run":
+            if command in ("run", "audit"):
                 found.setdefault(name, params)
     return found
 
@@ -117,6 +117,16 @@ def test_every_candidate_and_every_suite_runs_on_the_gpu(script, runs):
         assert list(params["settings"] or ()) == (["cache.block_size=256"] if ref == "flash_attn" else [])
     assert {params["device"] for params in runs.values()} == {"cuda"}
     assert all(list(runs[f"timing/pages-of-{page}"]["backend"]) == list(refs) for page, refs in script.TIMED.items())
+
+
+def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script, runs):
+    """The classes run at once, and what their limit leaves is for their start and their reports."""
+    classes = {name: params for name, params in runs.items() if name.startswith("vllm/")}
+    assert len(classes) == 8
+    assert {params["backend_timeout"] for params in classes.values()} == {24.0}
+    assert runs["audit"]["within"] == 45.0
+    assert str(runs["audit"]["run_file"]) == f"{runs['audit']['output'].with_suffix('.jsonl')}"
+    assert {name for params in classes.values() for name in params["suite"][0].split(",")} <= set(suite_names())
 
 
 def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):

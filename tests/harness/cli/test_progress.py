@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.cli import progress
 from attncheck.harness.cli.progress import NoProgress, ProgressBar, ProgressLines, progress_for
-from attncheck.reports.run_file.records import Failed, Passed, Unsupported
+from attncheck.reports.run_file.records import Crashed, Failed, Passed, Unsupported
 
 
 def record(
@@ -42,6 +42,18 @@ def test_lines_state_the_first_failures_at_once(capsys: pytest.CaptureFixture[st
     lines = printed.err.splitlines()
     assert lines[0] == snapshot("failed  b[1]  s/case0  numerics: 1 of 2 rows")
     assert len(lines) == progress.PRINTED_AT_ONCE
+
+
+def test_the_checks_of_a_case_that_one_end_of_the_process_prevents_share_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    who = record(0).model_dump(exclude={"outcome", "check"}, include=set(Crashed.model_fields))
+    with progress_for(2) as watcher:
+        for case_id, check in (("case0", "numerics"), ("case0", "lse"), ("case1", "numerics")):
+            ended = who | {"case_id": case_id, "check": check, "stage": "check numerics", "cause": "killed by SIGSEGV"}
+            watcher.see(Crashed.model_validate(ended))
+    found = [line.split()[2:4] for line in capsys.readouterr().err.splitlines()]
+    assert found == [["s/case0", "numerics:"], ["s/case1", "numerics:"]]
 
 
 def test_lines_state_the_progress_now_and_then(

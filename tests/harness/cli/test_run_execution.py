@@ -1,6 +1,7 @@
 """A run as a call: options in, a finished run out, and what examines its cases."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,23 @@ def test_more_processes_than_gpus_are_refused(gpus: int, device: str) -> None:
     with pytest.raises(SelectionError, match=expected):
         case_examiner(prepared_for(device), pool, jobs=most + 1)
     case_examiner(prepared_for(device), pool, jobs=most)
+
+
+def test_backends_that_share_a_time_limit_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warmers use the cores that other backends need, so they exist only beside a single process."""
+    given: list[tuple[int, bool]] = []
+
+    def supervise(*_: Any, jobs: int, warms: bool, costs: object) -> None:
+        given.append((jobs, warms))
+
+    monkeypatch.setattr("attncheck.harness.workers.warming.most_processes", lambda device, gpus=1: 6 // gpus)
+    monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
+    for gpus, jobs in ((1, None), (2, None), (1, 4), (1, 1)):
+        pool = WorkerPool()
+        pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
+        case_examiner(prepared_for("cuda"), pool, jobs=jobs, deadline=time.monotonic() + 1000.0)
+        assert 890 < pool.limits.backend_s <= 900
+    assert given == [(6, False), (6, False), (4, False), (1, True)]
 
 
 def prepared_for(device: str) -> PreparedRun:

@@ -214,6 +214,30 @@ def test_each_lane_begins_and_helps_on_its_own_gpu(
     assert (workers.finished, workers.twins[0].finished) == (["a", "b"], ["b"])
 
 
+@pytest.mark.parametrize(("gpus", "twins"), [("0", []), ("01", ["GPU-1: ", "GPU-0: "])])
+def test_more_processes_than_gpus_share_them(cases: list[Case], gpus: str, twins: list[str]) -> None:
+    workers = FakePool("abc", a=20, b=20, c=20)
+    workers.gpus = tuple(Gpu(f"GPU-{number}") for number in gpus)
+    assert in_order(examine(workers, cases, *map(known, "abc"), jobs=3)) == everything("abc", cases)
+    assert [twin.name for twin in workers.twins] == twins
+    starts = [workers.log.index(line) for line in workers.log if line.endswith("begins first")]
+    assert max(starts) < min(map(workers.log.index, (line for line in workers.log if line.endswith("is done"))))
+
+
+def test_an_interrupt_yields_the_records_that_wait_for_an_earlier_backend(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(processes: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attncheck.harness.workers.lanes.wait_for_answers", interrupt)
+    found = examine(FakePool("ab", a=20), cases, *map(known, "ab"))
+    taken = []
+    with pytest.raises(KeyboardInterrupt):
+        taken.extend(found)  # an exception leaves what came before in the list
+    assert in_order(taken) == everything("b", cases)
+
+
 OURS = HarnessFailure(error="RuntimeError: No CUDA GPUs are available", traceback="")
 
 

@@ -233,7 +233,7 @@ def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process
 
 
 def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case: Any) -> None:
-    workers = FakePool(a=[lost("numerics"), lost("numerics"), lost("lse"), lost("lse"), WELL])
+    workers = FakePool(a=[lost("numerics"), lost("numerics"), lost("lse"), WELL])  # one finding is tried again once
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert [record.outcome for record in records] == ["crashed", "crashed", "passed", "passed"]
 

@@ -46,6 +46,25 @@ def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_cas
     assert TimeLimits().of_loading.seconds == TimeLimits().of_function.seconds == 300.0
 
 
+def test_a_backend_has_its_part_of_the_time_and_what_no_other_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """23 backends in 8 processes: three in turn in the fullest process, which has 300 s, a tenth of it for starts."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    limits = TimeLimits(backend_s=5.0).shared(300.0, 23, 8)
+    now[0] = 1010.0
+    assert limits.of_backend(10.0, 8) == Limit(
+        80.0, "the time of the backend by --within"
+    )  # 15 wait, for two turns of 90 s
+    now[0] = 1050.0
+    assert limits.of_backend(50.0, 22).seconds == 130.0  # one waits
+    assert limits.of_backend(50.0, 23).seconds == 220.0
+    now[0] = 1300.0
+    assert limits.of_backend(90.0, 23).seconds <= 0.0
+    assert TimeLimits().shared(-1.0, 2, 8).of_backend(0.0, 1).seconds <= 0.0
+    assert TimeLimits().shared(math.inf, 2, 8).of_backend(9.0, 1).seconds == math.inf
+    assert TimeLimits(backend_s=5.0).of_backend(2.0, 1) == Limit(3.0, "the time of the backend by --backend-timeout 5")
+
+
 def test_what_an_option_gives() -> None:
     assert [read_limit("--case-timeout", seconds) for seconds in (None, 0, 2.5)] == [None, math.inf, 2.5]
     for seconds in (-1.0, math.nan):
