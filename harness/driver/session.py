@@ -178,6 +178,10 @@ class Session:
             changed=(name for was, now in calls for name in changed_inputs(was, now)),
         )
 
+    def layer_of(self, call: ForwardCall) -> BackendLayer:
+        """Return the layer that makes ``call``: only one of the calls that are merged carries the sinks."""
+        return self.layer if call.carries_sinks else self._bare_layer
+
     def run_without_metadata(self) -> Tensor | Raised:
         """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
         call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
@@ -290,8 +294,7 @@ class Session:
         )
 
     def _forward(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        layer = self.layer if call.carries_sinks else self._bare_layer
-        result = layer.enter(call, kv_cache, metadata, buffers)
+        result = self.layer_of(call).enter(call, kv_cache, metadata, buffers)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return result
