@@ -76,7 +76,8 @@ def checks() -> str:
         "# Checks\n\nThis page lists every check, what it establishes and what it cannot detect.\n"
         f"{MADE}[How attncheck checks a backend](../how-it-judges.md) explains how each check works.\n\n"
         + table(("check", "establishes", "cannot detect", "examines"), rows)
-        + "\nA check marked `by name` runs only if `--check` or the case names it, one marked `on CUDA` also on a GPU.\n"
+        + "\nA check marked `by name` runs only if `--check` or the case names it. One marked `on CUDA` also runs by\n"
+        + "default on a GPU.\n"
         + former
     )
 
