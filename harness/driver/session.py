@@ -111,7 +111,7 @@ class Session:
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
         made = partial(construct_impl, with_sinks=with_sinks, reads=self._reads)
-        return call_backend("construct", lambda: made(self.backend, self.problem, self.device))
+        return call_backend("construct", lambda: made(self.backend, self.problem, self.device), self.device)
 
     @property
     def builder(self) -> Any:
@@ -187,7 +187,9 @@ class Session:
         call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         try:
-            returned = call_backend("forward without metadata", lambda: self._forward(call, None, None, buffers))
+            returned = call_backend(
+                "forward without metadata", lambda: self._forward(call, None, None, buffers), self.device
+            )
         except StageError as failure:
             return failure.raised
         return read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)[0]
@@ -227,6 +229,7 @@ class Session:
                 lambda: construct_builder(
                     self.backend, self._problems, self.device, self.attn_layer, beside=beside, capture_sizes=sizes
                 ),
+                self.device,
             )
         )
 
@@ -257,12 +260,13 @@ class Session:
         return call_backend(
             "build",
             lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
+            self.device,
         )
 
     def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
         buffers = self.layer.output_buffers(self.problem, call)
         try:
-            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, buffers))
+            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, buffers), self.device)
         except StageError as failure:
             touched = self._touched(buffers, before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
@@ -294,7 +298,4 @@ class Session:
         )
 
     def _forward(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        result = self.layer_of(call).enter(call, kv_cache, metadata, buffers)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return result
+        return self.layer_of(call).enter(call, kv_cache, metadata, buffers)

@@ -1,5 +1,6 @@
 """Simulated time of the host, of streams and of events. Nothing waits, and times are equal in every run."""
 
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,9 @@ WAKE_NS = 6_000
 BYTES_PER_NS = 2_000
 """Memory bandwidth of the device."""
 
+ENDLESS_NS = 3600 * 10**9
+"""Device time of a kernel that does not end; a real wait for it never returns, either."""
+
 CYCLES_PER_NS = 2
 """Cycles of ``torch.cuda._sleep`` in a nanosecond."""
 
@@ -47,7 +51,9 @@ class SimulatedClock:
         return stream.free_ns
 
     def wait_until(self, ns: int) -> None:
-        """Advance the host to the end of a wait for device time ``ns``."""
+        """Advance the host to the end of a wait for device time ``ns``; never return if that is an hour away."""
+        if ns - self.host_ns > ENDLESS_NS:
+            threading.Event().wait()
         self.host_ns = max(self.host_ns, ns) + WAKE_NS
 
     def synchronize(self) -> None:
