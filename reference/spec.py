@@ -22,6 +22,7 @@ from attncheck.reference.spec_names import (
     FORMS,
     MODIFIERS,
     CheckInfo,
+    default_checks,
 )
 from attncheck.reference.spec_paths import (
     PATH_OPTIONS,
@@ -75,6 +76,7 @@ __all__ = [
     "StrideForm",
     "StridesSpec",
     "TreeOptions",
+    "default_checks",
 ]
 
 GENERATOR_VERSION = 1

@@ -12,13 +12,13 @@ from typing import Literal
 class CheckInfo:
     """What a check establishes and what it cannot detect, one line each. ``applies_to``: the kind of code it examines.
 
-    ``by_name_only``: the check runs only if it is named, and is not part of "all checks".
+    ``by_default``: where the check runs if the run and the case name no check.
     """
 
     establishes: str
     cannot_see: str
     applies_to: Literal["backend", "provider"] = "backend"
-    by_name_only: bool = False
+    by_default: Literal["everywhere", "on CUDA", "nowhere"] = "everywhere"
 
 
 CHECKS: Mapping[str, CheckInfo] = {
@@ -54,6 +54,11 @@ CHECKS: Mapping[str, CheckInfo] = {
         "build changes no shared metadata, waits for no device if that is declared, and works beside a second builder",
         "changes outside the common metadata",
     ),
+    "streams": CheckInfo(
+        "forward works in the order of the current stream, also if that is not the default stream",
+        "work on another stream that ends early enough by chance, and the order of work in build",
+        by_default="on CUDA",
+    ),
     "cudagraph": CheckInfo(
         "the measured AttentionCGSupport level, from captures and replays, is at least the declared one",
         "batches larger than those of its probes, and work hidden from the recorder",
@@ -65,7 +70,7 @@ CHECKS: Mapping[str, CheckInfo] = {
     "timing": CheckInfo(
         "how long build and forward take, with the spread; every timed output is right",
         "other machines and sizes, and a backend that recognises attncheck's calls",
-        by_name_only=True,
+        by_default="nowhere",
     ),
     "utilities": CheckInfo(
         "metadata functions of a provider return and refuse the same as the reference, and change no argument",
@@ -81,8 +86,14 @@ FORMER_CHECKS: Mapping[str, str] = {"claims": "refusals"}
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
 """The checks that a case may name."""
 
-DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if not CHECKS[name].by_name_only)
-"""The checks that run if neither the case nor the run names any."""
+DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if CHECKS[name].by_default == "everywhere")
+"""The checks that run on every device if neither the case nor the run names any."""
+
+
+def default_checks(device: str) -> tuple[str, ...]:
+    """Return the checks that run on ``device`` if neither the case nor the run names any, in the order of reports."""
+    on_cuda = ("on CUDA",) if device.startswith("cuda") else ()
+    return tuple(name for name in BACKEND_CHECKS if CHECKS[name].by_default in ("everywhere", *on_cuda))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ SANITIZER = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {} --tool=memcheck --report-ap
 
 TESTED = (
     "tests/harness/checks/cudagraph/test_cuda_real.py",
+    "tests/miniatures/test_streams.py",
     "tests/backends/candidates/triton_unified",
     "tests/backends/candidates/triton_mla",
     "tests/miniatures/test_timing.py",

@@ -58,10 +58,14 @@ def code(value: object) -> str:
     return f"`{value}`" if str(value) else ""
 
 
+_WHERE = {"everywhere": "", "on CUDA": ", on CUDA", "nowhere": ", by name"}
+"""What the page of the checks adds to a check, by where it runs by default."""
+
+
 def checks() -> str:
     """Return the page of the checks."""
     rows = [
-        (code(name), info.establishes, info.cannot_see, f"{info.applies_to}{', by name' * info.by_name_only}")
+        (code(name), info.establishes, info.cannot_see, f"{info.applies_to}{_WHERE[info.by_default]}")
         for name, info in spec.CHECKS.items()
     ]
     former = "".join(
@@ -72,7 +76,8 @@ def checks() -> str:
         "# Checks\n\nThis page lists every check, what it establishes and what it cannot detect.\n"
         f"{MADE}[How attncheck checks a backend](../how-it-judges.md) explains how each check works.\n\n"
         + table(("check", "establishes", "cannot detect", "examines"), rows)
-        + "\nA check marked `by name` runs only if `--check` or the case names it.\n"
+        + "\nA check marked `by name` runs only if `--check` or the case names it. One marked `on CUDA` also runs by\n"
+        + "default on a GPU.\n"
         + former
     )
 

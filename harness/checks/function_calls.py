@@ -41,13 +41,10 @@ def call(
         # Detached aliases, so that the function cannot change attributes of our tensor objects.
         given = [value if value is None else value.detach() for value in arguments.values()]
         with torch.no_grad():
-            result: object = function(*given, **options)
-        for device in {value.device for value in given if value is not None}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        return result
+            return function(*given, **options)
 
-    returned = call_backend(name, enter)
+    devices = [value.device for value in arguments.values() if value is not None]
+    returned = call_backend(name, enter, devices[0] if devices else None)
     return returned, tuple(key for key, tensor in watched.items() if not torch.equal(flat_bytes(tensor), before[key]))
 
 

@@ -42,12 +42,12 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
         kv_cache = pool.filled()
         before = pool.bytes().clone()
         buffers = session.layer.output_buffers(problem, call)
-        returned = call_backend("forward", lambda: session.layer.enter(call, kv_cache, metadata, buffers))
+        returned = call_backend(
+            "forward", lambda: session.layer.enter(call, kv_cache, metadata, buffers), session.device
+        )
     except StageError as failure:
         raised = failure.raised
         return finding if raised.is_refusal else replace(raised, stage=f"{raised.stage} with keys for a shared cache")
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
     if not same_bytes(before, pool.bytes()):
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",

@@ -4,6 +4,8 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from types import FunctionType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,21 +24,42 @@ class StageError(InternalError):
         super().__init__(raised.stage)
 
 
-def call_backend(name: str, call: Callable[[], T]) -> T:
+def call_backend(name: str, call: Callable[[], T], device: torch.device | None = None) -> T:
     """Return the result of ``call``; raise a StageError that names the stage if it raises.
 
-    A backend's ``sys.exit()`` counts as its failure and does not end the run. Only KeyboardInterrupt passes through.
+    ``device``: where its kernels run; their errors belong to this call, too. A backend's ``sys.exit()`` counts as its
+    failure and does not end the run. Only KeyboardInterrupt passes through.
     """
     before = _settings()
     try:
         try:
-            return call()
+            result = call()
+            if device is not None:
+                wait_for(device, name)
+            return result
         finally:
             _restore(before)
     except (StageError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise StageError(capture_exception(name, error)) from error
+
+
+def wait_for(device: torch.device, name: str) -> None:
+    """Wait until a CUDA device has done the work of the backend's call ``name``. Do nothing for other devices.
+
+    A frame of the stack gets this name: it shows the call if the wait does not end.
+    """
+    if device.type == "cuda":
+        _synchronizer(name)(device)
+
+
+@lru_cache
+def _synchronizer(name: str) -> Callable[[torch.device], None]:
+    def synchronize(device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    return FunctionType(synchronize.__code__.replace(co_name=name), globals())
 
 
 def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:

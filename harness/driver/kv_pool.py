@@ -136,14 +136,14 @@ class KVPool:
         keep = slots >= 0
         if not bool(keep.all()):
             slots, key, value = slots[keep], key[keep], value[keep]
-        call_backend("cache", lambda: self._writer(self.kv_cache, slots, key, value))
+        call_backend("cache", lambda: self._writer(self.kv_cache, slots, key, value), self._device)
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows through the codec in a copy of :meth:`bytes`. Raises RuntimeError if there is no codec."""
         codec = self._codec_in_hand()
         places = self._memory.slots_in_image(slots)
         places, key, value = (tensor.to(self._device) for tensor in (places, key, value))
-        call_backend("codec", lambda: codec.write(self._memory.view(image), places, key, value))
+        call_backend("codec", lambda: codec.write(self._memory.view(image), places, key, value), self._device)
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values read through the codec from a copy of :meth:`bytes`.
@@ -152,7 +152,7 @@ class KVPool:
         """
         codec = self._codec_in_hand()
         places = self._memory.slots_in_image(slots)
-        return call_backend("codec", lambda: codec.read(self._memory.view(image), places))
+        return call_backend("codec", lambda: codec.read(self._memory.view(image), places), self._device)
 
     def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:

@@ -15,6 +15,7 @@ from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
 from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheCodec
 from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.foreign_code import wait_for
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import Problem
@@ -52,6 +53,7 @@ class PoolFiller:
         impl, builder = self._made
         if not self._backend.forward_includes_kv_cache_update:
             impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
+            wait_for(self._device, "do_kv_cache_update")
             return
         for first in range(0, len(slots), self._capacity):
             piece = slice(first, first + self._capacity)
@@ -66,6 +68,7 @@ class PoolFiller:
                 impl.forward(
                     self._attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
                 )
+            wait_for(self._device, "forward")
 
 
 def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> KVPool:

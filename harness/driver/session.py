@@ -111,7 +111,7 @@ class Session:
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
         made = partial(construct_impl, with_sinks=with_sinks, reads=self._reads)
-        return call_backend("construct", lambda: made(self.backend, self.problem, self.device))
+        return call_backend("construct", lambda: made(self.backend, self.problem, self.device), self.device)
 
     @property
     def builder(self) -> Any:
@@ -178,12 +178,18 @@ class Session:
             changed=(name for was, now in calls for name in changed_inputs(was, now)),
         )
 
+    def layer_of(self, call: ForwardCall) -> BackendLayer:
+        """Return the layer that makes ``call``: only one of the calls that are merged carries the sinks."""
+        return self.layer if call.carries_sinks else self._bare_layer
+
     def run_without_metadata(self) -> Tensor | Raised:
         """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
         call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         try:
-            returned = call_backend("forward without metadata", lambda: self._forward(call, None, None, buffers))
+            returned = call_backend(
+                "forward without metadata", lambda: self._forward(call, None, None, buffers), self.device
+            )
         except StageError as failure:
             return failure.raised
         return read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)[0]
@@ -223,6 +229,7 @@ class Session:
                 lambda: construct_builder(
                     self.backend, self._problems, self.device, self.attn_layer, beside=beside, capture_sizes=sizes
                 ),
+                self.device,
             )
         )
 
@@ -253,12 +260,13 @@ class Session:
         return call_backend(
             "build",
             lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
+            self.device,
         )
 
     def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
         buffers = self.layer.output_buffers(self.problem, call)
         try:
-            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, buffers))
+            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, buffers), self.device)
         except StageError as failure:
             touched = self._touched(buffers, before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
@@ -290,8 +298,4 @@ class Session:
         )
 
     def _forward(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        layer = self.layer if call.carries_sinks else self._bare_layer
-        result = layer.enter(call, kv_cache, metadata, buffers)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return result
+        return self.layer_of(call).enter(call, kv_cache, metadata, buffers)

@@ -14,7 +14,7 @@ from attncheck.backends.declarations import needs_of
 from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Case
 from attncheck.errors import SelectionError, UnknownNameError, shorten
-from attncheck.reference.spec import CHECKS, DEFAULT_CHECKS, FORMER_CHECKS
+from attncheck.reference.spec import CHECKS, FORMER_CHECKS, default_checks
 
 _PARTS = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+")
 """The parts between commas; commas inside brackets or braces do not separate."""
@@ -33,7 +33,8 @@ def split_commas(words: Iterable[str]) -> tuple[str, ...]:
 def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the checks that ``words`` select: names or shell patterns, separated by commas.
 
-    A pattern selects the default checks that match it. If none matches, it selects the other checks that do.
+    A pattern selects the checks that match it and run by default on some device. If none matches, it selects the
+    others that do.
 
     Raises:
         UnknownNameError: no check has this name, or matches this pattern.
@@ -47,7 +48,7 @@ def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
         matching = [word] if word in CHECKS else fnmatch_filter(CHECKS, word)
         if not matching:
             raise UnknownNameError("check", word, list(CHECKS))
-        chosen += [name for name in matching if name in DEFAULT_CHECKS] or matching
+        chosen += [name for name in matching if name in default_checks("cuda")] or matching
     return tuple(dict.fromkeys(chosen))
 
 

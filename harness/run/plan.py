@@ -85,7 +85,7 @@ class RunPlan:
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """Return the checks to run for ``case``, in the order of reports."""
-        return checks_of(case, self.checks)
+        return checks_of(case, self.checks, self.device)
 
     def cases_with(self, ref: str, check: str) -> tuple[Case, ...]:
         """Return the cases on which this backend runs ``check``, except those of function paths.

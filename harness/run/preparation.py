@@ -21,7 +21,7 @@ from attncheck.harness.run.page_choice import fit_pages
 from attncheck.harness.run.plan import RunPlan, UnavailableBackend
 from attncheck.harness.run.selection import Selection, check_seed, default_cases, default_suites
 from attncheck.harness.run.sharding import Shard
-from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS, default_checks
 from attncheck.reports.run_file.header import (
     BackendInfo,
     CaseInfo,
@@ -129,7 +129,7 @@ def prepare_run(
         device, notes, environment = chooser.choose_device(selection.device_wishes, settings.device)
     plan = RunPlan(
         cases=selection.cases,
-        checks=selection.checks,
+        checks=selection.checks_on(device),
         device=device,
         seed=check_seed(settings.seed),
         dump=settings.dump,
@@ -257,4 +257,4 @@ def _digest_of(file: Path) -> str:
 def _checks_of(plan: RunPlan) -> tuple[str, ...]:
     """Return the default checks and those that a case of the plan names."""
     named = {check for case in plan.cases for check in case.checks or ()}
-    return tuple(check for check in BACKEND_CHECKS if check in DEFAULT_CHECKS or check in named)
+    return tuple(check for check in BACKEND_CHECKS if check in {*default_checks(plan.device), *named})

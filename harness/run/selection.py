@@ -13,7 +13,7 @@ from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, matching_cases, split_commas
-from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
 
 DEFAULT_SUITES = ("smoke", "interpreted")
@@ -56,6 +56,8 @@ class Selection:
     cases: tuple[Case, ...]
     checks: tuple[str, ...] | None
     """The checks requested, or None for all that apply."""
+    leaves_out_checks: bool = False
+    """Whether ``checks`` are all but some, rather than named ones."""
     by_default: bool = False
     """Whether no suite was named; then the suites are :data:`DEFAULT_SUITES`, and each backend gets one of them."""
     names_cases: bool = False
@@ -75,9 +77,15 @@ class Selection:
 
     @property
     def selected_checks(self) -> tuple[str, ...]:
-        """The checks that run for at least one case, in the order of reports."""
-        selected = {check for case in self.cases for check in checks_of(case, self.checks)}
+        """The checks that run for at least one case on some device, in the order of reports."""
+        selected = {check for case in self.cases for check in checks_of(case, self.checks, "cuda")}
         return tuple(check for check in BACKEND_CHECKS if check in selected)
+
+    def checks_on(self, device: str) -> tuple[str, ...] | None:
+        """Return the checks requested for a run on ``device``, or None for all that apply."""
+        if self.checks is None or not self.leaves_out_checks:
+            return self.checks
+        return tuple(check for check in self.checks if check in default_checks(device))
 
     @property
     def is_timed(self) -> bool:
@@ -210,7 +218,8 @@ def select_cases(
         with_checks = f" asks for {', '.join(wanted)}" if wanted else ""
         raise SelectionError(f"no case of {named}{that}{with_checks}")
     names_cases = bool(patterns or keywords or keys)
-    return Selection(loaded, refs, cases, wanted, by_default=not suites, names_cases=names_cases)
+    leaves_out = not split_commas(checks)
+    return Selection(loaded, refs, cases, wanted, leaves_out, by_default=not suites, names_cases=names_cases)
 
 
 def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...] | None:
@@ -225,7 +234,8 @@ def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...
             raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
     if not chosen and not skipped:
         return None
-    left = tuple(check for check in BACKEND_CHECKS if check in (chosen or DEFAULT_CHECKS) and check not in skipped)
+    begun = chosen or default_checks("cuda")
+    left = tuple(check for check in BACKEND_CHECKS if check in begun and check not in skipped)
     if not left:
         raise SelectionError(
             f"--skip {', '.join(skipped)} removes every selected check; leave out --skip, or select more with --check"
@@ -258,13 +268,14 @@ def default_cases(
     return {each.ref: frozenset(case.key for case in selection.cases if includes(each, case)) for each in backends}
 
 
-def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the checks to run for ``case``, in the order of reports; ``checks``: the requested ones, or None for all.
+def checks_of(case: Case, checks: tuple[str, ...] | None, device: str = "") -> tuple[str, ...]:
+    """Return the checks to run for ``case`` on ``device``, in the order of reports.
 
-    A requested check that runs only by name runs for every case, whatever checks the case lists.
+    ``checks``: the requested ones, or None for all. A requested check that does not run by default on
+    every device runs for every case, whatever checks the case lists.
     """
-    of_case = set(DEFAULT_CHECKS if case.checks is None else case.checks)
-    of_case.update(name for name in checks or () if CHECKS[name].by_name_only)
+    of_case = set((checks or default_checks(device)) if case.checks is None else case.checks)
+    of_case.update(name for name in checks or () if CHECKS[name].by_default != "everywhere")
     return tuple(name for name in BACKEND_CHECKS if name in of_case and (checks is None or name in checks))
 
 

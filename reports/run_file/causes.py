@@ -49,7 +49,8 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^
 _ENGINE = re.compile(
     r"/(?:site|dist)-packages/(?:torch|triton)/|/lib(?:64)?/python\d[\d.]*/(?!(?:site|dist)-packages/)|^<"
 )
-_HARNESS = re.compile(r"/attncheck/(?:harness/|backends/registry\.py)")
+_CALL_WAITED_FOR = re.compile(r'/harness/driver/foreign_code\.py", line \d+ in (?P<call>.+)$')
+_HARNESS = re.compile(r"/attncheck/(?:harness/|backends/(?:registry|caches/learned_codec)\.py)")
 _ATTNCHECK_INSTALLED = re.compile(r"/(?:site|dist)-packages/attncheck/")
 _THREAD = re.compile(r"(?P<current>Current )?[Tt]hread 0x[0-9a-f]+.* \(most recent call first\):")
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')
@@ -91,9 +92,9 @@ def cause_of_error(error_type: str, stage: str, message: str, traceback: str) ->
 def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     """Return what ended the process and the author's line at that time.
 
-    Without such a line, return that the GPU is still busy, or the stage unless it is a check: a finding lists its
-    checks. Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does not
-    end.
+    Without such a line, return which call's work on the GPU goes on, or the stage unless it is a check: a finding lists
+    its checks. Figures after a semicolon, and those of memory, are left out. ``after``: the case without which it does
+    not end.
     """
     if BACKEND_TIME in cause:
         return f"{BACKEND_TIME} was used up"
@@ -102,7 +103,8 @@ def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     if line := cause_line(place):
         words = f"{cause} at {line}"
     elif cause.startswith("not finished") and _WAITS_FOR_DEVICE.search(place):
-        words = f"{cause}: work of the backend on the GPU goes on"
+        waiting = _CALL_WAITED_FOR.search("".join(died_at(output)[1:2]))
+        words = f"{cause}: work of {waiting['call'] if waiting else 'the backend'} on the GPU goes on"
     else:
         words = cause if stage.startswith("check ") or not stage else f"{cause} during {stage}"
     return f"{words}, only after {after}" if after else words

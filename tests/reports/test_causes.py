@@ -257,11 +257,16 @@ def test_a_death_is_named_by_its_place_and_without_figures_behind_it() -> None:
 def test_a_line_of_a_library_or_the_harness_is_no_cause() -> None:
     """A fault of a GPU is noticed where the harness next waits for it."""
     cuda = "/venv/lib/python3.12/site-packages/torch/cuda/__init__.py"
-    waiting = f'  File "{cuda}", line 1162 in synchronize\n  File "{HARNESS}", line 296 in _forward'
+    session = HARNESS.replace("foreign_code", "session")
+    waiting = f'  File "{cuda}", line 1162 in synchronize\n  File "{session}", line 296 in _forward'
     output = f"Current thread 0x00007fae5c82fb80 (most recent call first):\n{waiting}\n"
     late = "not finished within the time limit; the limit was 15 s (--case-timeout 15)"
     assert cause_of_end(late, "check lse", output) == (
         "not finished within the time limit: work of the backend on the GPU goes on"
+    )
+    named = output.replace(f'{session}", line 296 in _forward', f'{HARNESS}", line 60 in do_kv_cache_update')
+    assert cause_of_end(late, "check lse", named) == (
+        "not finished within the time limit: work of do_kv_cache_update on the GPU goes on"
     )
     assert cause_of_end("killed by SIGSEGV", "check lse", output) == "killed by SIGSEGV"
     assert cause_of_end(late, "check lse", dump(stack("Current thread", TORCH, HARNESS))) == (

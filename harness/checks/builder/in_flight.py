@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.construction import construct_builder
@@ -127,7 +125,7 @@ def _opposite(session: Session) -> list[int]:
 def _built(session: Session, step: Step, call: ForwardCall) -> _Built:
     builder = new_builder(session)
     build = partial(builder.build, common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
-    return _Built(step, call, call_backend("build", build))
+    return _Built(step, call, call_backend("build", build, session.device))
 
 
 def _fault(session: Session, truth: Truth, built: _Built) -> Broken | None:
@@ -136,9 +134,9 @@ def _fault(session: Session, truth: Truth, built: _Built) -> Broken | None:
         kv_cache = pool.filled()
         layer.store_new_rows(pool, built.step)
     buffers = layer.output_buffers(session.problem, built.call)
-    returned = call_backend("forward", lambda: layer.enter(built.call, kv_cache, built.metadata, buffers))
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
+    returned = call_backend(
+        "forward", lambda: layer.enter(built.call, kv_cache, built.metadata, buffers), session.device
+    )
     result = layer.result_of(built.call, returned, buffers)
     seen = observed(placed([result]), built.step, [result], pool_before=None, pool_after=None, changed=())
     finding = check_numerics(session.problem, truth, seen, explains=False)

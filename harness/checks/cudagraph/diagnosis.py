@@ -46,7 +46,7 @@ class DiagnosedStep:
             taken = session.step(self.turn, problem, None)
         except StageError as failure:
             return failure.raised.in_words
-        faults = (step_fault(problem, truth, self.conventions, one) for one in taken)
+        faults = (step_fault(problem, truth, self.conventions, one.seen, one.pool) for one in taken)
         return next((fault for fault in faults if fault is not None), None)
 
 

@@ -159,7 +159,7 @@ def _take(
     truth = step.questions.truth(problem.case)
     taken = step.session.step(step.turn, problem, capture)
     for index, one in enumerate(taken):
-        fault = step_fault(problem, truth, step.conventions, one)
+        fault = step_fault(problem, truth, step.conventions, one.seen, one.pool)
         if fault is None:
             continue
         if capture is None:
@@ -207,7 +207,7 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
     except StageError as failure:
         return failure.raised.in_words
     truth = step.questions.truth(problem.case)
-    if all(step_fault(problem, truth, step.conventions, one) is None for one in taken):
+    if all(step_fault(problem, truth, step.conventions, one.seen, one.pool) is None for one in taken):
         return None
     return (
         "forward does work that torch's dispatcher does not see, and that replaying its operators does not repeat "

@@ -5,9 +5,11 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks import cache_write, containment, lse
-from attncheck.harness.checks.cudagraph.session import CapturedBucket, StepResult
+from attncheck.harness.checks.cudagraph.session import CapturedBucket
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.driver.kv_pool import KVPool
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 
@@ -35,17 +37,18 @@ def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
     return f"{text}; {what} in the null page, which every padding row points to"
 
 
-def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: StepResult) -> str | None:
-    """Return what is wrong with one step, or None if it is right. Padding rows of the output do not count.
+def step_fault(
+    problem: Problem, truth: Truth, conventions: Conventions, seen: Observation, pool: KVPool | None
+) -> str | None:
+    """Return what is wrong with one step over ``pool``, or None. Padding rows of the output do not count.
 
     Judges guard zones, the cache, inputs, rows never written, the output and the LSE, in this order.
     """
-    seen = taken.seen
     if seen.breaches:
         return containment.breach(seen)
-    if taken.pool.codec is not None:
+    if pool is not None and pool.codec is not None:
         rows = problem.keys, problem.values
-        written = cache_write.judge_pool(problem, taken.pool, seen, rows, [rows])
+        written = cache_write.judge_pool(problem, pool, seen, rows, [rows])
         if isinstance(written, Broken):
             return written.summary + (f" ({written.meaning})" if written.meaning else "")
     elif seen.changed:

@@ -259,3 +259,8 @@ def test_truths_are_computed_once_for_all_examiners(
     assert computed == ["case", "case"]
     assert records() == first
     assert computed == ["case", "case"]
+
+
+def test_without_cuda_streams_are_not_examined(make_case: Any, examine: Any) -> None:
+    found = examine(ReferenceBackend, make_case((1, 9)), checks=("streams",))["streams"]
+    assert (found.outcome, found.reasons, found.by) == ("unsupported", ("it needs a CUDA device",), "attncheck")

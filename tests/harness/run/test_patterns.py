@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from inline_snapshot import snapshot
@@ -10,11 +11,13 @@ from inline_snapshot import snapshot
 from attncheck.cases.loader import load_suite
 from attncheck.errors import QuestionError, SelectionError, UnknownNameError
 from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, split_commas
+from attncheck.harness.run.preparation import RunSettings, prepare_run
 from attncheck.harness.run.selection import Selection, select_cases
-from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
 
 SMOKE = load_suite("smoke").cases
+BY_DEFAULT = default_checks("cuda")
 
 
 def ids(selection: Selection) -> list[str]:
@@ -27,8 +30,8 @@ def ids(selection: Selection) -> list[str]:
         (["numerics,lse"], ("numerics", "lse")),
         (["numerics", "lse, cudagraph"], ("numerics", "lse", "cudagraph")),
         (["num*"], ("numerics",)),
-        (["*e*", "lse"], tuple(check for check in DEFAULT_CHECKS if "e" in check)),
-        (["*"], DEFAULT_CHECKS),
+        (["*e*", "lse"], tuple(check for check in BY_DEFAULT if "e" in check)),
+        (["*"], BY_DEFAULT),
         (["tim*"], (TIMING,)),
         ([], ()),
     ],
@@ -55,7 +58,7 @@ def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(plain: Callable[[st
 
 def test_skip_leaves_checks_out() -> None:
     selection = select_cases(["smoke"], skip=["cudagraph,l*"])
-    assert selection.checks == tuple(check for check in DEFAULT_CHECKS if check not in ("cudagraph", "lse"))
+    assert selection.checks == tuple(check for check in BY_DEFAULT if check not in ("cudagraph", "lse"))
     assert select_cases(["smoke"], (), ["lse,numerics"], skip=["lse"]).checks == ("numerics",)
     with pytest.raises(SelectionError) as refused:
         select_cases(["smoke"], (), ["lse"], skip=["lse"])
@@ -198,3 +201,24 @@ def test_the_message_of_a_wrong_expression_states_what_is_wrong(expression: str,
 def test_checks_keep_the_order_of_reports() -> None:
     checks = select_cases(["smoke"], (), ["lse", "numerics"]).checks
     assert checks == tuple(check for check in BACKEND_CHECKS if check in ("numerics", "lse"))
+
+
+@pytest.mark.parametrize(
+    ("options", "on_cpu", "on_cuda"),
+    [
+        ({}, False, True),
+        ({"skip": ["lse"]}, False, True),
+        ({"skip": ["streams"]}, False, False),
+        ({"checks": ["streams"]}, True, True),
+    ],
+)
+def test_streams_run_by_default_on_cuda_alone_and_everywhere_by_name(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], on_cpu: bool, on_cuda: bool
+) -> None:
+    selection = select_cases(["smoke"], ["alibi"], **options)
+    runs = {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("attncheck.harness.run.preparation.suite_device", lambda *_, device=device: (device, ()))
+        plan = prepare_run(selection, None, RunSettings(), environment=cast(Any, "unused")).plan
+        runs[device] = "streams" in plan.checks_of(selection.cases[0])
+    assert runs == {"cpu": on_cpu, "cuda": on_cuda}

@@ -1,8 +1,11 @@
 """Simulated time of the host, of streams and of events. Nothing waits, and times are equal in every run."""
 
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
+
+from pretend_cuda.order import Past
 
 READ_NS = 100
 """Host time of one read of its clock; above 0, so that a loop until a certain time ends."""
@@ -21,6 +24,9 @@ WAKE_NS = 6_000
 
 BYTES_PER_NS = 2_000
 """Memory bandwidth of the device."""
+
+ENDLESS_NS = 3600 * 10**9
+"""Device time of a kernel that does not end; a real wait for it never returns, either."""
 
 CYCLES_PER_NS = 2
 """Cycles of ``torch.cuda._sleep`` in a nanosecond."""
@@ -45,7 +51,9 @@ class SimulatedClock:
         return stream.free_ns
 
     def wait_until(self, ns: int) -> None:
-        """Advance the host to the end of a wait for device time ``ns``."""
+        """Advance the host to the end of a wait for device time ``ns``; never return if that is an hour away."""
+        if ns - self.host_ns > ENDLESS_NS:
+            threading.Event().wait()
         self.host_ns = max(self.host_ns, ns) + WAKE_NS
 
     def synchronize(self) -> None:
@@ -63,12 +71,15 @@ class Stream:
         self.device_index, self.device_type = 0, 1
         self.pretend.clock.streams.append(self)
         self.stream_id = self.cuda_stream = len(self.pretend.clock.streams) - 1
+        self.past = Past()
 
     def wait_stream(self, other: "Stream") -> None:
         self.free_ns = max(self.free_ns, other.free_ns)
+        self.past.join(other.past)
 
     def wait_event(self, event: "Event") -> None:
         self.free_ns = max(self.free_ns, event.at_ns or 0)
+        self.past.join(event.past)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or self.pretend.event_class()
@@ -83,6 +94,7 @@ class Stream:
         self.pretend.refuse_in_capture()
         self.pretend.note("wait", "Stream.synchronize")
         self.pretend.clock.wait_until(self.free_ns)
+        self.pretend.order.finish(self.past)
 
 
 class Event:
@@ -92,10 +104,14 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.at_ns: int | None = None
+        self.past = Past()
 
     def record(self, stream: Stream | None = None) -> None:
         self.pretend.note("event", "Event.record")
-        self.at_ns = self.pretend.clock.work(stream or self.pretend.current, EVENT_NS)
+        stream = stream or self.pretend.current
+        self.at_ns = self.pretend.clock.work(stream, EVENT_NS)
+        self.past = Past()
+        self.past.join(stream.past)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.pretend.current).wait_event(self)
@@ -114,3 +130,4 @@ class Event:
         self.pretend.refuse_in_capture()
         self.pretend.note("wait", "Event.synchronize")
         self.pretend.clock.wait_until(self.at_ns or 0)
+        self.pretend.order.finish(self.past)

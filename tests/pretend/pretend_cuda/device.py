@@ -5,18 +5,20 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pretend_cuda.clock import BYTES_PER_NS, KERNEL_NS, Event, SimulatedClock, Stream
+from pretend_cuda.order import Order
 
+T = TypeVar("T")
 CUDA = torch.device("cuda", 0)
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """torch's message if its sync-debug mode forbids a wait."""
@@ -73,9 +75,11 @@ class PretendDevice:
         self.sync_debug_mode = 0
         self.memory_fraction = 1.0
         self.clock = SimulatedClock()
+        self.order = Order()
         self.stream_class = type("Stream", (Stream,), {"pretend": self})
         self.event_class = type("Event", (Event,), {"pretend": self})
-        self.current: Stream = self.stream_class()
+        self.default: Stream = self.stream_class()
+        self.current = self.default
         self._held: dict[int, StorageWeakRef] = {}
         self._sizes: dict[int, int] = {}
         self._sweep_at = _FIRST_SWEEP
@@ -158,6 +162,12 @@ class PretendDevice:
         self.refuse_to_wait()
         self.note(kind, what)
         self.clock.wait_until(self.current.free_ns)
+        self.order.finish(self.current.past)
+
+    def run(self, given: list[Tensor], changed: list[Tensor], call: Callable[[], T]) -> T:
+        """Return the result of an operation of the current stream on ``given`` tensors, which changes ``changed``."""
+        held = [tensor for tensor in given if self.holds(tensor)]
+        return self.order.run(self.current.stream_id, self.current.past, held, changed, call)
 
     def refuse_to_wait(self) -> None:
         """Raise RuntimeError if a capture or the sync-debug mode forbids a wait for the device."""

@@ -22,6 +22,7 @@ def launcher(device: PretendDevice, run: Callable[..., None]) -> Callable[..., N
                 raise ValueError(f"Pointer argument {name} cannot be accessed from Triton (cpu tensor?)")
         device.launch(executor.fn.__name__, sum(tensor.nbytes for tensor in tensors.values()))
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            run(executor, *args, **kwargs)
+            held = list(tensors.values())
+            device.run(held, held, lambda: run(executor, *args, **kwargs))
 
     return launch

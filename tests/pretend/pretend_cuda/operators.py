@@ -80,7 +80,8 @@ class Operators(TorchDispatchMode):
                 self._require_one_device(name, args, given, held)
             self._note(name, args, kwargs, given)
             known = {storage_key(tensor) for tensor in given}
-        result = func(*args, **kwargs)
+            changed = tensors_in(_changed_arguments(func, args, kwargs))
+        result = self._device.run(given, changed, lambda: func(*args, **kwargs))
         with torch._C.DisableTorchFunction():
             if name not in _COPIES and (name not in _INDEXED or held[0]):
                 for tensor in tensors_in(result):
@@ -133,6 +134,13 @@ class Operators(TorchDispatchMode):
             self._device.note("mixed", name)
             found = " and ".join(dict.fromkeys("cuda:0" if is_held else "cpu" for is_held in held))
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
+
+
+def _changed_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator changes; none for a higher-order operator, which has no schema."""
+    declared = func._schema.arguments if hasattr(func, "_schema") else []
+    named = {**dict(zip([each.name for each in declared], args, strict=False)), **kwargs}
+    return [named[each.name] for each in declared if each.is_write and each.name in named]
 
 
 def facts_of(func: Any) -> tuple[str, bool]:

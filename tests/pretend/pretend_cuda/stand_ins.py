@@ -45,10 +45,12 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         device.refuse_in_capture()
         device.note("wait", "torch.cuda.synchronize")
         device.clock.synchronize()
+        device.order.finish()
 
     def hold(cycles: int) -> None:
         if cycles:  # a sleep of 0 cycles is an empty kernel
             device.note("hold", "torch.cuda._sleep")
+            device.order.hold(device.current.past)
         device.clock.work(device.current, cycles // CYCLES_PER_NS)
 
     def set_stream(stream: Stream) -> None:
@@ -99,6 +101,7 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         "stream": stream_context,
         "set_stream": set_stream,
         "current_stream": lambda _device=None: device.current,
+        "default_stream": lambda _device=None: device.default,
         "is_current_stream_capturing": lambda: device.is_capturing,
         "get_sync_debug_mode": lambda: device.sync_debug_mode,
         "set_sync_debug_mode": set_sync_debug_mode,
