@@ -146,16 +146,13 @@ def check_streams(problem: Problem, truth: Truth, session: Session, first: Obser
 
 def _likely_cause(truth: Truth, seen: Observation, calls: list[DelayedCall]) -> str:
     if any(call.changed_later for call in calls):
-        return (
-            "the result or the cache changed later: probably work on another stream, for which the current stream does "
-            "not wait (torch.cuda.Stream.wait_stream)"
-        )
+        return "result or cache changed later: probably the current stream does not wait for work on another stream"
     if bool(output_shares(truth, seen).isinf().any()):
         return (
-            "query, key and value are NaN until they are written: probably work on another stream, such as the default "
-            "stream, that does not wait for the current stream (torch.cuda.Stream.wait_stream)"
+            "query, key and value are NaN until the current stream has written them: probably work on another stream, "
+            "such as the default stream, does not wait for the current stream"
         )
-    return "probably work on another stream, where one of the two streams does not wait for the other"
+    return "probably one of two streams does not wait for the other"
 
 
 def _check(case: CheckedCase) -> Finding:

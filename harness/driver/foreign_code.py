@@ -4,7 +4,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from types import FunctionType
 from typing import NamedTuple, TypeVar
 
@@ -51,15 +50,12 @@ def wait_for(device: torch.device, name: str) -> None:
     A frame of the stack gets this name: it shows the call if the wait does not end.
     """
     if device.type == "cuda":
-        _synchronizer(name)(device)
+        named = _synchronize.__code__.replace(co_name=name)
+        FunctionType(named, globals())(device)
 
 
-@lru_cache
-def _synchronizer(name: str) -> Callable[[torch.device], None]:
-    def synchronize(device: torch.device) -> None:
-        torch.cuda.synchronize(device)
-
-    return FunctionType(synchronize.__code__.replace(co_name=name), globals())
+def _synchronize(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
 
 
 def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:

@@ -70,5 +70,5 @@ def test_the_finding_names_what_is_wrong_and_the_likely_cause(records):
         "on a stream of its own, as of the end of forward's work there: 9 slots are wrong, the first: slot 24 (page 1, offset 8; request 0, position 8) was never written"
     )
     assert found.meaning == snapshot(
-        "the result or the cache changed later: probably work on another stream, for which the current stream does not wait (torch.cuda.Stream.wait_stream)"
+        "result or cache changed later: probably the current stream does not wait for work on another stream"
     )
