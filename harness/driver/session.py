@@ -260,8 +260,7 @@ class Session:
         return call_backend(
             "build",
             lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
-            self.device,
-        )
+        )  # without a wait, which a model runner does not have and which would hide a missing one
 
     def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
         buffers = self.layer.output_buffers(self.problem, call)

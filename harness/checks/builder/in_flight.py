@@ -125,7 +125,7 @@ def _opposite(session: Session) -> list[int]:
 def _built(session: Session, step: Step, call: ForwardCall) -> _Built:
     builder = new_builder(session)
     build = partial(builder.build, common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
-    return _Built(step, call, call_backend("build", build, session.device))
+    return _Built(step, call, call_backend("build", build))
 
 
 def _fault(session: Session, truth: Truth, built: _Built) -> Broken | None:

@@ -136,7 +136,7 @@ class GraphSession:
             for call, own in zip(calls, buffers, strict=True):
                 own.refill(call.num_rows)
             before = pool.bytes().clone()
-            returned = call_backend("forward" if capture is None else "replay", run)
+            returned = call_backend("forward" if capture is None else "replay", run, self.device)
             results = [self._layer.result_of(*each) for each in zip(calls, returned, buffers, strict=True)]
             seen = observed(
                 placed(results),
@@ -201,7 +201,7 @@ class GraphSession:
         calls = self._inputs.load([some_steps_earlier(call, size, size) for call in fresh])
         pool.filled(0.0)
         for _, run, _ in self._forwards(turn, step.problem, pool, calls, capture):
-            call_backend("forward" if capture is None else "replay", run)
+            call_backend("forward" if capture is None else "replay", run, self.device)
 
     def _forwards(
         self,
@@ -283,12 +283,9 @@ class GraphSession:
     ) -> Callable[[], list[object]]:
         def run() -> list[object]:
             with self.recorder.watching():
-                returned = [
+                return [
                     self._layer.enter(call, pool.kv_cache, own, answer)
                     for call, own, answer in zip(calls, metadata, buffers, strict=True)
                 ]
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return returned
 
         return run
