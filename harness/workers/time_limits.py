@@ -95,9 +95,8 @@ class TimeLimits:
         own_s = self.backend_s - spent_s
         if self.deadline is None:
             return Limit(own_s, f"{BACKEND_TIME} by --backend-timeout {self.backend_s:g}")
-        turns = math.ceil((self.backends - begun) / self.jobs)
-        rest_s = self.deadline - time.monotonic() - turns * self.backend_s
-        return Limit(max(own_s, rest_s), f"{BACKEND_TIME} by --within")
+        turns, rest_s = math.ceil((self.backends - begun) / self.jobs), self.deadline - time.monotonic()
+        return Limit(min(max(own_s, rest_s - turns * self.backend_s), rest_s), f"{BACKEND_TIME} by --within")
 
     def _given(self, least_s: float = 0.0) -> Limit:
         """Return the limit of ``--case-timeout``, but at least ``least_s``."""
