@@ -27,9 +27,7 @@ def audit(
     run_files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN]...",
-            help="Run files of FAMILY:*. The page is about the first, and has the levels of the others beside its own. "
-            "Default: run them now.",
+            metavar="[RUN]...", help="Run files of FAMILY:*, that of the page first. Default: run them now."
         ),
     ] = None,
     suite: arguments.Suites = None,
@@ -39,11 +37,7 @@ def audit(
     device: arguments.Device = None,
     within: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time limit of a new run, which its backends share. The page lists what they left. 0: no limit. "
-            "Default: 600.",
-        ),
+        typer.Option(metavar="SECONDS", help="Time limit of a new run, shared by its backends; 0: none. Default: 600."),
     ] = None,
     jobs: processes.Jobs = None,
     run_file: Annotated[
@@ -58,8 +52,9 @@ def audit(
     """Write an audit of all backends of a library.
 
     It compares declared and measured CUDA-graph levels and features. Without RUN, the backends that can run here are
-    examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. After Ctrl-C, the page
-    has what was measured before. The tables show failures of backends; the exit code is 0 even so.
+    examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. The page lists cases
+    without time, and after Ctrl-C has what was measured before. The levels of further runs are beside those of the
+    first. The tables show failures of backends; the exit code is 0 even so.
     """
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder
@@ -76,6 +71,7 @@ def audit(
     ended_by = None
     if not run_files:
         context.with_resource(interruptible())
+        words = [word for name, values in given.items() for value in values or () for word in (name, value)]
         limit_s = read_limit("--within", 600.0 if within is None else within) or 0.0
         options = RunOptions(
             backends=(f"{family}:*",),
@@ -88,10 +84,7 @@ def audit(
             deadline=time.monotonic() + limit_s,
             output=run_file,
             folder=kept_folder(),
-            command=(
-                *("attncheck", "run", "--backend", f"{family}:*"),
-                *(word for name, values in given.items() for value in values or () for word in (name, value)),
-            ),
+            command=("attncheck", "run", "--backend", f"{family}:*", *words),
         )
         finished = execute_run(options, lambda _header: None)
         ended_by = finished.ended_by
