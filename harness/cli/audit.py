@@ -26,9 +26,7 @@ def audit(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="The library, such as vllm.")],
     run_files: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...", help="Run files of FAMILY:*, that of the page first. Default: run them now."
-        ),
+        typer.Argument(metavar="[RUN]...", help="Run files of FAMILY:*, that of the page first. Default: run now."),
     ] = None,
     suite: arguments.Suites = None,
     settings: arguments.Settings = None,
@@ -52,9 +50,8 @@ def audit(
     """Write an audit of all backends of a library.
 
     It compares declared and measured CUDA-graph levels and features. Without RUN, the backends that can run here are
-    examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. The page lists cases
-    without time, and after Ctrl-C has what was measured before. The levels of further runs are beside those of the
-    first. The tables show failures of backends; the exit code is 0 even so.
+    examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. After Ctrl-C, the page
+    has what was measured before. The tables show failures of backends; the exit code is 0 even so.
     """
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder

@@ -84,8 +84,7 @@ class TimeLimits:
     def shared(self, within_s: float, backends: int, jobs: int) -> "TimeLimits":
         """Return limits with which ``backends``, ``jobs`` at once, end within ``within_s`` seconds from now.
 
-        Each has an equal part, and goes on if the rest suffices for those that wait. A tenth is left for processes that
-        start and end.
+        Each has an equal part, and goes on if the rest suffices for those that wait. A tenth is left for starts.
         """
         end_s, turns = 0.9 * max(within_s, 0.0), max(math.ceil(backends / jobs), 1)
         return replace(self, backend_s=end_s / turns, deadline=time.monotonic() + end_s, backends=backends, jobs=jobs)
