@@ -163,7 +163,7 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
         case "audit" if not is_trial:
             name = given.folder / "audit"
             words = [f"--suite={suites}" for suites in VLLM] + ["--set=cache.block_size=64", device]
-            words += [f"--within={max(_left_s(given) - 15, 1):.0f}"]  # the page takes a moment
+            words += [f"--within={max(_left_s(given) - 30, 1):.0f}"]  # the page takes a moment
             files = [f"--run-file={name}.jsonl", f"--output={name}.md"]
             yield part, [[*ATTNCHECK, "audit", "vllm", *words, *files]]
         case "faults" if not is_trial:

@@ -26,11 +26,7 @@ def audit(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help="The library, such as vllm.")],
     run_files: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run files of FAMILY:*. The page is about the first, and has the levels of the others beside its own. "
-            "Default: run them now.",
-        ),
+        typer.Argument(metavar="[RUN]...", help="Run files of FAMILY:*, that of the page first. Default: run now."),
     ] = None,
     suite: arguments.Suites = None,
     settings: arguments.Settings = None,
@@ -39,11 +35,7 @@ def audit(
     device: arguments.Device = None,
     within: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time limit of a new run, which its backends share. The page lists what they left. 0: no limit. "
-            "Default: 600.",
-        ),
+        typer.Option(metavar="SECONDS", help="Time limit of a new run, shared by its backends; 0: none. Default: 600."),
     ] = None,
     jobs: processes.Jobs = None,
     run_file: Annotated[
@@ -76,6 +68,7 @@ def audit(
     ended_by = None
     if not run_files:
         context.with_resource(interruptible())
+        words = [word for name, values in given.items() for value in values or () for word in (name, value)]
         limit_s = read_limit("--within", 600.0 if within is None else within) or 0.0
         options = RunOptions(
             backends=(f"{family}:*",),
@@ -88,10 +81,7 @@ def audit(
             deadline=time.monotonic() + limit_s,
             output=run_file,
             folder=kept_folder(),
-            command=(
-                *("attncheck", "run", "--backend", f"{family}:*"),
-                *(word for name, values in given.items() for value in values or () for word in (name, value)),
-            ),
+            command=("attncheck", "run", "--backend", f"{family}:*", *words),
         )
         finished = execute_run(options, lambda _header: None)
         ended_by = finished.ended_by

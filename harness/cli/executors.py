@@ -97,9 +97,6 @@ def case_examiner(
     ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
     ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
     ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
-
-    Raises:
-        SelectionError: more processes at once than GPUs.
     """
     from attncheck.harness.workers.ray_executor import RayExecutor
     from attncheck.harness.workers.supervisor import Supervisor
@@ -114,10 +111,6 @@ def case_examiner(
         return Examiner(plan, environment)
     is_gpu = plan.device != "cpu"
     gpus = max(len(processes.gpus), 1)
-    if is_gpu and deadline is None and (jobs or 1) > gpus:
-        raise SelectionError(
-            f"--jobs {jobs} on {plan.device}: one process a GPU, and GPUs to use: {gpus}; give --jobs {gpus} or auto"
-        )
     room = most_processes("cpu") if deadline is None else gpus * most_processes(plan.device, gpus)
     jobs = jobs or (min(room, gpus) if is_gpu and deadline is None else room)
     costs = measured_costs(folder, environment.device_name) if jobs > 1 else None

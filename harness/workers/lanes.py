@@ -47,9 +47,8 @@ class _Lane:
 class Lanes:
     """Examines ``places`` with ``examine``, using up to ``count`` processes at once, from ``workers`` and its twins.
 
-    If ``workers`` has several GPUs, the lanes are distributed over them; the first lane uses ``workers`` itself.
-    ``leave``: called when a lane is done with a backend, whose process then ends by itself. If None, all processes
-    stay.
+    If ``workers`` has several GPUs, lanes are distributed over them; the first uses ``workers`` itself. ``leave``:
+    called when a lane is done with a backend, whose process then ends by itself. If None, all processes stay.
     """
 
     def __init__(

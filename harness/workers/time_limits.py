@@ -84,8 +84,7 @@ class TimeLimits:
     def shared(self, within_s: float, backends: int, jobs: int) -> "TimeLimits":
         """Return limits with which ``backends``, ``jobs`` at once, end within ``within_s`` seconds from now.
 
-        Each has an equal part, and goes on if the rest suffices for those that wait. A tenth is left for processes that
-        start and end.
+        Each has an equal part, and goes on if the rest suffices for those that wait. A tenth is left for starts.
         """
         end_s, turns = 0.9 * max(within_s, 0.0), max(math.ceil(backends / jobs), 1)
         return replace(self, backend_s=end_s / turns, deadline=time.monotonic() + end_s, backends=backends, jobs=jobs)
@@ -95,9 +94,8 @@ class TimeLimits:
         own_s = self.backend_s - spent_s
         if self.deadline is None:
             return Limit(own_s, f"{BACKEND_TIME} by --backend-timeout {self.backend_s:g}")
-        turns = math.ceil((self.backends - begun) / self.jobs)
-        rest_s = self.deadline - time.monotonic() - turns * self.backend_s
-        return Limit(max(own_s, rest_s), f"{BACKEND_TIME} by --within")
+        turns, rest_s = math.ceil((self.backends - begun) / self.jobs), self.deadline - time.monotonic()
+        return Limit(min(max(own_s, rest_s - turns * self.backend_s), rest_s), f"{BACKEND_TIME} by --within")
 
     def _given(self, least_s: float = 0.0) -> Limit:
         """Return the limit of ``--case-timeout``, but at least ``least_s``."""

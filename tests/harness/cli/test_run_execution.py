@@ -71,6 +71,8 @@ def test_options_that_contradict_each_other_are_no_options() -> None:
         ("cuda", 3, 4, None, (3, True)),
         ("cuda", 3, 2, None, (2, True)),
         ("cuda", 3, 2, 3, (3, True)),
+        ("cuda", 3, 2, 4, (4, False)),
+        ("cuda:0", 0, 2, 2, (2, False)),
     ],
 )
 def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers(
@@ -88,16 +90,6 @@ def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers
     case_examiner(prepared, pool, jobs=wanted)
     case_examiner(prepared, pool, jobs=wanted, warms=False)
     assert given == [expected, (expected[0], False)]
-
-
-@pytest.mark.parametrize(("gpus", "device"), [(0, "cuda:0"), (1, "cuda"), (3, "cuda")])
-def test_more_processes_than_gpus_are_refused(gpus: int, device: str) -> None:
-    pool, most = WorkerPool(), max(gpus, 1)
-    pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
-    expected = rf"--jobs {most + 1} on {device}: .* GPUs to use: {most}; give --jobs {most} or auto"
-    with pytest.raises(SelectionError, match=expected):
-        case_examiner(prepared_for(device), pool, jobs=most + 1)
-    case_examiner(prepared_for(device), pool, jobs=most)
 
 
 def test_backends_that_share_a_time_limit_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,10 @@ def test_a_backend_has_its_part_of_the_time_and_what_no_other_needs(monkeypatch:
     now[0] = 1050.0
     assert limits.of_backend(50.0, 22).seconds == 130.0  # one waits
     assert limits.of_backend(50.0, 23).seconds == 220.0
+    now[0] = 1260.0
+    assert limits.of_backend(0.0, 23).seconds == 10.0  # it began late, and has no full part any more
     now[0] = 1300.0
-    assert limits.of_backend(90.0, 23).seconds <= 0.0
+    assert limits.of_backend(0.0, 23).seconds <= 0.0
     assert TimeLimits().shared(-1.0, 2, 8).of_backend(0.0, 1).seconds <= 0.0
     assert TimeLimits().shared(math.inf, 2, 8).of_backend(9.0, 1).seconds == math.inf
     assert TimeLimits(backend_s=5.0).of_backend(2.0, 1) == Limit(3.0, "the time of the backend by --backend-timeout 5")
