@@ -47,7 +47,9 @@ def construct_impl(
         keywords["head_size_v"] = layer.value_head_size
     if layer.mla is not None and problem.up_projections is not None:
         keywords |= latent_keywords(layer.mla, problem.up_projections, device)
-    with set_current_vllm_config(builder_arguments(backend, [problem])[1]):
+    config = builder_arguments(backend, [problem])[1]
+    config.cache_config.num_gpu_blocks = None  # as in vLLM, which allocates the pool after the layers
+    with set_current_vllm_config(config):
         impl = backend.get_impl_cls()(
             layer.num_heads,
             layer.head_size,
@@ -132,6 +134,7 @@ def builder_arguments(
         max_model_len=max(fills, *(_longest(backend, one) for one in problems)),
         max_num_seqs=max(_num_seqs(backend, one) for one in problems),
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
+        num_blocks=max(one.num_blocks for one in problems),
         path=batch.path,
         capture_sizes=capture_sizes,
         layers=layers,

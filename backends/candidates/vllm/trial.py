@@ -27,6 +27,8 @@ _ELSEWHERE = "Could not run '"
 _IMPORTING = "<module>"
 """Frame name of a module that is being imported."""
 
+_NUM_BLOCKS = 2
+
 _INTERPRETING = "InterpreterError"
 """Exception that Triton's interpreter raises for unsupported operations of a kernel."""
 
@@ -90,11 +92,15 @@ class _Row:
         )
         shape = (self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_size)
         self._config = plain_config(
-            DTYPES[self._layer.dtype], *shape, block_size=self._cache.block_size, kv_cache_layout=self._cache.layout
+            DTYPES[self._layer.dtype],
+            *shape,
+            block_size=self._cache.block_size,
+            kv_cache_layout=self._cache.layout,
+            num_gpu_blocks=_NUM_BLOCKS,
         )
         with set_current_vllm_config(self._config):
             self._impl = backend.get_impl_cls()(shape[0], shape[2], self._layer.softmax_scale, shape[1])
-        self._pool = allocate_kv_cache(backend, self._layer, self._cache, 2, self._device)
+        self._pool = allocate_kv_cache(backend, self._layer, self._cache, _NUM_BLOCKS, self._device)
         self._slots = torch.tensor([self._cache.block_size], device=self._device)  # the first slot of block 1
         self._attn_layer = _Unscaled(self._device, self._impl)
 
