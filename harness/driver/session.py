@@ -46,8 +46,10 @@ class Session:
         layers: Sequence[OtherLayer] = (),
         role: str = "",
     ) -> None:
-        """``later``: problems for :meth:`beside`. The builder's maxima cover them all, and every pool has the size of
-        the largest, as an engine's pool has one size.
+        """Construct impl, builder and cache.
+
+        ``later``: problems for :meth:`beside`. The builder's maxima cover them all, and every pool has the size of the
+        largest, as an engine's pool has one size.
 
         ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``pool``: the pool of another
         session of this backend. It is reused for its own problem, and its codec for other problems of the same layer

@@ -44,8 +44,8 @@ def vllm_config(
 ) -> ConfigNode:
     """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
 
-    ``num_blocks``: pages of the pool. ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
-    so far, by name.
+    ``num_blocks``: pages of the pool. ``capture_sizes``: token counts of the graphs that will be captured, ascending.
+    ``layers``: the layers constructed so far, by name.
     """
     model = ConfigNode(
         "vllm_config.model_config",

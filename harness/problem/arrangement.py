@@ -20,8 +20,8 @@ class Arrangement:
     """How a batch is composed of the requests of a problem.
 
     ``which``: the requests, in order; a request may occur twice only with ``elsewhere``. ``elsewhere``: pages are drawn
-    again; repeated requests need a larger pool. ``spare_columns``: columns appended to the block table, whose entries are the
-    null page. ``padding``: None for the problem's padding.
+    again; repeated requests need a larger pool. ``spare_columns``: columns appended to the block table, whose entries
+    are the null page. ``padding``: None for the problem's padding.
     """
 
     which: tuple[int, ...]

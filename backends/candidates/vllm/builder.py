@@ -7,7 +7,7 @@ import torch
 
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.cache import their_spec
-from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
 from attncheck.backends.candidates.vllm.layers import current
 from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
@@ -48,7 +48,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
     @classmethod
     def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: KVCacheSpec) -> Any:
         """Return vLLM's config for a group of ``layers`` (vLLM's, by name) with the cache of ``spec``."""
-        return their_config(plain, layers)
+        caps = [layer.impl.logits_soft_cap for layer in layers.values() if hasattr(layer.impl, "logits_soft_cap")]
+        return their_config(plain, layers, model=soft_cap_entry(next(iter(caps), None)))
 
     @classmethod
     def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:

@@ -93,6 +93,11 @@ def _made(sizes: _Sizes) -> Any:
         )
 
 
+def soft_cap_entry(logits_soft_cap: float | None) -> Mapping[str, Any]:
+    """Return the entry of a model's ``config.json`` by which vLLM chooses kernels that cap logits; {} without a cap."""
+    return {"attn_logit_softcapping": logits_soft_cap} if logits_soft_cap else {}
+
+
 def plain_config(
     dtype: torch.dtype,
     num_heads: int,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attncheck.backends.candidates.vllm import interpreted
 from attncheck.backends.candidates.vllm.cache import their_spec
-from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
 from attncheck.backends.candidates.vllm.declarations import fuses
 from attncheck.backends.candidates.vllm.layers import LayerArguments, current, make_layer, take_scales
 from attncheck.backends.candidates.vllm.validation import refuse_as_vllm_does
@@ -57,7 +57,7 @@ class VLLMImpl(AttentionImpl[Any]):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             sinks=sinks,
         )
-        self.config = their_config(plain)
+        self.config = their_config(plain, model=soft_cap_entry(logits_soft_cap))
         refuse_as_vllm_does(self.their_backend, self.config, given)
         self.layer = make_layer(self.their_backend, self.config, given)
         """The layer object of vLLM."""
