@@ -8,7 +8,7 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
 from attncheck.backends.declarations import is_chunked
-from attncheck.backends.dtypes import cache_dtype
+from attncheck.backends.dtypes import DTYPES, cache_dtype
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.harness.driver.latent_views import LatentImplView, latent_keywords
 from attncheck.harness.driver.vllm_config import LayerStub, vllm_config
@@ -42,7 +42,8 @@ def construct_impl(
         reads = SHARED_LAYER
     keywords: dict[str, Any] = {}
     if layer.sink_logits is not None and with_sinks:
-        keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=device)
+        dtype = DTYPES[layer.sinks_dtype or layer.dtype]
+        keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=dtype, device=device)
     if layer.value_head_size != layer.head_size:
         keywords["head_size_v"] = layer.value_head_size
     if layer.mla is not None and problem.up_projections is not None:

@@ -66,6 +66,7 @@ class VLLMBackend(AttentionBackend):
             "supported_kv_cache_dtypes": found.kv_cache_dtypes,
             "supported_layouts": ("NHD", "HND") if is_latent else layouts(theirs),
             "supported_attn_types": found.attn_types,
+            "supported_sinks_dtypes": found.sinks_dtypes,
             "supported_devices": (package.platform().device_type,),
             "get_name": staticmethod(theirs.get_name),
             "get_impl_cls": staticmethod(lambda: impl),
