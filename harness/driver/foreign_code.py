@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from attncheck.errors import InternalError
+from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.driver.observation import Raised, capture_exception, printable
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ class StageError(InternalError):
 def call_backend(name: str, call: Callable[[], T]) -> T:
     """Return the result of ``call``; raise a StageError that names the stage if it raises.
 
-    A backend's ``sys.exit()`` counts as its failure and does not end the run. Only KeyboardInterrupt passes through.
+    A backend's ``sys.exit()`` counts as its failure and does not end the run. Only KeyboardInterrupt passes through,
+    and BackendUnavailableError, by which a backend states that a part is missing here.
     """
     before = _settings()
     try:
@@ -33,7 +34,7 @@ def call_backend(name: str, call: Callable[[], T]) -> T:
             return call()
         finally:
             _restore(before)
-    except (StageError, KeyboardInterrupt):
+    except (StageError, KeyboardInterrupt, BackendUnavailableError):
         raise
     except BaseException as error:
         raise StageError(capture_exception(name, error)) from error

@@ -10,6 +10,7 @@ from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
 from attncheck.backends.candidates.vllm.layers import current
 from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields
+from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 
@@ -20,6 +21,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
+    @names_missing_parts("builder")
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
@@ -73,6 +75,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         with current(config):
             return AttentionCGSupport[made.get_cudagraph_support(config, spec).name]
 
+    @names_missing_parts("builder")
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
