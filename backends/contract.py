@@ -125,6 +125,9 @@ class AttentionBackend(ABC):
 
     supported_attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
 
+    supported_sinks_dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
+    """Supported dtypes of ``sinks``, which are the layer's dtype and float32."""
+
     supported_devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Supported device types, as in ``torch.device.type``."""
 

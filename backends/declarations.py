@@ -51,6 +51,7 @@ class Declarations(Protocol):
     supported_kv_cache_dtypes: tuple[str, ...]
     supported_layouts: tuple[str, ...]
     supported_attn_types: tuple[str, ...]
+    supported_sinks_dtypes: tuple[str, ...]
 
     def is_mla(self) -> bool: ...
 
@@ -118,6 +119,8 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
         _head_size_reason(backend, layer),
     ]
+    if layer.sinks and "sinks" in backend.features:
+        reasons += [_not_among("sinks_dtype", layer.sinks_dtype or layer.dtype, backend.supported_sinks_dtypes)]
     if layer.has_cache:
         reasons += [
             _kv_cache_dtype_reason(backend, layer, cache),

@@ -121,8 +121,9 @@ class AttentionImpl(ABC, Generic[M]):
         logits_soft_cap: ``c``: a score becomes ``c * tanh(score / c)`` before the mask; None or 0: no cap.
         kv_sharing_target_layer_name: the layer whose cache this layer reads; this layer then writes none.
 
-        A backend that declares ``sinks`` also gets ``sinks=`` (float32 ``[num_heads]``) for layers with sinks. A
-        backend that declares ``head_size_v`` gets ``head_size_v=`` where it differs from ``head_size``.
+        A backend that declares ``sinks`` also gets ``sinks=`` for layers with sinks: ``[num_heads]``, float32 or
+        the layer's dtype. A backend that declares ``head_size_v`` gets ``head_size_v=`` where it differs from
+        ``head_size``.
         """
         raise NotImplementedError
 

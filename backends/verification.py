@@ -12,7 +12,7 @@ from attncheck.backends.contract import AttentionBackend, AttentionImpl, Attenti
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.impl import MLA_KEYWORDS
 from attncheck.errors import UnknownNameError
-from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, KVCacheDType, Layout
+from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType, KVCacheDType, Layout
 
 _CONSTRUCTOR = (
     "num_heads",
@@ -54,6 +54,7 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         ("supported_layouts", get_args(Layout)),
         ("supported_attn_types", [str(kind) for kind in AttentionType]),
         ("supported_kv_cache_dtypes", get_args(KVCacheDType)),
+        ("supported_sinks_dtypes", get_args(DType)),
     ):
         given, kinds = getattr(backend, attribute), (set, frozenset) if attribute == "features" else (tuple, list)
         if not isinstance(given, kinds):

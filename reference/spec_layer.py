@@ -87,6 +87,7 @@ class LayerSpec:
     logits_soft_cap: float | None = option(None, "cap: scores become cap * tanh(score / cap); 0 or null: off", ge=0)
     alibi: bool | tuple[float, ...] = option(False, "ALiBi slopes, one per query head; true: the published slopes")
     sinks: bool | tuple[float, ...] = option(False, "sink logits, one per query head; true: generated, all distinct")
+    sinks_dtype: Literal["float32"] | None = option(None, "dtype of the sinks; default: dtype, as in vLLM")
     attn_chunk_size: int | None = option(None, "chunk size of local attention, in tokens", ge=1)
     kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
     mla: MLASpec | None = option(None, "multi-head latent attention")
@@ -111,6 +112,15 @@ class LayerSpec:
                     value=given,
                     allowed="give one a query head, or true",
                 )
+        given = () if isinstance(self.sinks, bool) else self.sinks
+        held = zip(given, self.sink_logits or (), strict=False)
+        if any(math.isinf(rounded) and math.isfinite(sink) for sink, rounded in held):
+            raise SpecError(
+                "the dtype of the sinks cannot hold them",
+                field="sinks",
+                value=self.sinks,
+                allowed="give smaller ones, or sinks_dtype: float32",
+            )
         if self.attn_type != AttentionType.DECODER:
             if self.causal:
                 raise SpecError(
@@ -198,18 +208,21 @@ class LayerSpec:
             if not self.alibi:
                 return None
             slopes = _published_alibi_slopes(self.num_heads)
-            return tuple(_as_float32(slopes[i]) for i in _shuffled(self.num_heads))
-        return tuple(_as_float32(slope) for slope in self.alibi)
+            return tuple(_rounded(slopes[i], "float32") for i in _shuffled(self.num_heads))
+        return tuple(_rounded(slope, "float32") for slope in self.alibi)
 
     @property
     def sink_logits(self) -> tuple[float, ...] | None:
-        """One float32-representable sink logit per query head, or None; generated logits lie between 1 and 9."""
-        if isinstance(self.sinks, bool):
-            if not self.sinks:
-                return None
-            n = self.num_heads
-            return tuple(round((1.0 + 8.0 * (i + 0.5) / n) * 64) / 64 for i in _shuffled(n))
-        return tuple(_as_float32(sink) for sink in self.sinks)
+        """One sink logit per query head, rounded to the dtype of the sinks; generated logits lie between 1 and 9.
+
+        None without sinks.
+        """
+        if self.sinks is False:
+            return None
+        n, logits = self.num_heads, self.sinks
+        if logits is True:
+            logits = tuple(round((1.0 + 8.0 * (i + 0.5) / n) * 64) / 64 for i in _shuffled(n))
+        return tuple(_rounded(sink, self.sinks_dtype or self.dtype) for sink in logits)
 
 
 def _published_alibi_slopes(num_heads: int) -> list[float]:
@@ -228,7 +241,19 @@ def _shuffled(n: int) -> list[int]:
     return [(1 + i * stride) % n for i in range(n)]
 
 
-def _as_float32(x: float) -> float:
-    """Return ``x`` rounded to float32, the dtype in which kernels take slopes and sinks; the reference must match."""
-    (rounded,) = struct.unpack("f", struct.pack("f", x))
+def _rounded(x: float, dtype: DType) -> float:
+    """Return ``x`` rounded to the dtype in which kernels get it, ties to even; the reference must match.
+
+    The result is infinite if ``x`` is beyond the range of ``dtype``, which must not happen for float32.
+    """
+    if dtype == "float16":
+        try:
+            (half,) = struct.unpack("e", struct.pack("e", x))
+        except OverflowError:
+            return math.copysign(math.inf, x)
+        return float(half)
+    (bits,) = struct.unpack("I", struct.pack("f", x))
+    if dtype == "bfloat16":  # the upper half of a float32
+        bits = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    (rounded,) = struct.unpack("f", struct.pack("I", bits))
     return float(rounded)

@@ -12,7 +12,7 @@ import torch
 from attncheck.backends.declarations import is_merged, required_features
 from attncheck.cases.model import Case
 from attncheck.cases.outline import shape_of
-from attncheck.errors import QuestionError
+from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.checks.numerics import output_shares, summarize, wrong_figures
@@ -145,7 +145,7 @@ def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | Non
         if isinstance(attempt, Raised):
             return check_refusal(attempt, form.reasons)
         return check_answer(problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons)
-    except QuestionError:
+    except (QuestionError, BackendUnavailableError):
         return None
 
 

@@ -8,7 +8,7 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
 from attncheck.backends.declarations import is_chunked
-from attncheck.backends.dtypes import cache_dtype
+from attncheck.backends.dtypes import DTYPES, cache_dtype
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.harness.driver.latent_views import LatentImplView, latent_keywords
 from attncheck.harness.driver.vllm_config import LayerStub, vllm_config
@@ -42,12 +42,15 @@ def construct_impl(
         reads = SHARED_LAYER
     keywords: dict[str, Any] = {}
     if layer.sink_logits is not None and with_sinks:
-        keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=device)
+        dtype = DTYPES[layer.sinks_dtype or layer.dtype]
+        keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=dtype, device=device)
     if layer.value_head_size != layer.head_size:
         keywords["head_size_v"] = layer.value_head_size
     if layer.mla is not None and problem.up_projections is not None:
         keywords |= latent_keywords(layer.mla, problem.up_projections, device)
-    with set_current_vllm_config(builder_arguments(backend, [problem])[1]):
+    config = builder_arguments(backend, [problem])[1]
+    config.cache_config.num_gpu_blocks = None  # as in vLLM, which allocates the pool after the layers
+    with set_current_vllm_config(config):
         impl = backend.get_impl_cls()(
             layer.num_heads,
             layer.head_size,
@@ -132,6 +135,7 @@ def builder_arguments(
         max_model_len=max_model_len(backend, problems, fills),
         max_num_seqs=max(_num_seqs(backend, one) for one in problems),
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
+        num_blocks=max(one.num_blocks for one in problems),
         path=batch.path,
         capture_sizes=capture_sizes,
         layers=layers,

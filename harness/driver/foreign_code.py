@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from attncheck.errors import InternalError
+from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.driver.observation import Raised, capture_exception, printable
 
 T = TypeVar("T")
@@ -27,7 +27,8 @@ def call_backend(name: str, call: Callable[[], T], device: torch.device | None =
     """Return the result of ``call``; raise a StageError that names the stage if it raises.
 
     ``device``: where its kernels run; their errors belong to this call, too. A backend's ``sys.exit()`` counts as its
-    failure and does not end the run. Only KeyboardInterrupt passes through.
+    failure and does not end the run. Only KeyboardInterrupt passes through, and BackendUnavailableError, by which a
+    backend states that a part is missing here.
     """
     before = _settings()
     try:
@@ -38,7 +39,7 @@ def call_backend(name: str, call: Callable[[], T], device: torch.device | None =
             return result
         finally:
             _restore(before)
-    except (StageError, KeyboardInterrupt):
+    except (StageError, KeyboardInterrupt, BackendUnavailableError):
         raise
     except BaseException as error:
         raise StageError(capture_exception(name, error)) from error

@@ -51,7 +51,7 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
 
 def _batch_of(session: Session) -> object:
     """Return a key that is equal for two sessions if they share one metadata object."""
-    return id(session.builder), id(session.problem.layout)
+    return id(session.builder), id(session.problem.block_table)
 
 
 def _named(session: Session, enter: Callable[[], T]) -> T:

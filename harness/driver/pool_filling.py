@@ -3,6 +3,7 @@
 If ``forward`` includes the cache update, the writer runs as prefills whose outputs are dropped.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
-from attncheck.backends.caches.packings import allocate_kv_cache
+from attncheck.backends.caches.packings import allocate_kv_cache, kv_cache_shape
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheCodec
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import wait_for
@@ -40,17 +41,29 @@ class PoolFiller:
         self._backend, self._problem, self._device = backend, problem, device
         self._attn_layer = LayerStub(cache, device)
         self._capacity = min(_LONGEST, problem.num_blocks * problem.cache.block_size)
+        self._builders: dict[int, Any] = {}
 
     @cached_property
-    def _made(self) -> tuple[Any, Any]:
-        """Return impl and builder; constructing a builder may set attributes of the layer that its writer needs."""
+    def _impl(self) -> Any:
         impl = self._attn_layer.impl = construct_impl(self._backend, self._problem, self._device, writes=True)
-        layer, capacity = self._attn_layer, self._capacity
-        return impl, construct_builder(self._backend, (self._problem,), self._device, layer, fills=capacity)
+        return impl
+
+    def _builder(self, kv_cache: Tensor) -> Any:
+        """Return the builder for pools of the size of ``kv_cache``."""
+        page = kv_cache_shape(self._backend, self._problem.layer, self._problem.cache.block_size, num_blocks=1)
+        num_blocks = kv_cache.numel() // math.prod(page)
+        if num_blocks not in self._builders:
+            problem, layer = self._problem.in_pool_of(num_blocks), self._attn_layer
+            self._builders[num_blocks] = construct_builder(
+                self._backend, (problem,), self._device, layer, fills=self._capacity
+            )
+        return self._builders[num_blocks]
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store ``key`` and ``value`` at ``slots``."""
-        impl, builder = self._made
+        impl = self._impl
+        # Constructing a builder may set attributes of the layer that its writer needs.
+        builder = self._builder(kv_cache)
         if not self._backend.forward_includes_kv_cache_update:
             impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
             wait_for(self._device, "do_kv_cache_update")

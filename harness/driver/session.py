@@ -46,7 +46,10 @@ class Session:
         layers: Sequence[OtherLayer] = (),
         role: str = "",
     ) -> None:
-        """``later``: problems for :meth:`beside`; the maxima passed to the builder cover them all.
+        """Construct impl, builder and cache.
+
+        ``later``: problems for :meth:`beside`. The builder's maxima cover them all, and every pool has the size of the
+        largest, as an engine's pool has one size.
 
         ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``pool``: the pool of another
         session of this backend. It is reused for its own problem, and its codec for other problems of the same layer
@@ -55,6 +58,7 @@ class Session:
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._problems, self._capture_sizes = (problem, *later), capture_sizes
+        self._num_blocks = max(each.num_blocks for each in self._problems)
         self._builders: list[Any] = []
         self.pool = self._known_pool = pool
         self._latest: PreparedStep | None = None
@@ -203,6 +207,7 @@ class Session:
 
     def _prepare(self, *, is_judged: bool = False) -> None:
         """Set up everything that depends on the problem."""
+        self.problem = self.problem.in_pool_of(self._num_blocks)
         for _ in range(len(self._builders), num_builders(self.problem)):
             self._add_builder()
         self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))

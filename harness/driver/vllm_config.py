@@ -37,14 +37,15 @@ def vllm_config(
     max_model_len: int,
     max_num_seqs: int,
     max_tokens: int,
+    num_blocks: int = 0,
     path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
     capture_sizes: tuple[int, ...] = (),
     layers: Mapping[str, "LayerStub"] = MappingProxyType({}),
 ) -> ConfigNode:
     """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
 
-    ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``layers``: the layers constructed
-    so far, by name.
+    ``num_blocks``: pages of the pool. ``capture_sizes``: token counts of the graphs that will be captured, ascending.
+    ``layers``: the layers constructed so far, by name.
     """
     model = ConfigNode(
         "vllm_config.model_config",
@@ -62,6 +63,7 @@ def vllm_config(
             block_size=cache.block_size,
             cache_dtype=cache.kv_cache_dtype,
             kv_cache_layout=cache.layout,
+            num_gpu_blocks=num_blocks or 1,  # as in vLLM: 1 without a pool
         ),
         scheduler_config=ConfigNode(
             "vllm_config.scheduler_config", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens

@@ -75,6 +75,7 @@ VALUES: Axes = MappingProxyType(
         "layer.logits_soft_cap": (None, 0.0, 5.0, 30.0),
         "layer.alibi": (False, True, _per_head("layer.num_heads", (0.5, 0.03, 0.0, 0.2))),
         "layer.sinks": (False, True, _per_head("layer.num_heads", (2.0, -1.5, 0.0, 4.0))),
+        "layer.sinks_dtype": (None, "float32"),
         "layer.attn_chunk_size": (None, 8, 16, 32, 48),
         "layer.mla": (
             None,

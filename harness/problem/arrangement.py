@@ -20,8 +20,8 @@ class Arrangement:
     """How a batch is composed of the requests of a problem.
 
     ``which``: the requests, in order; a request may occur twice only with ``elsewhere``. ``elsewhere``: pages are drawn
-    again from a pool of another size. ``spare_columns``: columns appended to the block table, whose entries are the
-    null page. ``padding``: None for the problem's padding.
+    again; repeated requests need a larger pool. ``spare_columns``: columns appended to the block table, whose entries
+    are the null page. ``padding``: None for the problem's padding.
     """
 
     which: tuple[int, ...]
@@ -43,7 +43,9 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
         requests=tuple(specs[i] for i in how.which),
         padding=case.batch.padding if how.padding is None else how.padding,
     )
-    cache = replace(case.cache, num_blocks=None) if how.elsewhere else case.cache
+    # The case's own pool has no room for repeated requests if it fits the batch exactly.
+    is_repeated = len(set(how.which)) < len(how.which)
+    cache = replace(case.cache, num_blocks=None, first_block=None) if is_repeated else case.cache
     other = replace(case, batch=batch, cache=cache)
     own = [problem.requests[i] for i in how.which]
     rows, keys = how.rows_of(problem), _ranges([(request.base, request.num_keys) for request in own])

@@ -5,7 +5,7 @@ driver copies them to the device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -164,6 +164,12 @@ class Problem:
     def owned_slots(self) -> Tensor:
         """Sorted int64: every slot that holds a request's key."""
         return self.key_slots.unique() if self.has_pool else self.key_slots.new_empty(0)
+
+    def in_pool_of(self, num_blocks: int) -> "Problem":
+        """Return the problem over a pool of ``num_blocks`` pages; its requests keep their pages."""
+        if num_blocks == self.num_blocks:
+            return self
+        return replace(self, layout=replace(self.layout, num_blocks=num_blocks))
 
     def row_name(self, row: int) -> str:
         """Return a readable name of a query row: its request and position, or "padding"."""

@@ -18,7 +18,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.errors import QuestionError
+from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
@@ -214,6 +214,9 @@ class Examiner:
                     finding = case_checks.examine(check)
             except StageError as failure:  # checks also call the backend's codec
                 finding = failure.raised
+            except BackendUnavailableError as error:
+                yield unavailable(self._circumstances, case, backend, check, error.reasons)
+                continue
             except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
                 finding = capture_exception(OURSELVES, error)
                 if is_refused_memory(type(error).__name__, finding.message):

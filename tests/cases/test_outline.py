@@ -119,7 +119,7 @@ def test_what_is_given_is_a_key_of_its_own(tmp_path: Path, text: str, keys: dict
 
 def test_sizes_of_a_latent_cache_are_one_text(suite_cases: dict[str, Case]) -> None:
     case = suite_cases["mla/ranks"]
-    text = "kv_lora_rank 64 qk_nope_head_dim 32 qk_rope_head_dim 16 v_head_dim 24"
+    text = "kv_lora_rank 512 qk_nope_head_dim 128 qk_rope_head_dim 64 v_head_dim 128"
     assert keys_of(case)["layer.mla"] == text
     assert f", mla {text}, " in shape_of(case)
 

@@ -12,7 +12,7 @@ import torch
 from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import their_spec
-from attncheck.backends.candidates.vllm.config import plain_config, their_config
+from attncheck.backends.candidates.vllm.config import plain_config, soft_cap_entry, their_config
 from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -50,14 +50,17 @@ def test_the_config_says_what_the_plain_one_says_without_a_download_or_a_trace(c
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     before = dict(os.environ)
-    plain = plain_config(**SIZES | {"block_size": 96, "max_tokens": 77}, cache_dtype="fp8", kv_cache_layout="HND")
-    config = their_config(plain, {"layer.7": "a layer"})
+    sizes = SIZES | {"block_size": 96, "max_tokens": 77, "num_gpu_blocks": 13}
+    plain = plain_config(**sizes, cache_dtype="fp8", kv_cache_layout="HND")
+    config = their_config(plain, {"layer.7": "a layer"}, model=soft_cap_entry(5.0))
     assert dict(os.environ) == before
     assert config.model_config.dtype == torch.float32
     assert config.model_config.max_model_len == 77
     assert config.model_config.get_num_attention_heads(config.parallel_config) == 4
     assert config.model_config.get_num_kv_heads(config.parallel_config) == 2
     assert config.model_config.get_head_size() == 64
+    assert config.model_config.hf_text_config.attn_logit_softcapping == 5.0
+    assert config.cache_config.num_gpu_blocks == 13
     assert (config.cache_config.block_size, config.cache_config.cache_dtype) == (96, "fp8")
     assert config.cache_config.get_resolved_kv_cache_layout().name == "LBHNC"
     assert config.scheduler_config.max_num_batched_tokens == 77

@@ -20,7 +20,7 @@ from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLa
 from attncheck.backends.candidates.vllm.latent_impl import VLLMLatentImpl
 from attncheck.backends.candidates.vllm.selection import is_state_space, select
 from attncheck.backends.candidates.vllm.state_space import state_space_backend
-from attncheck.backends.candidates.vllm.trial import missing_parts
+from attncheck.backends.candidates.vllm.trial import construction_of, missing_parts
 from attncheck.backends.candidates.vllm.validation import configuration_problems
 from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
@@ -71,6 +71,7 @@ class VLLMBackend(AttentionBackend):
             "supported_kv_cache_dtypes": found.kv_cache_dtypes,
             "supported_layouts": ("NHD", "HND") if is_latent else layouts(theirs),
             "supported_attn_types": found.attn_types,
+            "supported_sinks_dtypes": found.sinks_dtypes,
             "supported_devices": (package.platform().device_type,),
             "get_name": staticmethod(theirs.get_name),
             "get_impl_cls": staticmethod(lambda: impl),
@@ -119,14 +120,19 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; faults of Triton's interpreter, and caches for which vLLM has no kernel on this CPU."""
-        if _is_interpreted(cls.their_backend):
-            return interpreted.gaps(layer, cache)
+        """See the contract.
+
+        The reasons are faults of Triton's interpreter, caches for which vLLM has no kernel on this CPU, and missing
+        parts without which a declared layer cannot be constructed.
+        """
+        if _is_interpreted(cls.their_backend) and (gaps := interpreted.gaps(layer, cache)):
+            return gaps
         try:
             _instruction_set(cls.their_backend, cache.kv_cache_dtype)
         except NotImplementedError as error:
             return [f"kv_cache_dtype {cache.kv_cache_dtype}: {error}"]
-        return []
+        is_declared = not super().unsupported_reasons(layer, cache, batch)
+        return list(construction_of(cls, layer, cache).absent) if is_declared else []
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
@@ -140,9 +146,14 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract; adds the reasons of vLLM's own check of a configuration to those of the declarations."""
+        """See the contract.
+
+        Adds the reasons of vLLM's own check of a configuration to those of the declarations. If there are none, the
+        layer is constructed once, and the reason is vLLM's if it refuses that.
+        """
         reasons = super().unsupported_reasons(layer, cache, batch)
-        return [*reasons, *configuration_problems(cls.their_backend, layer, cache, refused=bool(reasons))]
+        reasons += configuration_problems(cls.their_backend, layer, cache, refused=bool(reasons))
+        return reasons or list(construction_of(cls, layer, cache).refused)
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:

@@ -7,9 +7,10 @@ import torch
 
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.cache import their_spec
-from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
 from attncheck.backends.candidates.vllm.layers import current
 from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields
+from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 
@@ -22,6 +23,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
 
     supports_update_block_table = supports_draft_decode_metadata_update = False
 
+    @names_missing_parts("builder")
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
@@ -52,7 +54,8 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
     @classmethod
     def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: KVCacheSpec) -> Any:
         """Return vLLM's config for a group of ``layers`` (vLLM's, by name) with the cache of ``spec``."""
-        return their_config(plain, layers)
+        caps = [layer.impl.logits_soft_cap for layer in layers.values() if hasattr(layer.impl, "logits_soft_cap")]
+        return their_config(plain, layers, model=soft_cap_entry(next(iter(caps), None)))
 
     @classmethod
     def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:
@@ -82,6 +85,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         with current(self.config):
             return None if method is None else method(self.config, self.spec)
 
+    @names_missing_parts("builder")
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:

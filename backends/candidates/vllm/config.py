@@ -93,6 +93,11 @@ def _made(sizes: _Sizes) -> Any:
         )
 
 
+def soft_cap_entry(logits_soft_cap: float | None) -> Mapping[str, Any]:
+    """Return the entry of a model's ``config.json`` by which vLLM chooses kernels that cap logits; {} without a cap."""
+    return {"attn_logit_softcapping": logits_soft_cap} if logits_soft_cap else {}
+
+
 def plain_config(
     dtype: torch.dtype,
     num_heads: int,
@@ -102,6 +107,7 @@ def plain_config(
     block_size: int,
     cache_dtype: str = "auto",
     kv_cache_layout: str = "NHD",
+    num_gpu_blocks: int | None = None,
     max_tokens: int = 1024,
 ) -> Any:
     """Return a config like those of the contract, for a layer that belongs to no case."""
@@ -113,7 +119,12 @@ def plain_config(
             get_num_kv_heads=lambda _parallel_config: num_kv_heads,
             get_head_size=lambda: head_size,
         ),
-        cache_config=SimpleNamespace(block_size=block_size, cache_dtype=cache_dtype, kv_cache_layout=kv_cache_layout),
+        cache_config=SimpleNamespace(
+            block_size=block_size,
+            cache_dtype=cache_dtype,
+            kv_cache_layout=kv_cache_layout,
+            num_gpu_blocks=num_gpu_blocks,
+        ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=max_tokens),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[], max_cudagraph_capture_size=0, static_forward_context={}
@@ -132,6 +143,7 @@ def _restore(config: Any, plain: Any) -> None:
     compilation.cudagraph_capture_sizes = sizes
     compilation.max_cudagraph_capture_size = plain.compilation_config.max_cudagraph_capture_size
     config.cache_config.block_size = plain.cache_config.block_size
+    config.cache_config.num_gpu_blocks = plain.cache_config.num_gpu_blocks
     if hasattr(config.cache_config, "kv_cache_layout"):  # an engine sets it once all of its layers are known
         config.cache_config.kv_cache_layout = THEIR_LAYOUTS[plain.cache_config.kv_cache_layout]
     config.scheduler_config.max_num_seqs = plain.scheduler_config.max_num_seqs

@@ -56,7 +56,7 @@ class VLLMDeclarations:
     """The declarations of a class.
 
     layer_error: why not even a plain layer can be constructed here, or its weights loaded; "" if they can.
-    has_writer: for a latent cache, whether this build has the operators that write it.
+    sinks_dtypes: dtypes of sinks. has_writer: for a latent cache, whether this build has the operators that write it.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -65,6 +65,7 @@ class VLLMDeclarations:
     attn_types: tuple[str, ...]
     features: frozenset[str]
     layer_error: str
+    sinks_dtypes: tuple[str, ...]
     has_writer: bool = True
 
 
@@ -91,6 +92,7 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
         attn_types=tuple(kind.value for kind in AttentionType if _takes_type(their_backend, kind)),
         features=frozenset(features),
         layer_error=layer_error,
+        sinks_dtypes=_sinks_dtypes(their_backend, plain, dtypes) if "sinks" in features else (),
         has_writer=layer is None or not is_mla(their_backend) or has_writer(layer),
     )
 
@@ -146,6 +148,14 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
         return make_layer(their_backend, their_config(plain), given), ""
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"
+
+
+def _sinks_dtypes(their_backend: type[Any], plain: LayerArguments, dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
+    """Return the dtypes of sinks that the kernels take. FlashAttention 3 and 4 take bfloat16 alone."""
+    sinks = torch.zeros(plain.num_heads, dtype=torch.bfloat16, device=package.platform().device_type)
+    layer, _ = _made(their_backend, replace(plain, sinks=sinks), dtypes)
+    version = getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None)
+    return ("bfloat16",) if version in (3, 4) else tuple(DTYPES)
 
 
 def _weights_error(layer: Any, config: Any) -> str:

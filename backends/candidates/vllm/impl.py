@@ -7,9 +7,10 @@ from torch import Tensor
 
 from attncheck.backends.candidates.vllm import interpreted
 from attncheck.backends.candidates.vllm.cache import their_spec
-from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
 from attncheck.backends.candidates.vllm.declarations import fuses
 from attncheck.backends.candidates.vllm.layers import LayerArguments, current, make_layer, take_scales
+from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.candidates.vllm.validation import refuse_as_vllm_does
 from attncheck.backends.contract import KVCacheSpec, QuantKey
 from attncheck.backends.impl import AttentionImpl, AttentionLayer, get_current_vllm_config
@@ -22,6 +23,7 @@ class VLLMImpl(AttentionImpl[Any]):
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
+    @names_missing_parts("constructor")
     def __init__(
         self,
         num_heads: int,
@@ -57,7 +59,7 @@ class VLLMImpl(AttentionImpl[Any]):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             sinks=sinks,
         )
-        self.config = their_config(plain)
+        self.config = their_config(plain, model=soft_cap_entry(logits_soft_cap))
         refuse_as_vllm_does(self.their_backend, self.config, given)
         self.layer = make_layer(self.their_backend, self.config, given)
         """The layer object of vLLM."""
@@ -70,6 +72,7 @@ class VLLMImpl(AttentionImpl[Any]):
         self._take_scales(attn_layer)
         return self.layer
 
+    @names_missing_parts("writer")
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -78,6 +81,7 @@ class VLLMImpl(AttentionImpl[Any]):
         with interpreted.launches():
             self.layer.impl.do_kv_cache_update(self.layer, key, value, kv_cache, slot_mapping)
 
+    @names_missing_parts("forward")
     def forward(
         self,
         layer: AttentionLayer,

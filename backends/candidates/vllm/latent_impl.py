@@ -10,6 +10,7 @@ from attncheck.backends.candidates.vllm.config import their_config
 from attncheck.backends.candidates.vllm.impl import VLLMImpl
 from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, load_weights, make_latent_layer
 from attncheck.backends.candidates.vllm.layers import LayerArguments
+from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.candidates.vllm.validation import refuse_as_vllm_does
 from attncheck.backends.impl import AttentionLayer, get_current_vllm_config
 from attncheck.reference.spec import AttentionType
@@ -18,6 +19,7 @@ from attncheck.reference.spec import AttentionType
 class VLLMLatentImpl(VLLMImpl):
     """vLLM's ``MLAAttention`` layer with the impl of :attr:`their_backend`."""
 
+    @names_missing_parts("constructor")
     def __init__(
         self,
         num_heads: int,
@@ -65,10 +67,12 @@ class VLLMLatentImpl(VLLMImpl):
         self._has_builder = True  # each step has one, and vLLM's writer needs none
         self._scaled_as: AttentionLayer | None = None
 
+    @names_missing_parts("weights")
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See the contract."""
         load_weights(self.layer, self.config, self._kv_b_proj.weight, act_dtype)
 
+    @names_missing_parts("writer")
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -78,6 +82,7 @@ class VLLMLatentImpl(VLLMImpl):
         with interpreted.launches():
             theirs.impl.do_kv_cache_update(key, value, kv_cache, slot_mapping, theirs.kv_cache_dtype, theirs._k_scale)
 
+    @names_missing_parts("forward")
     def forward(
         self,
         layer: AttentionLayer,

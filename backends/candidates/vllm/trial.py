@@ -1,12 +1,16 @@
-"""Writes and attends to one row, to find out whether this build of vLLM can run a backend.
+"""Finds out whether this build of vLLM can run a backend: constructs layers, and writes and attends to one row.
 
 A class may exist, and its layer be constructible, although its kernels belong to another platform's build, or to a
-library that is imported on first use. Any other exception is left to the checks.
+library that is imported on first use. vLLM may also refuse a layer in a constructor, although its class declares it.
+Any other exception is left to the checks.
 """
 
+import dis
 import traceback
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -14,8 +18,9 @@ from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.config import plain_config
 from attncheck.backends.contract import CommonAttentionMetadata, KVCacheSpec, MultipleOf
-from attncheck.backends.dtypes import DTYPES
-from attncheck.backends.impl import set_current_vllm_config
+from attncheck.backends.dtypes import DTYPES, cache_dtype
+from attncheck.backends.impl import MLA_KEYWORDS, set_current_vllm_config
+from attncheck.errors import BackendUnavailableError
 from attncheck.reference.spec import AttentionType, CacheSpec, DType, LayerSpec, Layout
 
 if TYPE_CHECKING:
@@ -24,11 +29,93 @@ if TYPE_CHECKING:
 _ELSEWHERE = "Could not run '"
 """Beginning of torch's message for an operator that has no kernel for this device."""
 
+_NO_LIBRARY = ("FlashAttention version not detected", "required dependencies not available")
+"""Messages of vLLM's if a library that would serve the layer is not installed."""
+
 _IMPORTING = "<module>"
 """Frame name of a module that is being imported."""
 
+_NUM_BLOCKS = 2
+
 _INTERPRETING = "InterpreterError"
 """Exception that Triton's interpreter raises for unsupported operations of a kernel."""
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+"""The instruction of a ``raise`` statement."""
+
+_REFUSING = ("vllm.", "attncheck.backends.candidates.vllm.")
+"""Modules whose ``raise`` statements are refusals of vLLM's: its own, and those that construct its layers."""
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Construction:
+    """Why a layer or its builder cannot be constructed: vLLM refuses it, or a part is missing here; both may be empty.
+
+    Both are empty as well if the constructor failed in another way, which the checks find.
+    """
+
+    refused: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+def construction_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSpec) -> Construction:
+    """Construct the impl and the builder of a layer and cache, once per process, and return what prevents it."""
+    return _construction_of(backend, layer, replace(cache_spec, num_blocks=None, first_block=None))
+
+
+@lru_cache(maxsize=1024)
+def _construction_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSpec) -> Construction:
+    try:
+        _Row(backend, layer, cache_spec).builder()
+    except BackendUnavailableError as error:
+        return Construction(absent=error.reasons)
+    except Exception as error:  # noqa: BLE001 (someone else's code)
+        if isinstance(error, ValueError | NotImplementedError) and _is_raised_by_vllm(error):
+            words = str(error).rstrip(".")
+            return Construction(refused=(f"refused by vLLM's constructor: {words}",))
+    return Construction()
+
+
+def _is_raised_by_vllm(error: Exception) -> bool:
+    """Return whether a ``raise`` statement of vLLM's raised ``error``."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None:
+        return False
+    frame = entry.tb_frame
+    is_statement = frame.f_code.co_code[entry.tb_lasti] == _RAISE
+    return is_statement and str(frame.f_globals.get("__name__", "")).startswith(_REFUSING)
+
+
+def names_missing_parts(stage: str) -> Callable[[C], C]:
+    """Return a decorator for methods that call vLLM's code in ``stage``.
+
+    The method raises ``BackendUnavailableError`` if a part of vLLM, or a library that it needs, is missing. The author
+    of a class outside vLLM sees the exception itself.
+    """
+
+    def decorated(method: C) -> C:
+        @wraps(method)
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return method(self, *arguments, **keywords)
+            except Exception as error:
+                absent = absent_part(stage, error) if is_of_vllm(self.their_backend) else []
+                if not absent:
+                    raise
+                raise BackendUnavailableError(self.their_backend.get_name(), absent) from error
+
+        return cast(C, call)
+
+    return decorated
+
+
+def is_of_vllm(their_backend: type[Any]) -> bool:
+    """Return whether the class is part of vLLM, and not of a plugin or file."""
+    return their_backend.__module__.startswith("vllm.")
 
 
 @cache
@@ -42,13 +129,17 @@ def missing_parts(backend: "type[VLLMBackend]") -> list[str]:
         return []
     stage = "writer"
     try:
-        row = _Row(backend)
+        row = _Row(backend, *_plain(backend))
         if not backend.forward_includes_kv_cache_update:
             row.write()
         stage = "forward"
-        if backend.their_backend.__module__.startswith("vllm."):
+        if is_of_vllm(backend.their_backend):
             row.attend()
+    except BackendUnavailableError as error:
+        return list(error.reasons)
     except Exception as error:  # noqa: BLE001 (someone else's code)
+        if type(error).__name__ == _INTERPRETING:
+            return [f"Triton's interpreter cannot run its kernels: {_root(error)!r}"]
         return absent_part(stage, error)
     return []
 
@@ -60,8 +151,8 @@ def absent_part(stage: str, error: Exception) -> list[str]:
         return [f"this build of vLLM lacks an operator of its {stage}: {error}"]
     if isinstance(error, NotImplementedError) and str(error).startswith(_ELSEWHERE):
         return [f"an operator of its {stage} is not built for this device: {text.partition('. ')[0]}"]
-    if type(error).__name__ == _INTERPRETING:
-        return [f"Triton's interpreter cannot run its kernels: {_root(error)!r}"]
+    if any(message in str(error) for message in _NO_LIBRARY):
+        return [f"its {stage} lacks a library: {error}"]
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ImportError) or any(frame.name == _IMPORTING for frame in frames):
         return [f"its {stage} imports what cannot be imported here: {text}"]
@@ -73,30 +164,80 @@ def _root(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else _root(error.__cause__)
 
 
-class _Row:
-    """One request with one row, for a plain layer of the backend's first declared sizes."""
+def _plain(backend: "type[VLLMBackend]") -> tuple[LayerSpec, CacheSpec]:
+    """Return a plain layer and its cache, of the backend's first declared sizes."""
+    sizes = backend.get_supported_head_sizes()
+    size = backend.get_supported_kernel_block_sizes()[0]
+    dtype = next(name for name, dtype in DTYPES.items() if dtype in backend.get_supported_dtypes())
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=sizes[0] if sizes else 64, dtype=cast(DType, dtype))
+    return layer, CacheSpec(
+        block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
+        layout=cast(Layout, backend.supported_layouts[0]),
+    )
 
-    def __init__(self, backend: "type[VLLMBackend]") -> None:
-        sizes = backend.get_supported_head_sizes()
-        size = backend.get_supported_kernel_block_sizes()[0]
+
+class _Row:
+    """One request with one row; the constructor constructs the impl of its layer."""
+
+    def __init__(self, backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSpec) -> None:
         self._backend, self._device = backend, torch.device(package.platform().device_type)
-        dtype = next(name for name, dtype in DTYPES.items() if dtype in backend.get_supported_dtypes())
-        self._layer = LayerSpec(
-            num_heads=1, num_kv_heads=1, head_size=sizes[0] if sizes else 64, dtype=cast(DType, dtype)
-        )
-        self._cache = CacheSpec(
-            block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
-            layout=cast(Layout, backend.supported_layouts[0]),
-        )
-        shape = (self._layer.num_heads, self._layer.num_kv_heads, self._layer.head_size)
+        self._layer, self._cache = layer, cache_spec
         self._config = plain_config(
-            DTYPES[self._layer.dtype], *shape, block_size=self._cache.block_size, kv_cache_layout=self._cache.layout
+            DTYPES[layer.dtype],
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_size,
+            block_size=cache_spec.block_size,
+            cache_dtype=cache_spec.kv_cache_dtype,
+            kv_cache_layout=cache_spec.layout,
+            num_gpu_blocks=_NUM_BLOCKS,
         )
         with set_current_vllm_config(self._config):
-            self._impl = backend.get_impl_cls()(shape[0], shape[2], self._layer.softmax_scale, shape[1])
-        self._pool = allocate_kv_cache(backend, self._layer, self._cache, 2, self._device)
-        self._slots = torch.tensor([self._cache.block_size], device=self._device)  # the first slot of block 1
+            self._impl = backend.get_impl_cls()(
+                layer.num_heads,
+                layer.head_size,
+                layer.softmax_scale,
+                layer.num_kv_heads,
+                None if layer.alibi_slopes is None else list(layer.alibi_slopes),
+                layer.sliding_window,
+                cache_spec.kv_cache_dtype,
+                layer.logits_soft_cap,
+                layer.attn_type,
+                "layer.0" if layer.kv_sharing else None,
+                **self._keywords(),
+            )
         self._attn_layer = _Unscaled(self._device, self._impl)
+        self._config.compilation_config.static_forward_context["layer.1"] = self._attn_layer
+        self._slots = torch.tensor([cache_spec.block_size], device=self._device)  # the first slot of block 1
+
+    @cached_property
+    def _pool(self) -> torch.Tensor:
+        return allocate_kv_cache(self._backend, self._layer, self._cache, _NUM_BLOCKS, self._device)
+
+    def builder(self) -> Any:
+        """Return a builder for the layer."""
+        layer, block_size = self._layer, self._cache.block_size
+        spec = KVCacheSpec(
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=cache_dtype(layer, self._cache),
+            sliding_window=layer.sliding_window,
+            chunked_prefill_workspace_size=None if layer.mla is None else block_size,
+        )
+        with set_current_vllm_config(self._config):
+            return self._backend.get_builder_cls()(spec, ["layer.1"], self._config, self._device)
+
+    def _keywords(self) -> dict[str, Any]:
+        layer, mla = self._layer, self._layer.mla
+        if mla is not None:
+            sizes = {name: getattr(mla, name) for name in MLA_KEYWORDS if hasattr(mla, name)}
+            width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            return sizes | {"q_lora_rank": None, "qk_head_dim": width, "kv_b_proj": None}
+        if layer.sink_logits is None:
+            return {}
+        dtype = DTYPES[layer.sinks_dtype or layer.dtype]
+        return {"sinks": torch.tensor(layer.sink_logits, dtype=dtype, device=self._device)}
 
     def write(self) -> None:
         """Write the row as a key and as a value."""
@@ -104,15 +245,6 @@ class _Row:
 
     def attend(self) -> None:
         """Build the metadata of a decode of the row, and attend."""
-        self._config.compilation_config.static_forward_context["layer.1"] = self._attn_layer
-        spec = KVCacheSpec(
-            block_size=self._cache.block_size,
-            num_kv_heads=self._layer.num_kv_heads,
-            head_size=self._layer.head_size,
-            dtype=DTYPES[self._layer.dtype],
-        )
-        with set_current_vllm_config(self._config):
-            builder = self._backend.get_builder_cls()(spec, ["layer.1"], self._config, self._device)
         starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(self._device),
@@ -127,7 +259,7 @@ class _Row:
             block_table_tensor=torch.ones(1, 1, dtype=torch.int32, device=self._device),
             slot_mapping=self._slots,
         )
-        metadata = builder.build(0, common)
+        metadata = self.builder().build(0, common)
         rows = self._row(), self._row(), self._row()
         self._impl.forward(self._attn_layer, *rows, self._pool, metadata, output=self._row())
 

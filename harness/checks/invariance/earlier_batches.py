@@ -156,5 +156,5 @@ def _of_lengths(
 
 def _with(case: Case, name: str, batch: BatchSpec) -> Case:
     path = implied_path(case.layer) if batch.path.name in _CUT_BATCHES else batch.path
-    cache = replace(case.cache, num_blocks=None)
+    cache = replace(case.cache, num_blocks=None, first_block=None)
     return replace(case, id=f"{case.id}.{name}", batch=replace(batch, path=path), cache=cache, tolerance=None)

@@ -309,7 +309,7 @@ def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_
         return ReferenceBackend.kv_cache_codec(layer, cache)
 
     backend = variant(kv_cache_codec=classmethod(kv_cache_codec))
-    problem, other = (build_problem(make_case(*lens), 0) for lens in (((1, 37),), ((1, 90), (3, 3))))
+    problem, other = (build_problem(make_case(*lens), 0) for lens in (((1, 37),), ((1, 40),)))
     first = Session(backend, problem, CPU)
     second = Session(backend, other, CPU, later=(problem,), pool=first.pool)
     assert first.pool is not None

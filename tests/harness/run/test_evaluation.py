@@ -12,6 +12,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
+from attncheck.errors import BackendUnavailableError
 from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
 from attncheck.harness.run import evaluation
 from attncheck.harness.run.evaluation import Examiner, RunPlan
@@ -68,6 +69,15 @@ def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any, examine: A
         "ZeroDivisionError",
         "division by zero",
     )
+
+
+def test_a_part_that_is_missing_for_a_case_makes_it_unavailable(make_case: Any, examine: Any, with_impl: Any) -> None:
+    def attend(*_args: Any) -> None:
+        raise BackendUnavailableError("SOME", ["its forward needs a library"])
+
+    records = examine(with_impl(attend=attend), make_case())
+    assert set(outcomes(records).values()) == {"unavailable"}
+    assert records["numerics"].reasons == ("its forward needs a library",)
 
 
 def test_leaving_the_process_is_errored_and_the_run_goes_on(make_case: Any, examine: Any, with_impl: Any) -> None:

@@ -41,7 +41,8 @@ class Functions(TorchFunctionMode):
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)  # the host's memory is not pinned; copies from it are as if it were
         outer, self._device.given = self._device.given, ()
         try:
             handler = self._handlers.get(func)

@@ -10,10 +10,16 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends import registry
-from attncheck.backends.candidates.vllm import bridge, package
+from attncheck.backends.candidates.vllm import bridge, package, trial
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.candidates.vllm.selection import registered, select
-from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts
+from attncheck.backends.candidates.vllm.trial import (
+    Construction,
+    absent_part,
+    construction_of,
+    missing_parts,
+    names_missing_parts,
+)
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendLoadError, BackendUnavailableError
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -257,6 +263,68 @@ def test_what_a_row_raises_is_a_reason_where_a_part_is_not_there(tmp_path, monke
     assert absent_part("forward", raised(lambda: torch.ones(2) @ torch.ones(3))) == []
 
 
+def of_module(name, source):
+    """The function ``call`` of ``source``, as if module ``name`` had it."""
+    namespace = {"__name__": name}
+    exec(source, namespace)
+    return namespace["call"]
+
+
+RAISES = "def call(*_): raise {}"
+NOT_THERE = "ModuleNotFoundError: No module named 'not_there'"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        (
+            "vllm.layers",
+            RAISES.format("ValueError('No valid backend.')"),
+            Construction(refused=("refused by vLLM's constructor: No valid backend",)),
+        ),
+        ("vllm.layers", RAISES.format("AssertionError('a fault')"), Construction()),
+        ("vllm.layers", RAISES.format("AttributeError('no such attribute')"), Construction()),
+        ("vllm.layers", "def call(*_): first, second = 1, 2, 3", Construction()),
+        ("plugin", RAISES.format("ValueError('of another author')"), Construction()),
+        (
+            "vllm.layers",
+            "def call(*_): import not_there",
+            Construction(
+                absent=(f"its constructor imports what cannot be imported here: {NOT_THERE}",)
+            ),
+        ),
+        (
+            "vllm.layers",
+            RAISES.format("ValueError('FLASHINFER: [required dependencies not available]')"),
+            Construction(
+                absent=("its constructor lacks a library: FLASHINFER: [required dependencies not available]",)
+            ),
+        ),
+    ],
+)
+def test_what_vllm_refuses_to_construct_is_told_from_faults_and_missing_parts(module, source, expected, monkeypatch):
+    class Impl:
+        their_backend = type("Theirs", (Base,), {"__module__": "vllm.v1.attention.backends.some"})
+        __init__ = names_missing_parts("constructor")(of_module(module, source))
+
+    monkeypatch.setattr(trial, "_Row", lambda *_: Impl())
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64)
+    backend = type("Backend", (), {})  # a new key of the cache
+    assert construction_of(backend, layer, CacheSpec()) == expected
+
+
+def test_the_author_of_a_class_outside_vllm_sees_its_exceptions():
+    class Impl:
+        their_backend = type("Theirs", (Base,), {"__module__": "plugin"})
+        forward = names_missing_parts("forward")(of_module("plugin", "def call(*_): import not_there"))
+
+    with pytest.raises(ModuleNotFoundError):
+        Impl().forward()
+    Impl.their_backend.__module__ = "vllm.some"
+    with pytest.raises(BackendUnavailableError, match="its forward imports what cannot be imported here"):
+        Impl().forward()
+
+
 class Registry(SimpleNamespace):
     """A registry of vLLM's with these classes by name; None: a name without one."""
 
@@ -338,6 +406,8 @@ def test_a_cache_without_a_kernel_for_this_cpu_is_unavailable(monkeypatch, takes
     theirs = SimpleNamespace(get_builder_cls=lambda: type("Builder", (), {"__module__": __name__}))
     monkeypatch.setattr(bridge, "_is_interpreted", lambda their_backend: False)
     candidate = type("Candidate", (bridge.VLLMBackend,), {"their_backend": theirs})
+    monkeypatch.setattr(bridge, "construction_of", lambda *specs: Construction())
+    candidate.declared = SimpleNamespace(dtypes=(), head_sizes=())
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64, dtype="bfloat16")
     assert candidate.unavailable_case_reasons("cpu", layer, CacheSpec(kv_cache_dtype=dtype), batch) == expected

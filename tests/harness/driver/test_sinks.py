@@ -1,0 +1,68 @@
+"""Sinks reach the impl in the layer's dtype or in float32, and the truth uses the numbers that this dtype holds."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import attncheck
+from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.errors import SpecError
+from attncheck.harness.driver.construction import construct_impl
+from attncheck.harness.problem.problem import build_problem
+from attncheck.reference import layer_params
+from attncheck.reference.spec import LayerSpec
+
+GIVEN = (0.7001, -4.013, 300.3, 65519.0)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@pytest.mark.parametrize("sinks_dtype", [None, "float32"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_the_impl_gets_the_numbers_of_the_truth(make_case: Any, dtype: str, sinks_dtype: str | None) -> None:
+    case = make_case(num_heads=4, num_kv_heads=1, dtype=dtype, sinks=GIVEN, sinks_dtype=sinks_dtype)
+    passed: list[torch.Tensor] = []
+
+    class Impl(ReferenceBackend.get_impl_cls()):  # type: ignore[misc]
+        def __init__(self, *args: Any, sinks: torch.Tensor, **keywords: Any) -> None:
+            passed.append(sinks)
+            super().__init__(*args, sinks=sinks, **keywords)
+
+    backend = type("Kept", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    construct_impl(backend, build_problem(case, 0), torch.device("cpu"))
+    expected = torch.tensor(GIVEN, dtype=DTYPES[sinks_dtype or dtype])
+    assert passed[0].dtype == expected.dtype
+    assert torch.equal(passed[0], expected)
+    assert layer_params(case.layer).sinks == tuple(expected.double().tolist())
+
+
+def test_rounding_is_that_of_torch() -> None:
+    numbers = torch.cat([torch.linspace(-9, 9, 4001), 1 + torch.arange(64) / 512, torch.tensor([1e-7, 3e-8])])
+    for dtype in ("float16", "bfloat16"):
+        layer = LayerSpec(
+            num_heads=len(numbers), num_kv_heads=1, head_size=8, dtype=dtype, sinks=tuple(numbers.tolist())
+        )
+        assert layer.sink_logits == tuple(numbers.to(DTYPES[dtype]).tolist())
+
+
+@pytest.mark.parametrize(("dtype", "sink"), [("float16", 65520.0), ("float16", -7e4), ("bfloat16", 3.4e38)])
+def test_sinks_beyond_the_range_of_their_dtype_are_refused(dtype: Any, sink: float) -> None:
+    sizes: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "dtype": dtype}
+    with pytest.raises(SpecError, match="the dtype of the sinks cannot hold them"):
+        LayerSpec(**sizes, sinks=(sink,))
+    assert LayerSpec(**sizes, sinks=(sink,), sinks_dtype="float32").sink_logits is not None
+    assert LayerSpec(**sizes, sinks=(-math.inf,)).sink_logits == (-math.inf,)
+
+
+def test_a_backend_that_takes_one_dtype_of_sinks_is_not_given_another() -> None:
+    class Strict(ReferenceBackend):
+        supported_sinks_dtypes = ("bfloat16",)
+
+    seen = attncheck.examine(Strict, "sinks", cases="float32-sinks*", checks="numerics", device="cpu")
+    assert {record.outcome for record in seen.records} == {"unsupported"}
+    seen = attncheck.examine(Strict, "sinks", cases="rounded-sinks*", checks="numerics", device="cpu")
+    assert {record.case_id: record.outcome for record in seen.records} == {
+        "rounded-sinks.float16": "unsupported",
+        "rounded-sinks.bfloat16": "passed",
+    }
