@@ -289,9 +289,7 @@ NOT_THERE = "ModuleNotFoundError: No module named 'not_there'"
         (
             "vllm.layers",
             "def call(*_): import not_there",
-            Construction(
-                absent=(f"its constructor imports what cannot be imported here: {NOT_THERE}",)
-            ),
+            Construction(absent=(f"its constructor imports what cannot be imported here: {NOT_THERE}",)),
         ),
         (
             "vllm.layers",
