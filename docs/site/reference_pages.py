@@ -280,7 +280,7 @@ def kept_runs() -> Iterable[tuple[str, str]]:
         output = Path(folder) / "site"
         files = run_files(Path(__file__).parents[1] / "evidence")
         names = names_of(path for path in files if path.parent.name not in ("faults", "miniatures"))
-        write_site(*read_runs(names, output, 2), output)
+        write_site(*read_runs(names, 2), output)
         for path in sorted(output.rglob("*.*")):
             yield path.relative_to(output).as_posix(), path.read_text(encoding="utf-8")
 

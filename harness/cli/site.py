@@ -96,7 +96,7 @@ class _Sources:
         if any(self._names.get(path, name) != name for path, name in names.items()):
             self._states = {}  # names depend on the folder that all files share
         changed = {path: name for path, name in names.items() if states[path] != self._states.get(path)}
-        runs, unread = read_runs(changed, self._output, self._jobs)
+        runs, unread = read_runs(changed, self._jobs)
         for name, reason in unread.items():
             print_stderr(f"warning: {reason}" if name in reason else f"warning: {name}: {reason}")
         kept = set(names.values()).difference(changed.values())

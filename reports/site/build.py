@@ -5,12 +5,10 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 from attncheck.errors import QuestionError
-from attncheck.reports.site.chunks import run_chunk, script
 from attncheck.reports.site.digest import digest_of
 from attncheck.reports.site.model import SiteRun
 from attncheck.reports.site.pages import FOLDERS, Site, SiteFile, site_files, write_file
@@ -39,42 +37,36 @@ def names_of(files: Iterable[Path]) -> dict[Path, str]:
     return {path: path.resolve().relative_to(shared).as_posix() for path in paths}
 
 
-def read_runs(names: dict[Path, str], output: Path, processes: int) -> tuple[list[SiteRun], dict[str, str]]:
-    """Read the run files and write the chunk of each into ``output``.
-
-    Return the runs, and why others cannot be read, by name.
-    """
-    work = partial(_read, output=output)
+def read_runs(names: dict[Path, str], processes: int) -> tuple[list[SiteRun], dict[str, str]]:
+    """Read the run files; return the runs, and why others cannot be read, by name."""
     if len(names) <= _FEW:
-        found = [work(item) for item in names.items()]
+        found = [_read(item) for item in names.items()]
     else:
         # Records have no cycles: without the garbage collector, reading takes a fifth less time.
         with ProcessPoolExecutor(processes, get_context("spawn"), initializer=gc.disable) as pool:
-            found = list(pool.map(work, names.items(), chunksize=4))
+            found = list(pool.map(_read, names.items(), chunksize=4))
     runs = [each for each in found if isinstance(each, SiteRun)]
     unread = {name: each for name, each in zip(names.values(), found, strict=True) if isinstance(each, str)}
     return runs, unread
 
 
-def _read(item: tuple[Path, str], output: Path) -> SiteRun | str:
+def _read(item: tuple[Path, str]) -> SiteRun | str:
     path, name = item
     try:
-        run = digest_of(path, name)
+        return digest_of(path, name)
     except QuestionError as error:
         return str(error)
-    write_file(SiteFile(f"data/run-{run.key}.js", script(f"run-{run.key}", run_chunk(run))), output)
-    return run
 
 
 def write_site(runs: Iterable[SiteRun], unread: dict[str, str], output: Path, *, reloads: bool = False) -> Site:
-    """Write all other files of the site into ``output``, and delete pages and chunks of earlier runs there.
+    """Write the site into ``output``, and delete its earlier pages and chunks there.
 
     Raises:
         MissingExtraError: jinja2 is not installed.
     """
     newest_first = sorted(runs, key=lambda run: (run.started, run.key), reverse=True)
     site = Site(tuple(newest_first), unread, reloads)
-    written = {output / MARK, *(output / f"data/run-{run.key}.js" for run in site.runs)}
+    written = {output / MARK}
     for file in site_files(site):
         write_file(file, output)
         written.add(output / file.path)

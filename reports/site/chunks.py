@@ -102,30 +102,6 @@ def device_chunk(subjects: Sequence[Subject]) -> Json:
     }
 
 
-def run_chunk(run: SiteRun) -> Json:
-    """Return the outcomes of one run, to be compared with another.
-
-    ``backends``: by name, the version, ``cases``: ``[case, [[check, outcome], ...], median or 0]``, and ``findings``:
-    ``[words, title, repeat]``. Checks and outcomes are indices into ``texts``.
-    """
-    texts = _Numbers()
-    backends = {
-        backend.name: {
-            "version": backend.version,
-            "cases": [
-                [name, [[texts[check], texts[outcome]] for check, outcome in case.outcomes], _time(case.time)]
-                for name, case in backend.cases.items()
-            ],
-            "findings": [[finding.words, finding.title, finding.repeat] for finding in backend.findings],
-        }
-        for backend in run.backends
-    }
-    return {"name": run.name, "started": run.started, "environment": run.digest, "facts": dict(run.facts)} | {
-        "backends": backends,
-        "texts": list(texts),
-    }
-
-
 def _answers(subject: Subject) -> Mapping[str, tuple[str, str]]:
     """Return the results for each need alone; those of an examined case outweigh declarations."""
     found: dict[str, tuple[str, str]] = {}

@@ -142,13 +142,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Change:
-    """A run whose result differs from the run before, on the same device. ``before``: that run; None for the first.
+    """A run whose result differs from the run before, on the same device.
 
     ``appeared``, ``gone``: titles of findings. ``alike``: the later runs with the same result, newest last.
     """
 
     measured: Measured
-    before: Measured | None
     appeared: tuple[str, ...]
     gone: tuple[str, ...]
     alike: tuple[Measured, ...] = ()
@@ -185,7 +184,7 @@ def history(measured: Sequence[Measured]) -> tuple[Change, ...]:
         if before and not appeared and not gone and _result(before) == _result(each):
             changes[-1] = replace(changes[-1], alike=(*changes[-1].alike, each))
         else:
-            changes.append(Change(each, before, appeared, tuple(known[words].title for words in gone)))
+            changes.append(Change(each, appeared, tuple(known[words].title for words in gone)))
         known = known_now
     return tuple(reversed(changes))
 

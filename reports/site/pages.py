@@ -125,7 +125,6 @@ def site_files(site: Site) -> Iterable[SiteFile]:
         return SiteFile(path, environment.get_template(template).render(root=root, path=path, **values))
 
     yield page("index.html", "choose.html")
-    yield page("changes.html", "changes.html")
     for name in ("backends", "devices", "cases", "runs"):
         yield page(f"{name}.html", f"{name}.html")
     for name, members in site.by_backend.items():
@@ -141,8 +140,8 @@ def site_files(site: Site) -> Iterable[SiteFile]:
     styles = [_text("attncheck.reports.html", "page.css"), _text(__package__, "site.css")]
     yield SiteFile("site.css", "\n".join(styles))
     shared = [_text("attncheck.reports.html", name) for name in SCRIPTS]
-    for name in ("choose.js", "changes.js"):
-        yield SiteFile(name, "\n".join(['"use strict";', *shared, *(_text(__package__, n) for n in ("site.js", name))]))
+    scripts = ['"use strict";', *shared, *(_text(__package__, name) for name in ("site.js", "choose.js"))]
+    yield SiteFile("choose.js", "\n".join(scripts))
     for name in ("theme.js", "icon.svg"):
         yield SiteFile(name, _text(__package__, name))
     if site.reloads:

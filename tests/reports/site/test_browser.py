@@ -17,7 +17,7 @@ from attncheck.reports.site.model import SiteRun
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 HOSTILE = "</script><img src=x onerror=window.hacked=1>/../../\u202e{{ 7 * 7 }}"
-KINDS = ("index", "backends", "devices", "cases", "changes", "runs", "backends/*", "devices/*", "cases/*")
+KINDS = ("index", "backends", "devices", "cases", "runs", "backends/*", "devices/*", "cases/*")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def site(tmp_path: Path, run_file: Callable[..., Path]) -> Path:
 
 
 def build(files: Any, output: Path) -> Path:
-    write_site(*read_runs(names_of(files), output, 1), output)
+    write_site(*read_runs(names_of(files), 1), output)
     return output
 
 
@@ -145,31 +145,6 @@ def test_the_fastest_is_named_only_if_intervals_are_apart(visit: Any, run_of: An
     assert remarks(timed("slow", 2e5, 2.1e5, processes=2), timed("fast", 1e5, 1.1e5))[0] == "lowest, but not certain"
 
 
-def test_changes_of_two_runs(visit: Any, site: Path) -> None:
-    page = visit(next((site / "backends").glob("mine*.html")).as_uri())
-    page.get_by_role("link", name="from the run before").first.click()
-    page.wait_for_url("**/changes.html*")
-    settled(page)
-    text = page.locator("#found").inner_text()
-    assert "1 changed" in text
-    gone = page.locator("h2", has_text="Findings that are gone").locator("xpath=following-sibling::*[1]")
-    assert "the window is ignored" in gone.inner_text()
-    assert page.locator("#found tbody tr").first.locator("td").all_inner_texts() == ["failed", "passed", "better"]
-    before, after = (page.locator(f"[name={name}]").input_value() for name in ("base", "new"))
-    page.select_option("[name=base]", after)
-    page.select_option("[name=new]", before)
-    page.locator("#found td", has_text="worse").wait_for()
-    assert f"base={after}" in page.url
-
-
-def test_the_first_comparison_is_of_one_device(visit: Any, run_file: Any, tmp_path: Path) -> None:
-    devices = ("a gpu", "b gpu", "a gpu")
-    files = [run_file(day, {"a": "passed"}, device=device) for day, device in enumerate(devices, start=1)]
-    page = visit((build(files, tmp_path / "site") / "changes.html").as_uri())
-    chosen = [page.locator(f"[name={name}] option:checked").inner_text() for name in ("base", "new")]
-    assert [text[:16] for text in chosen] == ["2026-01-01 a gpu", "2026-01-03 a gpu"]
-
-
 def test_without_a_need_a_backend_without_a_right_case_is_not_tried(visit: Any, run_file: Any, tmp_path: Path) -> None:
     refusing = run_file(1, {"a": "passed"}, check="refusals", notes=("refused at forward: no",))
     page = visit((build([refusing], tmp_path / "site") / "index.html").as_uri())
@@ -198,7 +173,7 @@ def test_the_site_works_below_a_path_of_a_server(visit: Any, site: Path) -> None
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f"http://127.0.0.1:{server.server_port}/site/"
         page = visit(f"{base}index.html", within=base)
-        for name in ("Backends", "Devices", "Cases", "Changes", "Runs"):
+        for name in ("Backends", "Devices", "Cases", "Runs"):
             page.get_by_role("navigation").get_by_role("link", name=name).click()
             settled(page)
         page.goto(f"{base}backends.html")

@@ -52,7 +52,6 @@ def test_history_names_what_appeared_and_what_is_gone(run_of: Callable[..., Site
         [0, 0],  # the case of the finding was not examined
         [1, 0],
     ]
-    assert [each.before and each.before.run.started[:10] for each in changes] == ["2026-01-02", "2026-01-01", None]
 
 
 def test_runs_with_equal_results_are_one_change(run_of: Callable[..., SiteRun]) -> None:
@@ -72,7 +71,6 @@ def test_runs_with_equal_results_are_one_change(run_of: Callable[..., SiteRun]) 
         (runs[2], runs[4]),
         (runs[0], runs[1]),
     ]
-    assert [each.before and each.before.run for each in changes] == [runs[4], runs[1], None]
 
 
 def test_a_badge_counts_cases_and_findings(run_of: Callable[..., SiteRun]) -> None:

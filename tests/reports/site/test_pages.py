@@ -39,7 +39,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Path]:
     def built(*paths: Path, output: Path = tmp_path / "site") -> Path:
-        runs, unread = read_runs(names_of(paths), output, 1)
+        runs, unread = read_runs(names_of(paths), 1)
         write_site(runs, unread, output)
         return output
 
@@ -95,7 +95,6 @@ def test_pages_of_earlier_runs_are_deleted(build: Callable[..., Path], run_file:
     build(old)
     site = build(new)
     assert [path.name for path in (site / "backends").iterdir()] == ["new.html"]
-    assert len(list((site / "data").glob("run-*.js"))) == 1
 
 
 def test_a_file_that_is_no_run_is_named_with_its_reason(
