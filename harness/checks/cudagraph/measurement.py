@@ -199,7 +199,9 @@ class _Plays:
             claim = partial(GraphClaim, name=name, value=value)
             probe = next((each for each in self._questions.probes if each.name == _PLAYED.get(name)), None)
             if probe is None or reached is AttentionCGSupport.NEVER:
-                yield claim(outcome="not examined", reason="no graph was right" if probe else "no probe examines it")
+                yield claim(
+                    outcome="not examined", reason="no probe of a graph passed" if probe else "no probe examines it"
+                )
                 continue
             broke = self._played(replace(probe, claim=name), is_pool_finite=is_pool_finite).broke
             if broke is None:

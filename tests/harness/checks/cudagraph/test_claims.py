@@ -173,4 +173,4 @@ def test_without_a_right_graph_no_claim_is_examined():
                 return super().locate(metadata, num_rows)
 
     (claim,) = measured(Reads).levels.claims
-    assert (claim.outcome, claim.reason) == ("not examined", "no graph was right")
+    assert (claim.outcome, claim.reason) == ("not examined", "no probe of a graph passed")
