@@ -48,7 +48,10 @@ def refusals(backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSp
     try:
         _Row(backend, layer, cache_spec).builder()
     except (ValueError, NotImplementedError) as error:
-        return (f"refused by vLLM's constructor: {error}".rstrip("."),) if _is_raised_by_vllm(error) else ()
+        # The config classes of vLLM are pydantic's, which replaces what their methods raise.
+        of_config = error.errors()[0]["msg"] if hasattr(error, "errors") else None
+        is_refused = of_config is not None or _is_raised_by_vllm(error)
+        return (f"refused by vLLM's constructor: {of_config or error}".rstrip("."),) if is_refused else ()
     except Exception:  # noqa: BLE001 (someone else's code, for the checks to find)
         return ()
     return ()

@@ -266,6 +266,14 @@ def of_folder(folder, source):
     return runpy.run_path(str(path))["call"]
 
 
+OF_CONFIG = """
+class ValidationError(ValueError):
+    def errors(self):
+        return [{"msg": "Value error, no such cache"}]
+
+def call(*_):
+    raise ValidationError()
+"""
 RAISES = "def call(*_):\n    raise {}\n"
 
 
@@ -279,6 +287,7 @@ RAISES = "def call(*_):\n    raise {}\n"
         ("vllm", RAISES.format("ValueError('F: [required dependencies not available]')"), None),
         ("vllm", "def call(*_):\n    first, second = 1, 2, 3\n", None),
         ("plugin", RAISES.format("ValueError('of another author')"), None),
+        ("pydantic", OF_CONFIG, "refused by vLLM's constructor: Value error, no such cache"),
     ],
 )
 def test_what_vllm_refuses_to_construct_is_no_fault(folder, source, expected, monkeypatch, tmp_path):
