@@ -20,7 +20,7 @@ from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLa
 from attncheck.backends.candidates.vllm.latent_impl import VLLMLatentImpl
 from attncheck.backends.candidates.vllm.selection import is_state_space, select
 from attncheck.backends.candidates.vllm.state_space import state_space_backend
-from attncheck.backends.candidates.vllm.trial import construction_of, missing_parts
+from attncheck.backends.candidates.vllm.trial import missing_parts, refusals
 from attncheck.backends.candidates.vllm.validation import configuration_problems
 from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
@@ -120,19 +120,14 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract.
-
-        The reasons are faults of Triton's interpreter, caches for which vLLM has no kernel on this CPU, and missing
-        parts without which a declared layer cannot be constructed.
-        """
-        if _is_interpreted(cls.their_backend) and (gaps := interpreted.gaps(layer, cache)):
-            return gaps
+        """See the contract; faults of Triton's interpreter, and caches for which vLLM has no kernel on this CPU."""
+        if _is_interpreted(cls.their_backend):
+            return interpreted.gaps(layer, cache)
         try:
             _instruction_set(cls.their_backend, cache.kv_cache_dtype)
         except NotImplementedError as error:
             return [f"kv_cache_dtype {cache.kv_cache_dtype}: {error}"]
-        is_declared = not super().unsupported_reasons(layer, cache, batch)
-        return list(construction_of(cls, layer, cache).absent) if is_declared else []
+        return []
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
@@ -146,14 +141,10 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """See the contract.
-
-        Adds the reasons of vLLM's own check of a configuration to those of the declarations. If there are none, the
-        layer is constructed once, and the reason is vLLM's if it refuses that.
-        """
+        """See the contract; adds the reasons of vLLM's own check of a configuration, or else of its constructors."""
         reasons = super().unsupported_reasons(layer, cache, batch)
         reasons += configuration_problems(cls.their_backend, layer, cache, refused=bool(reasons))
-        return reasons or list(construction_of(cls, layer, cache).refused)
+        return reasons or list(refusals(cls, layer, cache))
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:

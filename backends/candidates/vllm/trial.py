@@ -5,11 +5,10 @@ library that is imported on first use. vLLM may also refuse a layer in a constru
 Any other exception is left to the checks.
 """
 
-import dis
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, wraps
+from functools import cache, lru_cache, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -40,54 +39,28 @@ _NUM_BLOCKS = 2
 _INTERPRETING = "InterpreterError"
 """Exception that Triton's interpreter raises for unsupported operations of a kernel."""
 
-_RAISE = dis.opmap["RAISE_VARARGS"]
-"""The instruction of a ``raise`` statement."""
-
-_REFUSING = ("vllm.", "attncheck.backends.candidates.vllm.")
-"""Modules whose ``raise`` statements are refusals of vLLM's: its own, and those that construct its layers."""
-
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class Construction:
-    """Why a layer or its builder cannot be constructed: vLLM refuses it, or a part is missing here; both may be empty.
-
-    Both are empty as well if the constructor failed in another way, which the checks find.
-    """
-
-    refused: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-
-
-def construction_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSpec) -> Construction:
-    """Construct the impl and the builder of a layer and cache, once per process, and return what prevents it."""
-    return _construction_of(backend, layer, replace(cache_spec, num_blocks=None, first_block=None))
-
-
 @lru_cache(maxsize=1024)
-def _construction_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSpec) -> Construction:
+def refusals(backend: "type[VLLMBackend]", layer: LayerSpec, cache_spec: CacheSpec) -> tuple[str, ...]:
+    """Construct the impl and the builder of a layer and cache, once per process; return why vLLM refuses that."""
     try:
         _Row(backend, layer, cache_spec).builder()
-    except BackendUnavailableError as error:
-        return Construction(absent=error.reasons)
-    except Exception as error:  # noqa: BLE001 (someone else's code)
-        if isinstance(error, ValueError | NotImplementedError) and _is_raised_by_vllm(error):
-            words = str(error).rstrip(".")
-            return Construction(refused=(f"refused by vLLM's constructor: {words}",))
-    return Construction()
+    except (ValueError, NotImplementedError) as error:
+        # The config classes of vLLM are pydantic's, which replaces what their methods raise.
+        of_config = error.errors()[0]["msg"] if hasattr(error, "errors") else None
+        is_refused = of_config is not None or _is_raised_by_vllm(error)
+        return (f"refused by vLLM's constructor: {of_config or error}".rstrip("."),) if is_refused else ()
+    except Exception:  # noqa: BLE001 (someone else's code, for the checks to find)
+        return ()
+    return ()
 
 
 def _is_raised_by_vllm(error: Exception) -> bool:
-    """Return whether a ``raise`` statement of vLLM's raised ``error``."""
-    entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        entry = entry.tb_next
-    if entry is None:
-        return False
-    frame = entry.tb_frame
-    is_statement = frame.f_code.co_code[entry.tb_lasti] == _RAISE
-    return is_statement and str(frame.f_globals.get("__name__", "")).startswith(_REFUSING)
+    """Return whether a ``raise`` statement raised ``error``, in vLLM or in the bridge: both are folders ``vllm``."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (last.line or "").startswith("raise ") and "vllm" in Path(last.filename).parts
 
 
 def names_missing_parts(stage: str) -> Callable[[C], C]:
@@ -103,19 +76,15 @@ def names_missing_parts(stage: str) -> Callable[[C], C]:
             try:
                 return method(self, *arguments, **keywords)
             except Exception as error:
-                absent = absent_part(stage, error) if is_of_vllm(self.their_backend) else []
-                if not absent:
+                theirs = self.their_backend
+                absent = absent_part(stage, error)
+                if not absent or not theirs.__module__.startswith("vllm."):
                     raise
-                raise BackendUnavailableError(self.their_backend.get_name(), absent) from error
+                raise BackendUnavailableError(theirs.get_name(), absent) from error
 
         return cast(C, call)
 
     return decorated
-
-
-def is_of_vllm(their_backend: type[Any]) -> bool:
-    """Return whether the class is part of vLLM, and not of a plugin or file."""
-    return their_backend.__module__.startswith("vllm.")
 
 
 @cache
@@ -133,7 +102,7 @@ def missing_parts(backend: "type[VLLMBackend]") -> list[str]:
         if not backend.forward_includes_kv_cache_update:
             row.write()
         stage = "forward"
-        if is_of_vllm(backend.their_backend):
+        if backend.their_backend.__module__.startswith("vllm."):
             row.attend()
     except BackendUnavailableError as error:
         return list(error.reasons)
@@ -192,6 +161,12 @@ class _Row:
             kv_cache_layout=cache_spec.layout,
             num_gpu_blocks=_NUM_BLOCKS,
         )
+        keywords: dict[str, Any] = {}
+        if layer.mla is not None:  # vLLM's layer derives or ignores those that a spec lacks
+            keywords = {name: getattr(layer.mla, name, None) for name in MLA_KEYWORDS}
+        elif layer.sink_logits is not None:
+            dtype = DTYPES[layer.sinks_dtype or layer.dtype]
+            keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=dtype, device=self._device)
         with set_current_vllm_config(self._config):
             self._impl = backend.get_impl_cls()(
                 layer.num_heads,
@@ -204,15 +179,12 @@ class _Row:
                 layer.logits_soft_cap,
                 layer.attn_type,
                 "layer.0" if layer.kv_sharing else None,
-                **self._keywords(),
+                **keywords,
             )
+        self._pool = allocate_kv_cache(backend, layer, cache_spec, _NUM_BLOCKS, self._device)
         self._attn_layer = _Unscaled(self._device, self._impl)
         self._config.compilation_config.static_forward_context["layer.1"] = self._attn_layer
         self._slots = torch.tensor([cache_spec.block_size], device=self._device)  # the first slot of block 1
-
-    @cached_property
-    def _pool(self) -> torch.Tensor:
-        return allocate_kv_cache(self._backend, self._layer, self._cache, _NUM_BLOCKS, self._device)
 
     def builder(self) -> Any:
         """Return a builder for the layer."""
@@ -227,17 +199,6 @@ class _Row:
         )
         with set_current_vllm_config(self._config):
             return self._backend.get_builder_cls()(spec, ["layer.1"], self._config, self._device)
-
-    def _keywords(self) -> dict[str, Any]:
-        layer, mla = self._layer, self._layer.mla
-        if mla is not None:
-            sizes = {name: getattr(mla, name) for name in MLA_KEYWORDS if hasattr(mla, name)}
-            width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            return sizes | {"q_lora_rank": None, "qk_head_dim": width, "kv_b_proj": None}
-        if layer.sink_logits is None:
-            return {}
-        dtype = DTYPES[layer.sinks_dtype or layer.dtype]
-        return {"sinks": torch.tensor(layer.sink_logits, dtype=dtype, device=self._device)}
 
     def write(self) -> None:
         """Write the row as a key and as a value."""

@@ -1,6 +1,7 @@
 """The bridge where vLLM is not installed, or is a stand-in of a few modules. tests/vllm has the real one."""
 
 import os
+import runpy
 import sys
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -13,13 +14,7 @@ from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import bridge, package, trial
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.candidates.vllm.selection import registered, select
-from attncheck.backends.candidates.vllm.trial import (
-    Construction,
-    absent_part,
-    construction_of,
-    missing_parts,
-    names_missing_parts,
-)
+from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts, names_missing_parts, refusals
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendLoadError, BackendUnavailableError
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -263,64 +258,67 @@ def test_what_a_row_raises_is_a_reason_where_a_part_is_not_there(tmp_path, monke
     assert absent_part("forward", raised(lambda: torch.ones(2) @ torch.ones(3))) == []
 
 
-def of_module(name, source):
-    """The function ``call`` of ``source``, as if module ``name`` had it."""
-    namespace = {"__name__": name}
-    exec(source, namespace)
-    return namespace["call"]
+def of_folder(folder, source):
+    """The function ``call`` of a module in ``folder``."""
+    folder.mkdir()
+    path = folder / "layers.py"
+    path.write_text(source, encoding="utf-8")
+    return runpy.run_path(str(path))["call"]
 
 
-RAISES = "def call(*_): raise {}"
-NOT_THERE = "ModuleNotFoundError: No module named 'not_there'"
+OF_CONFIG = """
+class ValidationError(ValueError):
+    def errors(self):
+        return [{"msg": "Value error, no such cache"}]
+
+def call(*_):
+    raise ValidationError()
+"""
+RAISES = "def call(*_):\n    raise {}\n"
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "expected"),
+    ("folder", "source", "expected"),
     [
-        (
-            "vllm.layers",
-            RAISES.format("ValueError('No valid backend.')"),
-            Construction(refused=("refused by vLLM's constructor: No valid backend",)),
-        ),
-        ("vllm.layers", RAISES.format("AssertionError('a fault')"), Construction()),
-        ("vllm.layers", RAISES.format("AttributeError('no such attribute')"), Construction()),
-        ("vllm.layers", "def call(*_): first, second = 1, 2, 3", Construction()),
-        ("plugin", RAISES.format("ValueError('of another author')"), Construction()),
-        (
-            "vllm.layers",
-            "def call(*_): import not_there",
-            Construction(absent=(f"its constructor imports what cannot be imported here: {NOT_THERE}",)),
-        ),
-        (
-            "vllm.layers",
-            RAISES.format("ValueError('FLASHINFER: [required dependencies not available]')"),
-            Construction(
-                absent=("its constructor lacks a library: FLASHINFER: [required dependencies not available]",)
-            ),
-        ),
+        ("vllm", RAISES.format("ValueError('No valid backend.')"), "refused by vLLM's constructor: No valid backend"),
+        ("vllm", RAISES.format("NotImplementedError('no sinks')"), "refused by vLLM's constructor: no sinks"),
+        ("vllm", RAISES.format("AssertionError('a fault')"), None),
+        ("vllm", RAISES.format("AttributeError('no such attribute')"), None),
+        ("vllm", RAISES.format("ValueError('F: [required dependencies not available]')"), None),
+        ("vllm", "def call(*_):\n    first, second = 1, 2, 3\n", None),
+        ("plugin", RAISES.format("ValueError('of another author')"), None),
+        ("pydantic", OF_CONFIG, "refused by vLLM's constructor: Value error, no such cache"),
     ],
 )
-def test_what_vllm_refuses_to_construct_is_told_from_faults_and_missing_parts(module, source, expected, monkeypatch):
+def test_what_vllm_refuses_to_construct_is_no_fault(folder, source, expected, monkeypatch, tmp_path):
     class Impl:
         their_backend = type("Theirs", (Base,), {"__module__": "vllm.v1.attention.backends.some"})
-        __init__ = names_missing_parts("constructor")(of_module(module, source))
+        __init__ = names_missing_parts("constructor")(of_folder(tmp_path / folder, source))
 
     monkeypatch.setattr(trial, "_Row", lambda *_: Impl())
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64)
     backend = type("Backend", (), {})  # a new key of the cache
-    assert construction_of(backend, layer, CacheSpec()) == expected
+    assert refusals(backend, layer, CacheSpec()) == (() if expected is None else (expected,))
 
 
-def test_the_author_of_a_class_outside_vllm_sees_its_exceptions():
+def test_the_author_of_a_class_outside_vllm_sees_its_exceptions(tmp_path):
     class Impl:
         their_backend = type("Theirs", (Base,), {"__module__": "plugin"})
-        forward = names_missing_parts("forward")(of_module("plugin", "def call(*_): import not_there"))
+        forward = names_missing_parts("forward")(of_folder(tmp_path / "plugin", "def call(*_): import not_there"))
 
     with pytest.raises(ModuleNotFoundError):
         Impl().forward()
     Impl.their_backend.__module__ = "vllm.some"
     with pytest.raises(BackendUnavailableError, match="its forward imports what cannot be imported here"):
         Impl().forward()
+
+
+@pytest.mark.parametrize(
+    "message", ["FlashAttention version not detected.", "FLASHINFER: [required dependencies not available]"]
+)
+def test_a_library_that_vllm_does_not_find_is_a_missing_part(message):
+    (found,) = absent_part("forward", AssertionError(message))
+    assert found == f"its forward lacks a library: {message}"
 
 
 class Registry(SimpleNamespace):
@@ -404,8 +402,6 @@ def test_a_cache_without_a_kernel_for_this_cpu_is_unavailable(monkeypatch, takes
     theirs = SimpleNamespace(get_builder_cls=lambda: type("Builder", (), {"__module__": __name__}))
     monkeypatch.setattr(bridge, "_is_interpreted", lambda their_backend: False)
     candidate = type("Candidate", (bridge.VLLMBackend,), {"their_backend": theirs})
-    monkeypatch.setattr(bridge, "construction_of", lambda *specs: Construction())
-    candidate.declared = SimpleNamespace(dtypes=(), head_sizes=())
     batch = BatchSpec(requests=(RequestSpec(query_len=1),))
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64, dtype="bfloat16")
     assert candidate.unavailable_case_reasons("cpu", layer, CacheSpec(kv_cache_dtype=dtype), batch) == expected
