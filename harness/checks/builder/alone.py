@@ -25,7 +25,7 @@ from attncheck.harness.checks.cudagraph.measurement import level_for
 from attncheck.harness.checks.cudagraph.metadata_trace import parts_of, trace
 from attncheck.harness.checks.cudagraph.probe import Bucket
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.driver.construction import construct_builder
+from attncheck.harness.driver.construction import construct_builder, max_model_len
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward_calls import forward_calls_of
 from attncheck.harness.driver.persistent_inputs import copied_calls
@@ -112,11 +112,11 @@ class BuilderChecks:
 
     def _faults(self, steps: Sequence[Problem]) -> Iterator[str]:
         """Capture once, then build for a full and for a padded batch; yield what a graph would read wrongly."""
-        width = max(step.block_table.shape[1] for step in steps)
-        inputs = allocate_inputs(steps[0], _BUCKET, _BUCKET, width, self._device)
+        room = max_model_len(self._backend, steps)
+        inputs = allocate_inputs(steps[0], _BUCKET, _BUCKET, room, self._device)
         make = partial(construct_builder, self._backend, steps, self._device, capture_sizes=(_BUCKET,))
         builder = call_backend("builder", make)
-        dummy = inputs.load(dummy_call(steps[0], Bucket(_BUCKET, _BUCKET, 1), width, longest=False)).common
+        dummy = inputs.load(dummy_call(steps[0], Bucket(_BUCKET, _BUCKET, 1), room, longest=False)).common
         captured = call_backend("capture", lambda: builder.build_for_cudagraph_capture(dummy))
         at_capture = trace({path: part for path, part in parts_of(captured).items() if not _is_empty(part)})
         for problem in steps:

@@ -29,6 +29,7 @@ from attncheck.harness.checks.cudagraph.recorder import Violation
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
+from attncheck.harness.driver.construction import max_model_len
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, num_builders
 from attncheck.harness.driver.observation import Observation, Raised
@@ -100,16 +101,16 @@ def builds_of(
 
     For a graph, the call has dummy inputs. Drafts apply only if each request has one row.
     """
-    batch, width = problem.case.batch, problem.block_table.shape[1]
+    batch = problem.case.batch
     if batch.path.name not in _PLAIN:
         return
     if (
         _overrides(builder, "build_for_cudagraph_capture")
         and level_for(backend, problem) is not AttentionCGSupport.NEVER
     ):
-        size = batch.num_requests
-        inputs = allocate_inputs(problem, size, size, width, device)
-        dummy = inputs.load(dummy_call(problem, Bucket(size, size, query_len=1), width, longest=True))
+        size, room = batch.num_requests, max_model_len(backend, [problem])
+        inputs = allocate_inputs(problem, size, size, room, device)
+        dummy = inputs.load(dummy_call(problem, Bucket(size, size, query_len=1), room, longest=True))
         yield "build_for_cudagraph_capture", dummy, builder.build_for_cudagraph_capture
     if _is_draft(problem, builder):
         yield "build_for_drafting", call, partial(builder.build_for_drafting, draft_index=0)

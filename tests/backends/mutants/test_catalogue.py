@@ -68,7 +68,7 @@ def test_the_docstring_of_a_class_states_its_fault(read):
         (
             ENTRY + "  check: numeric\n",
             snapshot(
-                "TMP/area.yaml: a-fault.check: Value error, no check has this name; known are numerics, lse, cache_write, containment, features, determinism, invariance, builder, cudagraph, refusals, timing, utilities (found 'numeric')"
+                "TMP/area.yaml: a-fault.check: Value error, no check has this name; known are numerics, lse, cache_write, containment, features, determinism, invariance, builder, streams, cudagraph, refusals, timing, utilities (found 'numeric')"
             ),
         ),
         (

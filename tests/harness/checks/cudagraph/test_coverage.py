@@ -22,6 +22,7 @@ TRAITS = {
     "logits_soft_cap": 9.0,
     "alibi": True,
     "sinks": True,
+    "sinks_dtype": "float32",
     "attn_chunk_size": 8,
     "kv_sharing": True,
     "output_quant": OutputQuantSpec(scale=1.0),
