@@ -5,6 +5,7 @@ import socket
 from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -247,6 +248,14 @@ def test_a_builder_declares_of_graphs_what_vllm_s_declares(name, updates_drafts)
     assert builder.supports_update_block_table is False
     assert builder.get_varlen_cudagraph_max_query_len(builder.vllm_config, SPEC) is None
     assert backend.supports_device_cpu_query_lens_mismatch() is True
+
+
+def test_updates_of_metadata_reach_vllm_s_builder():
+    builder = registry.load("vllm:TRITON_ATTN").backend.get_builder_cls()(SPEC, ["layer.1"], plain_config(**SIZES), CPU)
+    builder.update_draft_decode_metadata(None)  # vLLM's updates nothing
+    builder.theirs = Mock()
+    builder.update_block_table("metadata", "table", "slots")
+    builder.theirs.update_block_table.assert_called_once_with("metadata", "table", "slots")
 
 
 @pytest.mark.parametrize(

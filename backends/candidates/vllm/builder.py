@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.cache import their_spec
@@ -105,6 +106,16 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         """See the contract."""
         with interpreted.launches():
             return self.theirs.build_for_drafting(self._translated(common_attn_metadata), draft_index)
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        """Return what vLLM's builder makes of its metadata for another block table, for a builder that claims to."""
+        with interpreted.launches():
+            return self.theirs.update_block_table(metadata, blk_table, slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Update the metadata of vLLM's builder in place, for a builder that claims to do so in a graph."""
+        with interpreted.launches():
+            self.theirs.update_draft_decode_metadata(metadata)
 
     def _translated(self, metadata: CommonAttentionMetadata) -> Any:
         if metadata.num_actual_tokens > len(self._positions):
