@@ -87,3 +87,20 @@ def test_a_process_is_started_as_triton_needs_it(tmp_path):
 def test_backends_made_of_triton_kernels_are_told_from_others(name, launches):
     registry = package.module("vllm.v1.attention.backends.registry")
     assert launches_triton(registry.AttentionBackendEnum[name].get_class()) is launches
+
+
+def test_values_of_another_head_size_than_keys_reach_the_class_for_them(tmp_path):
+    suite = tmp_path / "sizes.yaml"
+    suite.write_text(
+        "suite: sizes\n"
+        "defaults: {layer: {num_heads: 2, num_kv_heads: 1, dtype: float16}}\n"
+        "cases:\n"
+        "  - {id: values, batch: q1s40_q5s37, layer: {head_size: 64}, matrix: {layer.head_size_v: [32, 160]}}\n"
+        "  - {id: equal, batch: q1s40_q5s37, layer: {head_size: 160}}\n"
+    )
+    command = [sys.executable, "-m", "attncheck", "run", "--backend", "vllm:TRITON_ATTN_DIFFKV", "--in-process"]
+    command += ["--suite", str(suite), "--check", "numerics,cache_write", "--output", str(tmp_path / "run.jsonl")]
+    environment = QUIET | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record.outcome for record in read_run(tmp_path / "run.jsonl").records] == ["passed"] * 6

@@ -9,7 +9,7 @@ from torch import Tensor
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
-from attncheck.backends.candidates.vllm.layers import current
+from attncheck.backends.candidates.vllm.layers import current, set_value_size
 from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
@@ -39,6 +39,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         self.config = self.their_config(vllm_config, layers, kv_cache_spec)
         self.spec = self.spec_of(next(iter(layers.values()), None), self.config, kv_cache_spec)
         made = self.their_builder(kv_cache_spec)
+        set_value_size(self.their_backend, kv_cache_spec.head_size_v or kv_cache_spec.head_size)
         with current(self.config):
             self.theirs = made(self.spec, layer_names, self.config, device)
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold

@@ -14,7 +14,7 @@ from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, has_writer, load_weights, make_latent_layer
-from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
+from attncheck.backends.candidates.vllm.layers import LayerArguments, has_value_size, make_layer
 from attncheck.backends.candidates.vllm.trial import absent_part
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
@@ -77,6 +77,8 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
         features.add("fp8_kv")
     if is_mla(their_backend):
         features.add("mla")
+    if has_value_size(their_backend):
+        features.add("head_size_v")
     dtypes = tuple(dtype for dtype in DTYPES.values() if _takes_dtype(their_backend, dtype))
     head_sizes = tuple(their_backend.get_supported_head_sizes())
     usual = 576 if is_mla(their_backend) else 64

@@ -9,7 +9,14 @@ from attncheck.backends.candidates.vllm import interpreted
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
 from attncheck.backends.candidates.vllm.declarations import fuses
-from attncheck.backends.candidates.vllm.layers import LayerArguments, current, make_layer, take_scales
+from attncheck.backends.candidates.vllm.layers import (
+    LayerArguments,
+    current,
+    has_value_size,
+    make_layer,
+    set_value_size,
+    take_scales,
+)
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
 from attncheck.backends.candidates.vllm.validation import refuse_as_vllm_does
 from attncheck.backends.contract import KVCacheSpec, QuantKey
@@ -42,7 +49,7 @@ class VLLMImpl(AttentionImpl[Any]):
     ) -> None:
         """See the contract; the cache dtype is that of the current config, as in vLLM's layer."""
         plain = get_current_vllm_config()
-        if head_size_v not in (None, head_size):
+        if head_size_v not in (None, head_size) and not has_value_size(self.their_backend):
             # vLLM's layer accepts it but does not pass it to the impl, which then writes past the end of the output.
             raise NotImplementedError(
                 f"head_size_v {head_size_v}: vLLM passes one head size to an impl, and this is another"
@@ -58,7 +65,9 @@ class VLLMImpl(AttentionImpl[Any]):
             attn_type=str(attn_type),
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             sinks=sinks,
+            head_size_v=head_size_v,
         )
+        self._head_size_v = head_size if head_size_v is None else head_size_v
         self.config = their_config(plain, model=soft_cap_entry(logits_soft_cap))
         refuse_as_vllm_does(self.their_backend, self.config, given)
         self.layer = make_layer(self.their_backend, self.config, given)
@@ -127,8 +136,9 @@ class VLLMImpl(AttentionImpl[Any]):
             self._scaled_as = attn_layer
 
     def _prepare(self, attn_layer: AttentionLayer, device: torch.device) -> None:
-        """Bring the layer to its state before the first step: set its scales, and construct a builder for its group."""
+        """Bring the layer and its class to their state before a step; construct a builder for the layer's group."""
         self._take_scales(attn_layer)
+        set_value_size(self.their_backend, self._head_size_v)
         if self._has_builder:
             return
         layer, config = self.layer, self.config
@@ -137,6 +147,7 @@ class VLLMImpl(AttentionImpl[Any]):
             num_kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
             dtype=layer.kv_cache_torch_dtype,
+            head_size_v=self._head_size_v,
         )
         with current(config):
             builder = self.their_backend.get_builder_cls()

@@ -28,6 +28,7 @@ class LayerArguments:
     attn_type: str
     kv_sharing_target_layer_name: str | None
     sinks: torch.Tensor | None
+    head_size_v: int | None = None
 
 
 def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> Any:
@@ -38,6 +39,9 @@ def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> 
     attention = package.find("Attention", "vllm.model_executor.layers.attention", "vllm.attention.layer")
     kinds = package.find("AttentionType", "vllm.v1.attention.backend", "vllm.attention.backends.abstract")
     extra: dict[str, Any] = {} if given.sinks is None else {"sinks": given.sinks}
+    if given.head_size_v is not None:
+        extra["head_size_v"] = given.head_size_v
+    set_value_size(their_backend, given.head_size_v or given.head_size)
 
     def made(name: str, target: str | None) -> Any:
         return attention(
@@ -63,6 +67,17 @@ def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> 
         layer = made(LAYER_NAME, target)
         layer.process_weights_after_loading(config.model_config.dtype)
     return layer
+
+
+def has_value_size(their_backend: type[Any]) -> bool:
+    """Return whether the class takes values of another head size than keys."""
+    return hasattr(their_backend, "set_head_size_v")
+
+
+def set_value_size(their_backend: type[Any], head_size_v: int) -> None:
+    """Set the head size of values where vLLM's models do: it is an attribute of the class, which each call reads."""
+    if has_value_size(their_backend):
+        their_backend.set_head_size_v(head_size_v)
 
 
 @contextmanager
