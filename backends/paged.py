@@ -103,7 +103,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.attn_type = AttentionType(attn_type)
         self.has_cache = self.attn_type.has_cache
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
-        self.sinks = None if sinks is None else sinks.to(torch.float32)
+        self.given_sinks, self.sinks = sinks, None if sinks is None else sinks.to(torch.float32)
         self._sink_logits = None if sinks is None else tuple(sinks.tolist())
         self._window_size = sliding_window
         self.sliding_window = window_pair(sliding_window, bidirectional=not self.attends_causally)
