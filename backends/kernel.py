@@ -136,10 +136,6 @@ def kernel_backend(
             return Metadata
 
         @classmethod
-        def get_supported_dtypes(cls) -> list[torch.dtype]:
-            return list(supported_dtypes)
-
-        @classmethod
         def get_supported_head_sizes(cls) -> list[int]:
             return list(supported_head_sizes)
 
@@ -157,6 +153,7 @@ def kernel_backend(
 
     Backend.features = declared
     Backend.conventions = Conventions() if conventions is None else conventions
+    Backend.supported_dtypes = tuple(supported_dtypes)
     Backend.supported_layouts = tuple(supported_layouts)
     Backend.supported_attn_types = tuple(supported_attn_types)
     Backend.supported_kv_cache_dtypes = tuple(supported_kv_cache_dtypes)

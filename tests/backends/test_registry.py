@@ -295,7 +295,7 @@ def test_a_class_that_breaks_the_contract(file, refusal):
                 return "HALF"
     """
     assert refusal(f"{file(text)}:Half") == snapshot(
-        "backend 'TMP/candidate.py:Half': breaks the contract: backend Half does not implement get_builder_cls, get_impl_cls, get_kv_cache_shape; features: unknown name 'sliding_windows'; did you mean 'sliding_window'? (known: ...)"
+        "backend 'TMP/candidate.py:Half': breaks the contract: backend Half does not implement get_builder_cls, get_impl_cls; features: unknown name 'sliding_windows'; did you mean 'sliding_window'? (known: ...)"
     )
 
 
