@@ -96,7 +96,8 @@ class KVCacheSpec:
     chunked_prefill_workspace_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.head_size_v is None:
+        given: object = self.head_size_v
+        if given is None:
             object.__setattr__(self, "head_size_v", self.head_size)
 
 

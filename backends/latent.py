@@ -39,7 +39,7 @@ class LatentBackend(AttentionBackend):
     conventions = Conventions(padded_rows="untouched")
     supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 
     @classmethod
     def is_mla(cls) -> bool:

@@ -27,6 +27,15 @@ BackendOptions = Annotated[
         autocompletion=completion.backends,
     ),
 ]
+OneBackend = Annotated[
+    str | None, typer.Argument(metavar="BACKEND", help="The backend, as in `attncheck run`.", show_default=False)
+]
+OneBackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend", metavar="REF", help="The same as the argument BACKEND.", autocompletion=completion.backends
+    ),
+]
 Providers = Annotated[
     list[str] | None,
     typer.Option(
@@ -85,7 +94,9 @@ Keywords = Annotated[
 LastFailed = Annotated[
     bool,
     typer.Option(
-        "--last-failed", "--lf", help="Select only the cases and backends that did not pass in the newest kept run."
+        "--last-failed",
+        "--lf",
+        help="Select only the cases and backends that did not pass in the newest kept run, and the checks that failed.",
     ),
 ]
 Checks = Annotated[

@@ -1,6 +1,7 @@
 """Every way to name a backend, and every way in which that goes wrong."""
 
 import importlib.metadata
+import importlib.util
 import sys
 from textwrap import dedent
 
@@ -269,6 +270,13 @@ def test_the_error_of_a_file_that_does_not_import_states_the_line(file, text, me
     with pytest.raises(BackendLoadError, match=message):
         load(f"{path}:Wrong")
     assert not [name for name in set(sys.modules) - loaded if name.startswith("attncheck_file")]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_error_states_what_to_install_and_how_to_name_the_class(file, refusal):
+    path = file("import vllm.v1\n")
+    assert refusal(path) == snapshot()
+    assert refusal(f"vllm:{path}:Mine", BackendUnavailableError) == snapshot()
 
 
 def test_a_module_that_exits_does_not_import(on_path, refusal):

@@ -59,6 +59,8 @@ def test_what_is_written_is_right_under_its_own_name(
     if kind == BackendKind.VLLM:
         path = folder / "my_kernel.py"
         path.write_text(path.read_text().replace(OF_VLLM, OF_ATTNCHECK))
+        if importlib.util.find_spec("vllm") is None:
+            assert "or import attncheck.backends.contract in its place" in printed[3]
     assert load(ref).backend.get_name() == ("CUSTOM" if kind == BackendKind.VLLM else "MY_KERNEL")
 
     (tmp_path / "small.yaml").write_text(SUITE)
