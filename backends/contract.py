@@ -196,11 +196,6 @@ class AttentionBackend(ABC):
         return AttentionMetadata
 
     @classmethod
-    def make_metadata(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of ``get_metadata_cls()``."""
-        return cls.get_metadata_cls()(*args, **kwargs)
-
-    @classmethod
     def is_mla(cls) -> bool:
         """Return whether the backend serves only layers with a latent cache, with an :class:`MLAAttentionImpl`."""
         return False

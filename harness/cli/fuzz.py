@@ -42,8 +42,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def fuzz(
     context: typer.Context,
-    backends: arguments.OneBackend = None,
-    backend: arguments.OneBackendOption = None,
+    backends: arguments.BackendArguments = None,
+    backend: arguments.BackendOptions = None,
     budget: Budget = "60s",
     seed: arguments.Seed = None,
     check: arguments.Checks = None,
@@ -65,9 +65,9 @@ def fuzz(
     """
     context.with_resource(interruptible())
     limit_s = read_time("--budget", budget)
-    ref = backends or backend
-    if ref is None or (backends and backend):
-        raise SelectionError("fuzz examines one backend; give its reference, as in `attncheck run`")
+    refs = (*(backends or ()), *(backend or ()))
+    if len(refs) != 1:
+        raise SelectionError(f"fuzz examines one backend, and {len(refs)} are given; name one as in `attncheck run`")
 
     from attncheck.harness.cli.small_failures import backend_process, folder_for, print_small
     from attncheck.harness.fuzz.failures import Shrinker, search_failures
@@ -80,7 +80,7 @@ def fuzz(
     with ExitStack() as stack:
         process = stack.enter_context(
             backend_process(
-                ref,
+                refs[0],
                 device=device,
                 seed=check_seed(seed or 0),
                 case_timeout=case_timeout,
@@ -98,21 +98,18 @@ def fuzz(
                 typer.echo(f"\r{plural(outcomes.total(), 'case')} drawn ", err=True, nl=False)
 
         code, shrinker, known = 0, Shrinker(process, shrink_time), dict[str, Path]()
-        reducing_s = 0.0
         for failure in search_failures(process, seed=seed or 0, budget_s=limit_s, checks=checks, most=maxfail, see=see):
             folder = next(iter(known.values()), None) or folder_for(output, "fuzz")
-            paused = time.monotonic()
             small = shrinker.make_small(failure)
-            reducing_s += time.monotonic() - paused
             if small.small.case.hash not in known:
                 code = max(code, print_small(process, small, folder))
             known[small.small.case.hash] = folder
-        drawn = f"{plural(outcomes.total(), 'case')} drawn in {time.monotonic() - began - reducing_s:.1f} s"
+        drawn = f"{plural(outcomes.total(), 'case')} drawn"
         counts = ", ".join(f"{number} {word}" for word, number in sorted(outcomes.items()))
-        reduced = f", reduced in {reducing_s:.1f} s" if known else ""
-        typer.echo(f"\n{drawn}: {counts or 'none'}; failures: {len(known)}{reduced}")
+        seconds = time.monotonic() - began
+        typer.echo(f"\n{drawn}: {counts or 'none'}; failures: {len(known)}; {seconds:.1f} s in all")
         if not outcomes["examined"]:
-            raise SelectionError(f"no drawn case of backend {ref!r} was examined")
+            raise SelectionError(f"no drawn case of backend {refs[0]!r} was examined")
         return code
 
 

@@ -27,15 +27,6 @@ BackendOptions = Annotated[
         autocompletion=completion.backends,
     ),
 ]
-OneBackend = Annotated[
-    str | None, typer.Argument(metavar="BACKEND", help="The backend, as in `attncheck run`.", show_default=False)
-]
-OneBackendOption = Annotated[
-    str | None,
-    typer.Option(
-        "--backend", metavar="REF", help="The same as the argument BACKEND.", autocompletion=completion.backends
-    ),
-]
 Providers = Annotated[
     list[str] | None,
     typer.Option(

@@ -75,7 +75,7 @@ def test_defaults_of_a_minimal_backend():
     assert Minimal.functions() == {}
     assert Minimal.version() == ""
     assert Minimal.full_cls_name() == (__name__, "Minimal")
-    assert isinstance(Minimal.make_metadata(), AttentionMetadata)
+    assert Minimal.get_metadata_cls() is AttentionMetadata
     with pytest.raises(NotImplementedError):
         Minimal.get_kv_cache_stride_order()
 

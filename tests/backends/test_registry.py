@@ -274,9 +274,13 @@ def test_the_error_of_a_file_that_does_not_import_states_the_line(file, text, me
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_the_error_states_what_to_install_and_how_to_name_the_class(file, refusal):
-    path = file("import vllm.v1\n")
-    assert refusal(path) == snapshot()
-    assert refusal(f"vllm:{path}:Mine", BackendUnavailableError) == snapshot()
+    path = str(file("import vllm.v1\n"))
+    assert refusal(path) == snapshot(
+        "backend 'TMP/candidate.py': importing it raised ModuleNotFoundError: No module named 'vllm' (TMP/candidate.py:N: import vllm.v1); install vLLM (pip install vllm), and write vllm:TMP/candidate.py:CLASS"
+    )
+    assert refusal(f"vllm:{path}:Mine", BackendUnavailableError) == snapshot(
+        "backend 'vllm:TMP/candidate.py:Mine' is unavailable here: its library cannot be imported: No module named 'vllm'; install vLLM (pip install vllm)"
+    )
 
 
 def test_a_module_that_exits_does_not_import(on_path, refusal):
