@@ -1,10 +1,10 @@
 """The contract of an attention backend: vLLM's names and call order, plus a few declarations of attncheck's own.
 
 A candidate is a subclass of :class:`AttentionBackend` that names an impl class and a metadata builder class. The
-subclass itself is never instantiated. It must implement ``get_name``, ``get_impl_cls``, ``get_builder_cls``,
-``get_kv_cache_shape``, the impl's ``__init__`` and ``forward``, and the builder's ``__init__`` and ``build``. Every
-other member has the default documented here. The harness drives a candidate only through this contract. One step makes
-these calls, in this order, under ``torch.no_grad()``::
+subclass itself is never instantiated. It must implement ``get_name``, ``get_impl_cls``, ``get_builder_cls``, the
+impl's ``__init__`` and ``forward``, and the builder's ``__init__`` and ``build``. Every other member has the default
+documented here. The harness drives a candidate only through this contract. One step makes these calls, in this order,
+under ``torch.no_grad()``::
 
     impl     = backend.get_impl_cls()(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
                                       kv_cache_dtype, logits_soft_cap, attn_type, None)   # [, sinks=][, head_size_v=]
@@ -26,7 +26,7 @@ order. It must raise before it changes the output or the cache. A feature silent
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,8 +34,9 @@ import torch
 
 import attncheck
 from attncheck.backends.caches.codecs import KVCacheCodec, default_codec
+from attncheck.backends.caches.packings import Packing, packed_shape
 from attncheck.backends.conventions import Conventions
-from attncheck.backends.declarations import MultipleOf, undeclared
+from attncheck.backends.declarations import MultipleOf, read_predicates, undeclared
 from attncheck.backends.impl import (
     AttentionImpl,
     AttentionLayer,
@@ -79,8 +80,8 @@ class KVCacheSpec:
     """Description of the KV cache that one group of layers shares; the first argument of a metadata builder.
 
     ``block_size`` is the kernel's, in tokens. ``dtype`` is that of the allocated tensor (``torch.uint8`` for an FP8
-    cache). The optional fields are None for layers without the feature. ``head_size_v`` is None if it equals
-    ``head_size``. ``chunked_prefill_workspace_size`` applies to latent caches: the number of context tokens that a
+    cache). ``head_size_v`` is ``head_size`` unless it is given. The other optional fields are None for layers without
+    the feature. ``chunked_prefill_workspace_size`` applies to latent caches: the number of context tokens that a
     chunked prefill may gather at once (vLLM's builders derive it from their config). None leaves the choice to the
     backend.
     """
@@ -89,10 +90,15 @@ class KVCacheSpec:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype
-    head_size_v: int | None = None
+    head_size_v: int = None  # type: ignore[assignment]  # filled in below, as in vLLM
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     chunked_prefill_workspace_size: int | None = None
+
+    def __post_init__(self) -> None:
+        given: object = self.head_size_v
+        if given is None:
+            object.__setattr__(self, "head_size_v", self.head_size)
 
 
 class AttentionBackend(ABC):
@@ -100,6 +106,9 @@ class AttentionBackend(ABC):
 
     Backend selection relies on these declarations. One that claims too much gives wrong results; one that claims too
     little costs speed. The harness checks both directions.
+
+    A class may declare in vLLM's form as well: :func:`~attncheck.backends.declarations.read_predicates` reads its
+    ``supports_*`` methods when the class is created.
     """
 
     accept_output_buffer: ClassVar[bool] = False
@@ -117,13 +126,16 @@ class AttentionBackend(ABC):
     conventions: ClassVar[Conventions] = Conventions()
     """The backend's choices where correct backends differ."""
 
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
+    supported_dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float16, torch.bfloat16)
+    """Supported dtypes of query, key, value and output."""
+
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto",)
     """Supported cache dtypes. ``auto`` is the layer's dtype, under either name."""
 
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD",)
     """Supported memory orders of a page. A backend that reads the cache through its strides supports both."""
 
-    supported_attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
+    supported_attn_types: ClassVar[Sequence[str]] = (AttentionType.DECODER,)
 
     supported_sinks_dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
     """Supported dtypes of ``sinks``, which are the layer's dtype and float32."""
@@ -133,6 +145,10 @@ class AttentionBackend(ABC):
 
     builder_only: ClassVar[bool] = False
     """Whether only the metadata builder can be driven; no impl is constructed then."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        read_predicates(cls)
 
     @staticmethod
     @abstractmethod
@@ -152,15 +168,18 @@ class AttentionBackend(ABC):
         """Return the metadata builder class; one instance is constructed per group of layers."""
         raise NotImplementedError
 
-    @staticmethod
-    @abstractmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Return the logical shape of one layer's cache.
+
+        The default is vLLM's: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, for each token its key, then
+        its value; for a latent cache ``[num_blocks, block_size, head_size]``.
 
         Raise ``ValueError`` for a block size that the kernels do not support. A backend that declares ``head_size_v``
         accepts it as a keyword, which is passed only if it differs from ``head_size``.
         """
-        raise NotImplementedError
+        packing: Packing = "latent" if cls.is_mla() else "content"
+        return packed_shape(packing, num_blocks, block_size, num_kv_heads, head_size, head_size)
 
     @staticmethod
     def get_kv_cache_stride_order() -> tuple[int, ...]:
@@ -177,11 +196,6 @@ class AttentionBackend(ABC):
         return AttentionMetadata
 
     @classmethod
-    def make_metadata(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an instance of ``get_metadata_cls()``."""
-        return cls.get_metadata_cls()(*args, **kwargs)
-
-    @classmethod
     def is_mla(cls) -> bool:
         """Return whether the backend serves only layers with a latent cache, with an :class:`MLAAttentionImpl`."""
         return False
@@ -193,8 +207,8 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
-        """Return the supported dtypes of query, key, value and output."""
-        return [torch.float16, torch.bfloat16]
+        """Return ``supported_dtypes``; override it if they depend on the library."""
+        return list(cls.supported_dtypes)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -5,9 +5,10 @@ value and the limit, and all reasons are returned. A path that a backend does no
 the features which that requires count among the needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from attncheck.reference.spec import (
     FORMS,
@@ -16,6 +17,7 @@ from attncheck.reference.spec import (
     BatchSpec,
     CacheSpec,
     DCPOptions,
+    KVCacheDType,
     LayerSpec,
     RequestSpec,
     SplitKVOptions,
@@ -26,6 +28,32 @@ if TYPE_CHECKING:
 
 FUNCTION_PATHS = ("merge", "causal_conv1d")
 """Paths that call a function of the backend instead of its attention."""
+
+PREDICATES: Mapping[str, str] = MappingProxyType(
+    {
+        "sliding_window": "supports_sliding_window",
+        "sinks": "supports_sink",
+        "non_causal": "supports_non_causal",
+        "alibi_sqrt": "supports_alibi_sqrt",
+        "fp8_per_head": "supports_per_head_quant_scales",
+    }
+)
+"""The method of vLLM's class that declares each feature."""
+
+_UNREAD: Mapping[str, str] = MappingProxyType(
+    {
+        "supports_dtype": "supported_dtypes",
+        "supports_head_size": "get_supported_head_sizes",
+        "supports_block_size": "get_supported_kernel_block_sizes",
+        "supports_combination": "unsupported_reasons",
+        "validate_configuration": "unsupported_reasons",
+        "supports_compute_capability": "unavailable_reasons",
+        "supports_batch_invariance": "conventions = Conventions(batch_invariant=True)",
+        "supported_kv_cache_layouts": "supported_layouts",
+        "customize_spec": "get_kv_cache_shape and kv_cache_codec",
+    }
+)
+"""Declarations of vLLM's class that attncheck's classes do not read, and the declaration to write instead."""
 
 _NO_LATENT_CACHE = "the layer has no latent cache"
 
@@ -48,9 +76,9 @@ class Declarations(Protocol):
     """The members of an ``AttentionBackend`` class that a case is compared with; the contract documents them."""
 
     features: frozenset[str]
-    supported_kv_cache_dtypes: tuple[str, ...]
+    supported_kv_cache_dtypes: Sequence[str]
     supported_layouts: tuple[str, ...]
-    supported_attn_types: tuple[str, ...]
+    supported_attn_types: Sequence[str]
     supported_sinks_dtypes: tuple[str, ...]
 
     def is_mla(self) -> bool: ...
@@ -60,6 +88,36 @@ class Declarations(Protocol):
     def get_supported_head_sizes(self) -> list[int]: ...
 
     def get_supported_kernel_block_sizes(self) -> list[int | MultipleOf]: ...
+
+
+def read_predicates(backend: type[Any]) -> None:
+    """Set the declarations of ``backend`` that its own body makes in vLLM's form, by ``supports_*`` methods.
+
+    The class keeps the other declarations of its bases.
+    """
+    own = dict(vars(backend))
+    for feature, predicate in PREDICATES.items():
+        if predicate in own:
+            others = backend.features - {feature}
+            backend.features = others | {feature} if getattr(backend, predicate)() else others
+    if "supports_attn_type" in own:
+        backend.supported_attn_types = tuple(kind for kind in AttentionType if backend.supports_attn_type(kind))
+    if "supports_kv_cache_dtype" in own:
+        names = get_args(KVCacheDType)
+        backend.supported_kv_cache_dtypes = tuple(name for name in names if backend.supports_kv_cache_dtype(name))
+    names_caches = not own.keys().isdisjoint(("supported_kv_cache_dtypes", "supports_kv_cache_dtype"))
+    if names_caches and "features" not in own:  # vLLM's classes declare FP8 caches by their names alone
+        has_codes = any(name.startswith("fp8") for name in backend.supported_kv_cache_dtypes)
+        backend.features |= {"fp8_kv"} if has_codes else set()
+
+
+def unread_declarations(backend: type[Any]) -> list[str]:
+    """Return which declarations in vLLM's form attncheck does not read, each with the one to write instead."""
+    return [
+        f"{theirs} is a declaration of vLLM's that attncheck's classes do not read: declare {ours}"
+        for theirs, ours in _UNREAD.items()
+        if hasattr(backend, theirs)
+    ]
 
 
 def required_features(

@@ -10,6 +10,7 @@ The wrapper raises for every feature missing from ``features``, before it calls 
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.errors import UnknownNameError
+from attncheck.reference.attention.params import LayerParams
 from attncheck.reference.spec import FEATURES
 
 Kernel = Callable[..., object]
@@ -37,6 +39,21 @@ _KERNEL_OPTIONS = ("k_scale", "v_scale", "output_lse", "output_scale")
 _WRITER_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 _WRITER_OPTIONS = ("k_scale", "v_scale")
 _CACHED_TYPES = tuple(kind for kind in AttentionType if kind.has_cache)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelParams(LayerParams):
+    """The parameters of one layer for one step, as a function gets them.
+
+    The fields are those of :class:`~attncheck.reference.attention.params.AttentionParams`, except that the numbers of
+    each head are tensors on the device. They are made once a layer, so that a captured graph can read them.
+
+    alibi_slopes: float32 ``[num_heads]``, or None.
+    sinks: ``[num_heads]``, or None; float32 or the layer's dtype, as vLLM passes them.
+    """
+
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 def kernel_backend(
@@ -65,7 +82,7 @@ def kernel_backend(
     - key_cache, value_cache: logical views ``[blocks, block size, num_kv_heads, head size]`` of the pool, strided. They
       already hold the new K/V. With an FP8 cache they have a float8 dtype;
     - metadata: the ``CommonAttentionMetadata`` of the step;
-    - params: the layer's ``AttentionParams``, with the step's ``causal``; the window is mirrored if that is False;
+    - params: the layer's :class:`KernelParams`, with the step's ``causal``; the window is mirrored if that is False;
     - out: ``[T, num_heads, value head size]``, which the function writes in place.
 
     These keywords are passed if the signature of ``fn`` has them: ``k_scale`` and ``v_scale`` (float32 tensors);
@@ -119,10 +136,6 @@ def kernel_backend(
             return Metadata
 
         @classmethod
-        def get_supported_dtypes(cls) -> list[torch.dtype]:
-            return list(supported_dtypes)
-
-        @classmethod
         def get_supported_head_sizes(cls) -> list[int]:
             return list(supported_head_sizes)
 
@@ -140,6 +153,7 @@ def kernel_backend(
 
     Backend.features = declared
     Backend.conventions = Conventions() if conventions is None else conventions
+    Backend.supported_dtypes = tuple(supported_dtypes)
     Backend.supported_layouts = tuple(supported_layouts)
     Backend.supported_attn_types = tuple(supported_attn_types)
     Backend.supported_kv_cache_dtypes = tuple(supported_kv_cache_dtypes)
@@ -202,6 +216,11 @@ def kernel_backend(
         ) -> None:
             self._call(layer, query, caches, metadata, output, output_lse, output_scale)
 
+        def _kernel_params(self, metadata: PagedMetadata, device: torch.device) -> KernelParams:
+            params = self.params(metadata)
+            numbers = {each.name: getattr(params, each.name) for each in fields(LayerParams)}
+            return KernelParams(**numbers, alibi_slopes=self.slopes_on(device), sinks=self.given_sinks)
+
         def _call(
             self,
             layer: AttentionLayer,
@@ -221,7 +240,8 @@ def kernel_backend(
                 if output_lse is None:
                     output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
                 extra["output_lse"] = output_lse
-            returned = self.kernel(query, *caches, metadata.common, self.params(metadata), output, **extra)
+            params = self._kernel_params(metadata, query.device)
+            returned = self.kernel(query, *caches, metadata.common, params, output, **extra)
             self.ignored_result = _ignored_result(fn, returned, output)
 
     for made in (Backend, Metadata, Builder, Impl):

@@ -5,6 +5,7 @@ As in vLLM, such a backend serves only layers with a latent cache. A candidate d
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from attncheck.backends.contract import (
     MLAAttentionImpl,
 )
 from attncheck.backends.declarations import block_size_reason
-from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.attention.mla_layer import MLAParams
 
@@ -36,16 +37,13 @@ class LatentBackend(AttentionBackend):
     accept_output_buffer = True
     features = frozenset({"mla", "lse", "non_causal", "short_keys", "fp8_kv"})
     conventions = Conventions(padded_rows="untouched")
+    supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 
     @classmethod
     def is_mla(cls) -> bool:
         return True
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod
     def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:

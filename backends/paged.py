@@ -6,6 +6,7 @@ A candidate derives from :class:`PagedBackend` and :class:`PagedImpl` (and from 
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
 from attncheck.backends.caches.packings import Packing, packed_shape
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, QuantKey
 from attncheck.backends.declarations import block_size_reason
-from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.backends.impl import STATIC_FP8
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.cache import kv_cache_views
@@ -29,12 +30,9 @@ class PagedBackend(AttentionBackend):
     """Backend whose cache has one of the usual packings; ``content`` if key and value head sizes differ."""
 
     accept_output_buffer = True
+    supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
     packing: ClassVar[Packing] = "split_first"
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod
     def get_kv_cache_shape(
@@ -103,7 +101,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.attn_type = AttentionType(attn_type)
         self.has_cache = self.attn_type.has_cache
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
-        self.sinks = None if sinks is None else sinks.to(torch.float32)
+        self.given_sinks, self.sinks = sinks, None if sinks is None else sinks.to(torch.float32)
         self._sink_logits = None if sinks is None else tuple(sinks.tolist())
         self._window_size = sliding_window
         self.sliding_window = window_pair(sliding_window, bidirectional=not self.attends_causally)

@@ -58,6 +58,8 @@ ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
 
 ENTRY_POINT_GROUP = "attncheck.backends"
 
+INSTALL_VLLM = "install vLLM (pip install vllm)"
+
 _FILE_MODULE = "attncheck_file_"
 _LONGEST_MESSAGE = 2_000
 """Maximum characters kept of an exception's message, which may be very long."""
@@ -160,7 +162,10 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
             except AttncheckError:
                 raise
             except ImportError as error:
-                raise BackendUnavailableError(full_name, [f"its library cannot be imported: {error}"]) from error
+                remedy = f"; {INSTALL_VLLM}" if _lacks_vllm(error) else ""
+                raise BackendUnavailableError(
+                    full_name, [f"its library cannot be imported: {error}{remedy}"]
+                ) from error
             except ValueError as error:
                 raise BackendLoadError(ref, str(error)) from error
             except Exception as error:
@@ -241,8 +246,13 @@ def import_file(ref: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
+        allowed = f"{INSTALL_VLLM}, and write vllm:{path}:CLASS" if _lacks_vllm(error) else ""
+        raise BackendLoadError(ref, import_failure(error), allowed=allowed, raised=type(error).__name__) from error
     return module
+
+
+def _lacks_vllm(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "vllm"
 
 
 def _attribute(ref: str, module: ModuleType, path: str) -> Any:

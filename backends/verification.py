@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from attncheck.backends.conventions import Conventions
+from attncheck.backends.declarations import unread_declarations
 from attncheck.backends.impl import MLA_KEYWORDS
 from attncheck.errors import UnknownNameError
 from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType, KVCacheDType, Layout
@@ -65,6 +66,7 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     conventions: object = backend.conventions
     if not isinstance(conventions, Conventions):
         yield f"conventions is a {type(conventions).__name__}, not a Conventions"
+    yield from unread_declarations(backend)
     yield from _no_text(backend, "get_name")
     yield from _no_text(backend, "version")
     features = _declared_features(backend)

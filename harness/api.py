@@ -4,11 +4,13 @@ It prints nothing, and writes a file only through :meth:`Examination.save`. What
 Invalid arguments raise an exception, and so does a lost GPU.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
+from inspect import signature
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Self
@@ -250,7 +252,17 @@ def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+def _check_options(kernel_options: Iterable[str]) -> None:
+    """Raise UnknownNameError for an argument that neither :func:`examine` nor :func:`kernel_backend` has."""
+    own = [name for name in signature(examine).parameters if name not in ("candidate", "kernel_options")]
+    options = list(signature(kernel_backend).parameters)[1:]
+    for name in kernel_options:
+        if name not in options:
+            raise UnknownNameError("argument of examine", name, [*own, *options])
+
+
 def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
+    _check_options(kernel_options)
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):
@@ -272,4 +284,6 @@ def _handed_over(backend: type) -> LoadedBackend | UnavailableBackend:
         loaded = load_object(backend)
     except BackendUnavailableError as error:
         return UnavailableBackend(error.name, python_ref(error.name), error.reasons)
-    return replace(loaded, ref=python_ref(loaded.name))
+    found = vars(sys.modules.get(backend.__module__, object)).items()
+    names = [name for name, value in found if value is backend]
+    return replace(loaded, ref=python_ref(names[0] if names else loaded.name))

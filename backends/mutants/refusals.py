@@ -61,9 +61,7 @@ class RaisesWithoutWords(Base):
 class LeavesItToTorch(Base):
     """Does not declare float32, for which an operator of torch raises a NotImplementedError."""
 
-    @classmethod
-    def get_supported_dtypes(cls):
-        return [torch.float16, torch.bfloat16]
+    supported_dtypes = (torch.float16, torch.bfloat16)
 
     class Impl(ReferenceImpl):
         def forward(self, layer, query, *rest, **more):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli import completion
 from attncheck.harness.cli import process_arguments as processes
 from attncheck.harness.cli import run_arguments as arguments
 from attncheck.harness.cli.interruption import interruptible
@@ -20,7 +19,11 @@ if TYPE_CHECKING:
     from attncheck.harness.fuzz.search import DrawnQuestion
 
 Budget = Annotated[
-    str, typer.Option(metavar="TIME", help="Time for drawing and examining cases, such as 90s, 5m or 1h.")
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="Time for drawing and examining cases, such as 90s, 5m or 1h. Reducing failures takes time of its own.",
+    ),
 ]
 ShrinkTime = Annotated[
     float, typer.Option("--shrink-time", min=0, metavar="SECONDS", help="Seconds to reduce one failure.")
@@ -39,9 +42,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def fuzz(
     context: typer.Context,
-    backend: Annotated[
-        str, typer.Option(metavar="REF", help="The backend, as in `attncheck run`.", autocompletion=completion.backends)
-    ],
+    backends: arguments.BackendArguments = None,
+    backend: arguments.BackendOptions = None,
     budget: Budget = "60s",
     seed: arguments.Seed = None,
     check: arguments.Checks = None,
@@ -63,6 +65,9 @@ def fuzz(
     """
     context.with_resource(interruptible())
     limit_s = read_time("--budget", budget)
+    refs = (*(backends or ()), *(backend or ()))
+    if len(refs) != 1:
+        raise SelectionError(f"fuzz examines one backend, and {len(refs)} are given; name one as in `attncheck run`")
 
     from attncheck.harness.cli.small_failures import backend_process, folder_for, print_small
     from attncheck.harness.fuzz.failures import Shrinker, search_failures
@@ -75,7 +80,7 @@ def fuzz(
     with ExitStack() as stack:
         process = stack.enter_context(
             backend_process(
-                backend,
+                refs[0],
                 device=device,
                 seed=check_seed(seed or 0),
                 case_timeout=case_timeout,
@@ -83,7 +88,8 @@ def fuzz(
                 pass_env=pass_env,
             )
         )
-        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {seed or 0}, {budget}")
+        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {seed or 0}")
+        typer.echo(f"drawing cases for {limit_s:g} s; reducing each failure for at most {shrink_time:g} s more")
 
         def see(_question: "DrawnQuestion", examined: "ExaminedCase") -> None:
             is_examined = any(record.outcome != "unsupported" for record in examined.records)
@@ -98,11 +104,12 @@ def fuzz(
             if small.small.case.hash not in known:
                 code = max(code, print_small(process, small, folder))
             known[small.small.case.hash] = folder
-        drawn = f"{plural(outcomes.total(), 'case')} drawn in {time.monotonic() - began:.1f} s"
+        drawn = f"{plural(outcomes.total(), 'case')} drawn"
         counts = ", ".join(f"{number} {word}" for word, number in sorted(outcomes.items()))
-        typer.echo(f"\n{drawn}: {counts or 'none'}; failures: {len(known)}")
+        seconds = time.monotonic() - began
+        typer.echo(f"\n{drawn}: {counts or 'none'}; failures: {len(known)}; {seconds:.1f} s in all")
         if not outcomes["examined"]:
-            raise SelectionError(f"no drawn case of backend {backend!r} was examined")
+            raise SelectionError(f"no drawn case of backend {refs[0]!r} was examined")
         return code
 
 

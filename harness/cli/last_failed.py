@@ -15,7 +15,7 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
     """Return ``options`` for the cases, backends, providers and functions that failed in the run of ``path``.
 
     If ``options`` name backends or suites, only those of them remain. All remaining cases run on all remaining
-    backends, with all checks of ``options``.
+    backends, with the checks of ``options``; if these name none, with those that failed.
 
     Raises:
         SelectionError: nothing failed, or nothing that ``options`` name.
@@ -41,6 +41,7 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
         providers=tuple(dict.fromkeys(each.backend_ref for each in functions)),
         suites=suites or options.suites,
         keys=tuple(dict.fromkeys(each.case for each in cases)),
+        checks=options.checks or tuple(dict.fromkeys(each.check for each in short)),
         functions=tuple(names),
     )
 

@@ -40,6 +40,8 @@ def new_backend(
 
     Replace the kernel in NAME.py by your own. Existing files are not overwritten.
     """
+    from attncheck.backends.registry import INSTALL_VLLM
+
     texts = template_files(kind, name)
     paths = [output / file for file in texts]
     if there := [str(path) for path in paths if path.exists()]:
@@ -54,6 +56,8 @@ def new_backend(
     typer.echo(f"written: {', '.join(map(str, paths))}")
     typer.echo(f"  {shlex.join(['attncheck', 'run', '--backend', backend_ref(kind, name, output)])}")
     typer.echo(f"  {shlex.join(['pytest', str(paths[1])])}")
+    if kind == BackendKind.VLLM and find_spec("vllm") is None:
+        typer.echo(f"vLLM is not installed here: {INSTALL_VLLM}, or import attncheck.backends.contract in its place")
     return 0
 
 

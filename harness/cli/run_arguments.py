@@ -85,7 +85,9 @@ Keywords = Annotated[
 LastFailed = Annotated[
     bool,
     typer.Option(
-        "--last-failed", "--lf", help="Select only the cases and backends that did not pass in the newest kept run."
+        "--last-failed",
+        "--lf",
+        help="Select only the cases and backends that did not pass in the newest kept run, and the checks that failed.",
     ),
 ]
 Checks = Annotated[

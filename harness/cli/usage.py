@@ -4,6 +4,8 @@ The parser's own message names neither the given value nor, for pydantic types, 
 """
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 _INVALID = re.compile(r"Invalid value for '?(?P<name>[^':]+)'?: (?P<reason>.*)", re.DOTALL)
@@ -11,6 +13,19 @@ _INVALID = re.compile(r"Invalid value for '?(?P<name>[^':]+)'?: (?P<reason>.*)",
 
 HELP = "Usage: "
 """Prefix of the help text that a command without arguments prints instead of an error."""
+
+
+_MEANT: Mapping[str, str] = MappingProxyType(
+    {
+        "no such command 'test'": "`attncheck run`",
+        "no such command 'bench'": "`attncheck run --check timing`",
+        "no such command 'diff'": "`attncheck compare`",
+        "no such command 'badge'": "`attncheck site`",
+        "no such command 'version'": "`attncheck --version`",
+        "no such option: --timeout": "--case-timeout for one check of a case, --backend-timeout for a whole backend",
+    }
+)
+"""What to write instead of a command or an option that users expect, by the beginning of the message."""
 
 
 def usage_error_in_words(error: Any) -> str:
@@ -22,6 +37,9 @@ def usage_error_in_words(error: Any) -> str:
         message = f"{match['name']}: {_reason(error) or match['reason']}"
     else:
         message = message[:1].lower() + message[1:]
+    for beginning, meant in _MEANT.items():
+        if message.startswith(beginning):
+            message = f"{beginning}; use {meant}"
     context = getattr(error, "ctx", None)
     return message if context is None else f"{message}; see `{context.command_path} --help`"
 

@@ -1,11 +1,10 @@
 """``attncheck warm``: compiles the kernels that a run will need, in several processes, into the caches on disk."""
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from attncheck.harness.cli import completion
 from attncheck.harness.cli import process_arguments as processes
 from attncheck.harness.cli import run_arguments as arguments
 
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
 
 
 def warm(
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REF", help="A backend, as in `attncheck run`. May be repeated.", autocompletion=completion.backends
-        ),
-    ] = None,
+    backends: arguments.BackendArguments = None,
+    backend: arguments.BackendOptions = None,
     suite: arguments.Suites = None,
     settings: arguments.Settings = None,
     case: arguments.Cases = None,
@@ -43,14 +38,15 @@ def warm(
     from attncheck.harness.workers.worker_pool import WorkerPool
     from attncheck.harness.workers.worker_settings import WorkerSettings
 
+    refs = (*(backends or ()), *(backend or ()))
     selection = select_cases(suite or (), case or (), check or (), settings or ())
     with WorkerPool(settings=WorkerSettings(pass_env=read_patterns(pass_env or ()))) as pool:
-        pool.start(first_refs(backend or (), selection.suites))
+        pool.start(first_refs(refs, selection.suites))
 
         from attncheck.harness.run.preparation import RunSettings, prepare_run
 
         truths = None if no_cache else truths_folder()
-        prepared = prepare_run(selection, backend or (), RunSettings(device=device, truths=truths), pool=pool)
+        prepared = prepare_run(selection, refs, RunSettings(device=device, truths=truths), pool=pool)
         pool.keep_only(())  # the backends are described; free the memory of these processes
         for each in prepared.backends:
             if each.is_loaded and not each.unavailable_reasons:

@@ -123,7 +123,7 @@ def builder_arguments(
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
         dtype=cache_dtype(layer, cache),
-        head_size_v=layer.value_head_size if layer.value_head_size != layer.head_size else None,
+        head_size_v=layer.value_head_size,
         sliding_window=layer.sliding_window,
         attention_chunk_size=layer.attn_chunk_size if has_chunks else None,
         chunked_prefill_workspace_size=None if layer.mla is None else layer.mla.workspace,

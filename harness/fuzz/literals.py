@@ -147,8 +147,8 @@ class SourceWriter:
             held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         else:
             held = {name: each for name, each in vars(value).items() if name not in ("_path", "impl")}
-        own = vars(type(value))
-        held |= {name: getattr(value, name) for name, each in own.items() if isinstance(each, property)}
+        computed = inspect.getmembers_static(type(value), lambda member: isinstance(member, property))
+        held |= {name: getattr(value, name) for name, _ in computed}
         return _wrapped_call("SimpleNamespace", [f"{name}={self.source(each)}" for name, each in held.items()])
 
 

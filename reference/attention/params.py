@@ -21,7 +21,65 @@ _FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class AttentionParams:
+class LayerParams:
+    """The parameters of one attention layer that are single numbers; :class:`AttentionParams` has their meaning."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int | None = None
+    scale: float | None = None
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    logits_soft_cap: float | None = None
+    alibi_sqrt: bool = False
+    attn_chunk_size: int | None = None
+    attn_chunk_lookback: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v", "attn_chunk_size"):
+            size = getattr(self, name)
+            if size is not None and not (_is_int(size) and 0 < size < _ENDLESS):
+                raise ReferenceArgumentError(name, size, "a positive integer below 2**62")
+        if self.num_heads % self.num_kv_heads:
+            raise ReferenceArgumentError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ReferenceArgumentError("scale", self.scale, "a finite number, or None for head_size ** -0.5")
+        if self.logits_soft_cap is not None and not 0 <= self.logits_soft_cap < math.inf:
+            raise ReferenceArgumentError("logits_soft_cap", self.logits_soft_cap, "a number >= 0; None or 0: off")
+        window = tuple(self.window)
+        if len(window) != 2 or not all(_is_int(distance) and distance < _ENDLESS for distance in window):
+            required = "two integers (left, right) below 2**62; negative: unlimited"
+            raise ReferenceArgumentError("window", self.window, required)
+        object.__setattr__(self, "window", window)
+        if not (_is_int(self.attn_chunk_lookback) and 0 <= self.attn_chunk_lookback < _ENDLESS):
+            raise ReferenceArgumentError(
+                "attn_chunk_lookback", self.attn_chunk_lookback, "an integer >= 0, below 2**62"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """``G``: number of consecutive query heads that read the same KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_head_size(self) -> int:
+        """``Dv``: head size of value and output."""
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the scores; its default comes from ``head_size``, never from ``head_size_v``."""
+        return float(self.head_size) ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The soft cap, or None if it is None or 0."""
+        return self.logits_soft_cap or None
+
+
+@dataclass(frozen=True)
+class AttentionParams(LayerParams):
     """The parameters of one attention layer. Hashable; two layers with equal parameters compute the same function.
 
     With query row at position ``q``, query head ``h``, key position ``j`` and KV head ``h // (num_heads //
@@ -55,42 +113,13 @@ class AttentionParams:
     attncheck.errors.ReferenceArgumentError: num_kv_heads = 3: must be a divisor of num_heads 8
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int | None = None
-    scale: float | None = None
-    causal: bool = True
-    window: tuple[int, int] = (-1, -1)
-    logits_soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
-    alibi_sqrt: bool = False
     sinks: tuple[float, ...] | None = None
-    attn_chunk_size: int | None = None
-    attn_chunk_lookback: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v", "attn_chunk_size"):
-            size = getattr(self, name)
-            if size is not None and not (_is_int(size) and 0 < size < _ENDLESS):
-                raise ReferenceArgumentError(name, size, "a positive integer below 2**62")
-        if self.num_heads % self.num_kv_heads:
-            raise ReferenceArgumentError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}")
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ReferenceArgumentError("scale", self.scale, "a finite number, or None for head_size ** -0.5")
-        if self.logits_soft_cap is not None and not 0 <= self.logits_soft_cap < math.inf:
-            raise ReferenceArgumentError("logits_soft_cap", self.logits_soft_cap, "a number >= 0; None or 0: off")
-        window = tuple(self.window)
-        if len(window) != 2 or not all(_is_int(distance) and distance < _ENDLESS for distance in window):
-            required = "two integers (left, right) below 2**62; negative: unlimited"
-            raise ReferenceArgumentError("window", self.window, required)
-        object.__setattr__(self, "window", window)
+        super().__post_init__()
         self._freeze_per_head("alibi_slopes", "finite", math.isfinite)
         self._freeze_per_head("sinks", "finite, or -inf for no sink", lambda sink: sink < math.inf)
-        if not (_is_int(self.attn_chunk_lookback) and 0 <= self.attn_chunk_lookback < _ENDLESS):
-            raise ReferenceArgumentError(
-                "attn_chunk_lookback", self.attn_chunk_lookback, "an integer >= 0, below 2**62"
-            )
 
     def _freeze_per_head(self, name: str, required: str, allowed: Callable[[float], bool]) -> None:
         """Store a per-head sequence as a tuple of floats, so that the dataclass stays hashable."""
@@ -103,26 +132,6 @@ class AttentionParams:
         if not all(allowed(value) for value in values):
             raise ReferenceArgumentError(name, values, required)
         object.__setattr__(self, name, values)
-
-    @property
-    def group_size(self) -> int:
-        """``G``: number of consecutive query heads that read the same KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def value_head_size(self) -> int:
-        """``Dv``: head size of value and output."""
-        return self.head_size if self.head_size_v is None else self.head_size_v
-
-    @property
-    def softmax_scale(self) -> float:
-        """The factor on the scores; its default comes from ``head_size``, never from ``head_size_v``."""
-        return float(self.head_size) ** -0.5 if self.scale is None else float(self.scale)
-
-    @property
-    def soft_cap(self) -> float | None:
-        """The soft cap, or None if it is None or 0."""
-        return self.logits_soft_cap or None
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,7 @@ def window_pair(sliding_window: int | None, *, bidirectional: bool = False) -> t
     return (left, left) if bidirectional else (left, 0)
 
 
-def visible(params: AttentionParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+def visible(params: LayerParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """Return whether the row at ``q_pos`` sees the key at ``k_pos``: bool, of their broadcast shape.
 
     Positions are absolute and counted from the first token of the request. ``q_pos`` may be negative (a row before the

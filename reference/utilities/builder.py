@@ -32,6 +32,12 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     reorder_batch_threshold: int | None = None
     """The batch must have requests of at most this query length first; ``None`` if its order does not matter."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Read the level from ``_cudagraph_support`` as well, which is its name in vLLM."""
+        super().__init_subclass__(**keywords)
+        if "_cudagraph_support" in vars(cls):
+            cls.cudagraph_support = vars(cls)["_cudagraph_support"]
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Return the level for layers of this config and spec; by default :attr:`cudagraph_support` for all.

@@ -210,10 +210,12 @@ def extent(finding: Finding) -> str:
     return f"{plural(len(finding.cases), 'case')}, {'check' if len(checks) == 1 else 'checks'} {names}"
 
 
-def consequence(finding: Finding) -> str:
-    """Return what the finding does to the exit code of the run."""
+def consequence(finding: Finding, header: RunHeader) -> str:
+    """Return what the finding does to the exit code of the run; ``attncheck.examine`` has none."""
     code = finding.exit_status
-    return f"the run exits with code {code} because of it" if code else "it does not fail the run"
+    if not code:
+        return "it does not fail the run"
+    return f"the run exits with code {code} because of it" if header.command else "the examination fails because of it"
 
 
 def contrast(finding: Finding) -> str:

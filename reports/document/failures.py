@@ -156,7 +156,7 @@ def _facts(finding: Finding, run: RunValues, example: Sequence[Item], cases: Seq
     below = [Item(finding.case.shape)] if finding.case else []
     word = "case" if len(finding.cases) == 1 else "example"
     return [
-        Item(f"{phrases.extent(finding)}; {phrases.consequence(finding)}"),
+        Item(f"{phrases.extent(finding)}; {phrases.consequence(finding, run.header)}"),
         *([Item(contrast)] if (contrast := phrases.contrast(finding)) else []),
         *cases,
         Item(f"{word}: {phrases.example(finding)}{f' ({rounds})' if rounds else ''}", (*below, *example)),

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attncheck.backends.kernel import kernel_backend
+    from attncheck.backends.kernel import KernelParams, kernel_backend
     from attncheck.errors import ExaminationFailedError
     from attncheck.harness.api import Examination, examine
     from attncheck.harness.checks.timing.settings import TimingSettings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Examination",
     "ExaminationFailedError",
+    "KernelParams",
     "TimingSettings",
     "__version__",
     "backend_tests",
@@ -34,6 +35,7 @@ __all__ = [
 _HOME = {
     "Examination": "attncheck.harness.api",
     "ExaminationFailedError": "attncheck.errors",
+    "KernelParams": "attncheck.backends.kernel",
     "TimingSettings": "attncheck.harness.checks.timing.settings",
     "backend_tests": "attncheck.harness.pytest_plugin.backend_tests",
     "examine": "attncheck.harness.api",

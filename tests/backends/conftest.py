@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
-from attncheck.backends.dtypes import cache_dtype
+from attncheck.backends.dtypes import DTYPES, cache_dtype
 from attncheck.reference import layer_params, paged_attention, varlen_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
@@ -50,7 +50,7 @@ class Step:
         layer = self.layer
         extra: dict[str, Any] = dict(self.extra)
         if layer.sink_logits is not None:
-            extra["sinks"] = torch.tensor(layer.sink_logits)
+            extra["sinks"] = torch.tensor(layer.sink_logits, dtype=DTYPES[layer.sinks_dtype or layer.dtype])
         if layer.value_head_size != layer.head_size:
             extra["head_size_v"] = layer.value_head_size
         return self.backend.get_impl_cls()(

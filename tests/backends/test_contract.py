@@ -75,7 +75,7 @@ def test_defaults_of_a_minimal_backend():
     assert Minimal.functions() == {}
     assert Minimal.version() == ""
     assert Minimal.full_cls_name() == (__name__, "Minimal")
-    assert isinstance(Minimal.make_metadata(), AttentionMetadata)
+    assert Minimal.get_metadata_cls() is AttentionMetadata
     with pytest.raises(NotImplementedError):
         Minimal.get_kv_cache_stride_order()
 
@@ -144,7 +144,30 @@ def test_quant_keys_are_values():
 
 def test_cache_spec_names_what_a_builder_reads():
     spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    assert (spec.head_size_v, spec.sliding_window, spec.attention_chunk_size) == (None, None, None)
+    assert (spec.head_size_v, spec.sliding_window, spec.attention_chunk_size) == (64, None, None)
+
+
+def test_declarations_in_the_form_of_vllm_are_read():
+    class Theirs(AttentionBackend):
+        supported_dtypes = (torch.float32,)
+        supports_sink = supports_non_causal = classmethod(lambda cls: True)
+        supports_attn_type = classmethod(lambda cls, kind: kind in ("decoder", "encoder_only"))
+        supports_kv_cache_dtype = classmethod(lambda cls, name: name in (None, "auto", "fp8"))
+
+    class Narrower(Theirs):
+        supports_sink = classmethod(lambda cls: False)
+
+    class TheirBuilder(Builder):
+        _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    assert Theirs.get_supported_dtypes() == [torch.float32]
+    assert Theirs.features == {"sinks", "non_causal", "fp8_kv"}
+    assert Narrower.features == {"non_causal", "fp8_kv"}
+    assert [str(kind) for kind in Theirs.supported_attn_types] == ["decoder", "encoder_only"]
+    assert Theirs.supported_kv_cache_dtypes == ("auto", "fp8")
+    assert Theirs.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128)
+    assert TheirBuilder.cudagraph_support is AttentionCGSupport.ALWAYS
+    assert (AttentionBackend.features, Builder.cudagraph_support) == (frozenset(), AttentionCGSupport.NEVER)
 
 
 @pytest.mark.parametrize(

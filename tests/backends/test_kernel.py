@@ -86,8 +86,10 @@ def test_what_the_function_is_given(make_step):
 
     features = ("sliding_window", "non_causal", "sinks", "alibi", "alibi_non_causal", "head_size_v")
     backend = kernel_backend(spy, name="spy", features=features)
-    layer = replace(PLAIN, sliding_window=5, sinks=True, alibi=True, head_size_v=8)
+    layer = replace(PLAIN, sliding_window=5, sinks=True, sinks_dtype="bfloat16", alibi=True, head_size_v=8)
     step = make_step(backend, layer, STEP, cache=CacheSpec(block_size=8), padding=(1, 2))
+    impl = step.impl()
+    step.impl = lambda: impl
     step.run()
     assert seen["query"] is step.query
     assert seen["out"] is step.output
@@ -96,20 +98,18 @@ def test_what_the_function_is_given(make_step):
     assert seen["key_cache"].shape == (40, 8, 2, 16)
     assert seen["value_cache"].shape == (40, 8, 2, 8)
     assert seen["key_cache"].data_ptr() == step.kv_cache.data_ptr()
-    assert seen["params"] == AttentionParams(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        head_size_v=8,
-        scale=0.4,
-        causal=True,
-        window=(4, 0),
-        alibi_slopes=layer.alibi_slopes,
-        sinks=layer.sink_logits,
-    )
+    params = seen["params"]
+    assert (params.num_heads, params.num_kv_heads, params.head_size, params.head_size_v) == (4, 2, 16, 8)
+    assert (params.softmax_scale, params.causal, params.window) == (0.4, True, (4, 0))
+    assert torch.equal(params.alibi_slopes, torch.tensor(layer.alibi_slopes))
+    assert params.sinks.dtype == torch.bfloat16
+    assert params.sinks.tolist() == list(layer.sink_logits)
     step.common.causal = False
     step.run()
     assert (seen["params"].causal, seen["params"].window) == (False, (4, 4))
+    # A captured graph reads the tensors again, so a layer has them once.
+    assert seen["params"].alibi_slopes is params.alibi_slopes
+    assert seen["params"].sinks is params.sinks
 
 
 def test_scales_and_fp8_views_are_passed_where_declared(make_step):
@@ -138,7 +138,7 @@ def test_scales_and_fp8_views_are_passed_where_declared(make_step):
 def with_lse(query, key_cache, value_cache, metadata, params, out, output_lse):
     rows = int(metadata.query_start_loc[-1])
     batch = (metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc)
-    found, lse = paged_attention(query[:rows], key_cache, value_cache, *batch, params)
+    found, lse = paged_attention(query[:rows], key_cache, value_cache, *batch, AttentionParams(**vars(params)))
     out[:rows], output_lse[:rows] = found, lse
 
 

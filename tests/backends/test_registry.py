@@ -1,6 +1,7 @@
 """Every way to name a backend, and every way in which that goes wrong."""
 
 import importlib.metadata
+import importlib.util
 import sys
 from textwrap import dedent
 
@@ -271,6 +272,17 @@ def test_the_error_of_a_file_that_does_not_import_states_the_line(file, text, me
     assert not [name for name in set(sys.modules) - loaded if name.startswith("attncheck_file")]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_error_states_what_to_install_and_how_to_name_the_class(file, refusal):
+    path = str(file("import vllm.v1\n"))
+    assert refusal(path) == snapshot(
+        "backend 'TMP/candidate.py': importing it raised ModuleNotFoundError: No module named 'vllm' (TMP/candidate.py:N: import vllm.v1); install vLLM (pip install vllm), and write vllm:TMP/candidate.py:CLASS"
+    )
+    assert refusal(f"vllm:{path}:Mine", BackendUnavailableError) == snapshot(
+        "backend 'vllm:TMP/candidate.py:Mine' is unavailable here: its library cannot be imported: No module named 'vllm'; install vLLM (pip install vllm)"
+    )
+
+
 def test_a_module_that_exits_does_not_import(on_path, refusal):
     on_path("raise SystemExit(4)\n", "leaving.py")
     assert refusal("leaving:Wrong") == snapshot(
@@ -295,7 +307,7 @@ def test_a_class_that_breaks_the_contract(file, refusal):
                 return "HALF"
     """
     assert refusal(f"{file(text)}:Half") == snapshot(
-        "backend 'TMP/candidate.py:Half': breaks the contract: backend Half does not implement get_builder_cls, get_impl_cls, get_kv_cache_shape; features: unknown name 'sliding_windows'; did you mean 'sliding_window'? (known: ...)"
+        "backend 'TMP/candidate.py:Half': breaks the contract: backend Half does not implement get_builder_cls, get_impl_cls; features: unknown name 'sliding_windows'; did you mean 'sliding_window'? (known: ...)"
     )
 
 

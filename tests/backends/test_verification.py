@@ -116,6 +116,10 @@ def test_our_own_keep_the_contract(name):
         (with_impl(SDPAImpl, supported_layouts=("NDH",)), "supported_layouts: unknown name 'NDH'; did you mean 'NHD'?"),
         (with_impl(SDPAImpl, supported_attn_types=("causal",)), "supported_attn_types: unknown name 'causal'"),
         (with_impl(SDPAImpl, supported_kv_cache_dtypes=("int8",)), "supported_kv_cache_dtypes: unknown name 'int8'"),
+        (
+            with_impl(SDPAImpl, supports_head_size=classmethod(lambda cls, size: size == 64)),
+            "that attncheck's classes do not read: declare get_supported_head_sizes",
+        ),
         (with_impl(SDPAImpl, conventions={"lse_base": "2"}), "conventions is a dict, not a Conventions"),
         (with_impl(SDPAImpl, get_name=staticmethod(lambda: None)), "get_name() returned None, which is no string"),
         (with_impl(SDPAImpl, version=classmethod(lambda cls: 1 / 0)), "version() raised ZeroDivisionError"),
@@ -158,7 +162,7 @@ def test_all_problems_are_listed_at_once():
         features = frozenset({"magic"})
 
     problems = contract_problems(Empty)
-    assert problems[0] == "backend Empty does not implement get_builder_cls, get_impl_cls, get_kv_cache_shape, get_name"
+    assert problems[0] == "backend Empty does not implement get_builder_cls, get_impl_cls, get_name"
     assert len(problems) == 2
     assert "'magic'" in problems[1]
 

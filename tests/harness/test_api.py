@@ -24,7 +24,6 @@ from attncheck.errors import (
 )
 from attncheck.harness.run.evaluation import Examiner
 from attncheck.harness.run.lost_device import DeviceLostError
-from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 from attncheck.reports.run_file.records import (
     Crashed,
@@ -61,7 +60,7 @@ def attend(
     key_cache: Tensor,
     value_cache: Tensor,
     metadata: CommonAttentionMetadata,
-    params: AttentionParams,
+    params: attncheck.KernelParams,
     out: Tensor,
 ) -> None:
     """Causal attention, one request after the other, by a dense softmax."""
@@ -81,6 +80,9 @@ def attend(
 
 def zeros(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
     out.zero_()
+
+
+Zeros = attncheck.kernel_backend(zeros, name="zeros")
 
 
 def broken(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
@@ -128,6 +130,9 @@ def test_a_wrong_function_fails_and_the_repro_line_is_python(suite: str) -> None
     found = attncheck.examine(zeros, suite, cases="decode", checks=["numerics"], device="cpu", seed=7)
     assert found.verdict == "failed"
     assert f"attncheck.examine(zeros, {suite!r}, cases='decode', checks='numerics', seed=7, device='cpu')" in str(found)
+    assert "1 case, check numerics; the examination fails because of it" in str(found)  # there is no run
+    found = attncheck.examine(Zeros, suite, cases="decode", checks="numerics", device="cpu")
+    assert f"attncheck.examine(Zeros, {suite!r}, cases='decode'" in str(found)  # the variable, not the backend's name
 
 
 def test_what_a_function_raises_is_a_record(suite: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +240,7 @@ def test_stop_at_first(suite: str) -> None:
         ({"candidate": int}, BackendLoadError),
         ({"candidate": lambda query: None}, BackendLoadError),
         ({"features": ["windows"]}, BackendLoadError),
-        ({"speed": "fast"}, BackendLoadError),
+        ({"speed": "fast"}, UnknownNameError),
         ({"candidate": "reference", "features": ["lse"]}, SelectionError),
         ({"suite": "smoky"}, UnknownNameError),
         ({"suite": "nothing.yaml"}, CaseFileError),
@@ -249,6 +254,12 @@ def test_wrong_questions_raise(suite: str, change: dict[str, Any], error: type[E
     arguments: dict[str, Any] = {"candidate": attend, "suite": suite, "device": "cpu"}
     with pytest.raises(error):
         attncheck.examine(**arguments | change)
+
+
+@pytest.mark.parametrize("candidate", ["reference", attend, ReferenceBackend])
+def test_an_argument_that_does_not_exist_is_named_with_the_one_that_does(candidate: Any) -> None:
+    with pytest.raises(UnknownNameError, match="unknown argument of examine 'case'; did you mean 'cases'"):
+        attncheck.examine(candidate, case="decode")
 
 
 def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:

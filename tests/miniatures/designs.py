@@ -48,7 +48,7 @@ def scores_of(query, key, params, positions, first=0):
 
 
 def per_head(numbers, scores):
-    return torch.tensor(numbers, dtype=torch.float32, device=scores.device).view(*scores.shape[:2], 1, 1)
+    return numbers.float().view(*scores.shape[:2], 1, 1)
 
 
 def seen(value, scores):

@@ -13,7 +13,7 @@ from attncheck.harness.checks.timing import check as timing
 from attncheck.harness.checks.timing import measurement
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.evaluation import Examiner, RunPlan
-from attncheck.reference import paged_attention
+from attncheck.reference import AttentionParams, paged_attention
 from attncheck.reports.run_file.timings import Ceilings
 
 SETTINGS = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
@@ -100,7 +100,9 @@ def attend(query, key_cache, value_cache, metadata, params, out, output_lse):
     """Right, by the reference; the new rows are in the cache already."""
     rows = int(metadata.query_start_loc[-1])
     table, lens, starts = metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc
-    result, lse = paged_attention(query[:rows], key_cache, value_cache, table, lens, starts, params)
+    result, lse = paged_attention(
+        query[:rows], key_cache, value_cache, table, lens, starts, AttentionParams(**vars(params))
+    )
     out[:rows], output_lse[:rows] = result.to(out.dtype), lse.to(output_lse.dtype)
 
 

@@ -273,7 +273,7 @@ def test_markdown_lists_a_shared_failure_once_and_names_the_others(
 ) -> None:
     text = as_markdown(*(graph("failed", BROKEN, case_id=f"c{i}", summary=SUMMARY) for i in range(3)))
     assert (
-        "- 3 cases, check cudagraph; the run exits with code 1 because of it\n- cases: smoke/c0, smoke/c1, smoke/c2\n"
+        "- 3 cases, check cudagraph; the examination fails because of it\n- cases: smoke/c0, smoke/c1, smoke/c2\n"
         in text
     )
     assert text.count("Repeat:") == 1

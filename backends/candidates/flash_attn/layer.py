@@ -18,8 +18,6 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
-_DTYPES = (torch.float16, torch.bfloat16)
-
 _HEAD_SIZES = tuple(range(8, 257, 8))
 """Head sizes of keys and values, which must be equal."""
 
@@ -77,15 +75,12 @@ class PackedBuilder(PagedBuilder):
 class FlashBackend(PagedBackend):
     """Backend for half precision on NVIDIA GPUs; pages of any strides whose head dimension is contiguous."""
 
+    supported_dtypes = (torch.float16, torch.bfloat16)
     supported_devices = ("cuda",)
 
     @staticmethod
     def get_metadata_cls() -> type[PackedMetadata]:
         return PackedMetadata
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return list(_DTYPES)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

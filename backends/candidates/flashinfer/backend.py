@@ -94,6 +94,7 @@ class FlashInferBackend(PagedBackend):
     conventions = Conventions(lse_base="2", padded_rows="finite")
     supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
+    supported_dtypes = SUPPORTED_DTYPES
     supported_devices = ("cuda",)
 
     @staticmethod
@@ -117,10 +118,6 @@ class FlashInferBackend(PagedBackend):
         from attncheck.backends.candidates.flashinfer.metadata import FlashInferMetadata
 
         return FlashInferMetadata
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return list(SUPPORTED_DTYPES)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -119,7 +119,7 @@ class UnifiedBuilder(PagedBuilder):
         self._scratch = allocate_scratch(
             num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
             num_kv_heads=kv_cache_spec.num_kv_heads,
-            head_size_v=kv_cache_spec.head_size_v or kv_cache_spec.head_size,
+            head_size_v=kv_cache_spec.head_size_v,
             max_rows=vllm_config.scheduler_config.max_num_batched_tokens,
             device=torch.device(device),
             interpreted=is_interpreted(),

@@ -68,6 +68,7 @@ class VLLMBackend(AttentionBackend):
             else getattr(theirs, "forward_includes_kv_cache_update", True),
             "features": found.features,
             "conventions": Conventions(operand_strides="rows"),
+            "supported_dtypes": found.dtypes,
             "supported_kv_cache_dtypes": found.kv_cache_dtypes,
             "supported_layouts": ("NHD", "HND") if is_latent else layouts(theirs),
             "supported_attn_types": found.attn_types,
@@ -94,11 +95,6 @@ class VLLMBackend(AttentionBackend):
     def get_kv_cache_stride_order(cls, cache_layout: str = "NHD") -> tuple[int, ...]:
         """See the contract; the layouts are those that vLLM's class reads."""
         return stride_order(cls.their_backend, cache_layout)
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        """See the contract."""
-        return list(cls.declared.dtypes)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

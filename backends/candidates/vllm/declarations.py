@@ -16,19 +16,10 @@ from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, has_writer, load_weights, make_latent_layer
 from attncheck.backends.candidates.vllm.layers import LayerArguments, has_value_size, make_layer
 from attncheck.backends.candidates.vllm.trial import absent_part
-from attncheck.backends.declarations import MultipleOf
+from attncheck.backends.declarations import PREDICATES, MultipleOf
 from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.impl import STATIC_FP8, QuantKey
 from attncheck.reference.spec import AttentionType, KVCacheDType
-
-_PREDICATES: Mapping[str, str] = {
-    "sliding_window": "supports_sliding_window",
-    "sinks": "supports_sink",
-    "non_causal": "supports_non_causal",
-    "alibi_sqrt": "supports_alibi_sqrt",
-    "fp8_per_head": "supports_per_head_quant_scales",
-}
-"""The predicate of vLLM's class for each feature."""
 
 _PLAIN = LayerArguments(
     num_heads=2,
@@ -72,7 +63,7 @@ class VLLMDeclarations:
 def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     """Return the declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
-    features = {name for name, predicate in _PREDICATES.items() if _declares(their_backend, predicate)}
+    features = {name for name, predicate in PREDICATES.items() if _declares(their_backend, predicate)}
     if any(name.startswith("fp8") for name in kv_cache_dtypes):
         features.add("fp8_kv")
     if is_mla(their_backend):

@@ -11,6 +11,7 @@ import torch
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.builder import VLLMBuilder
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 
@@ -44,6 +45,7 @@ class StateSpaceBackend(AttentionBackend):
     """A class of vLLM's for layers with a state; :func:`state_space_backend` creates the one that can be driven."""
 
     builder_only = True
+    supported_dtypes = tuple(DTYPES.values())
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
@@ -51,11 +53,6 @@ class StateSpaceBackend(AttentionBackend):
     def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """See the contract."""
         raise NotImplementedError("a layer with a state has no cache of keys and values")
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        """See the contract; metadata have no dtype."""
-        return [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

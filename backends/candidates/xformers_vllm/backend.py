@@ -29,6 +29,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     accept_output_buffer = True
     features = frozenset({"sliding_window", "logits_soft_cap", "fp8_kv"})
+    supported_dtypes = (torch.float16, torch.bfloat16)
     supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
     @classmethod
@@ -71,10 +72,6 @@ class XFormersAttentionBackend(InterpretedBackend):
     def use_cascade_attention(*args: object, **kwargs: object) -> bool:
         """Return False."""
         return False
-
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

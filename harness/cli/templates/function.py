@@ -1,11 +1,20 @@
 # mine.py
 import torch
+from torch import Tensor
 
-from attncheck import kernel_backend
+from attncheck import KernelParams, kernel_backend
+from attncheck.backends.contract import CommonAttentionMetadata
 
 
-def attend(query, key_cache, value_cache, metadata, params, out):
-    """Causal attention, a request at a time; both caches are [pages, page size, KV heads, head size]."""
+def attend(
+    query: Tensor,  # [rows, heads, head size]; padding rows come last
+    key_cache: Tensor,  # [pages, page size, KV heads, head size]; the new keys are in it
+    value_cache: Tensor,
+    metadata: CommonAttentionMetadata,
+    params: KernelParams,
+    out: Tensor,  # [rows, heads, head size]
+) -> None:
+    """Causal attention, a request at a time."""
     starts, page_size = metadata.query_start_loc.tolist(), key_cache.shape[1]
     for request, seq_len in enumerate(metadata.seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
@@ -14,7 +23,7 @@ def attend(query, key_cache, value_cache, metadata, params, out):
         context = seq_len - (rows.stop - rows.start)
         pages = metadata.block_table_tensor[request, : -(-seq_len // page_size)].long()
         key, value = (cache[pages].flatten(0, 1)[:seq_len].float() for cache in (key_cache, value_cache))
-        grouped = query[rows].float().unflatten(1, (params.num_kv_heads, -1))  # [rows, KV heads, group, head size]
+        grouped = query[rows].float().reshape(-1, params.num_kv_heads, params.group_size, params.head_size)
         scores = torch.einsum("qhgd,khd->hgqk", grouped, key) * params.softmax_scale
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=out.device).tril(context)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)

@@ -1,10 +1,13 @@
 # mine.py
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
+    AttentionLayer,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -31,12 +34,14 @@ class Step:
 
 
 class Builder(AttentionMetadataBuilder[Step]):
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
             raise NotImplementedError(f"head_size_v {kv_cache_spec.head_size_v}: Mine has values as wide as keys")
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
         if common_attn_metadata.causal is not True:
             raise NotImplementedError("Mine attends causally")
         return Step(common_attn_metadata)
@@ -45,17 +50,17 @@ class Builder(AttentionMetadataBuilder[Step]):
 class Impl(AttentionImpl[Step]):
     def __init__(
         self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads=None,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type=AttentionType.DECODER,
-        kv_sharing_target_layer_name=None,
-    ):
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
         # What is not done below is refused here: ignored, it would be a wrong answer.
         if alibi_slopes is not None or sliding_window is not None or logits_soft_cap:
             raise NotImplementedError("Mine has no ALiBi, no sliding window and no soft cap")
@@ -64,7 +69,9 @@ class Impl(AttentionImpl[Step]):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale, self.kv_cache_dtype = head_size, scale, kv_cache_dtype
 
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
         """The cache is [blocks, KV heads, block size, 2 * head size]; a slot of -1 stores nothing."""
         stored = slot_mapping >= 0
         slots, block_size = slot_mapping[stored], kv_cache.shape[2]
@@ -73,16 +80,17 @@ class Impl(AttentionImpl[Step]):
 
     def forward(
         self,
-        layer,
-        query,
-        key,
-        value,
-        kv_cache,
-        attn_metadata,
-        output,
-        output_scale=None,
-        output_block_scale=None,
-    ):
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        assert output is not None  # the caller allocates it
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("Mine does not quantise its output")
         if attn_metadata is None:  # the profiling run, which has no cache
@@ -96,8 +104,9 @@ class Impl(AttentionImpl[Step]):
             context = seq_len - (rows.stop - rows.start)
             blocks = common.block_table_tensor[request, : -(-seq_len // block_size)].long()
             held = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()
-            keys, values = held.split(self.head_size, dim=-1)  # [seq_len, KV heads, head size]
-            grouped = query[rows].float().unflatten(1, (self.num_kv_heads, -1))
+            keys, values = held[..., : self.head_size], held[..., self.head_size :]  # [seq_len, KV heads, head size]
+            shape = (-1, self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_size)
+            grouped = query[rows].float().reshape(shape)
             scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * self.scale
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(context)
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)

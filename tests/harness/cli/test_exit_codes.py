@@ -152,6 +152,14 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
     ("words", "line"),
     [
         ("weigh", snapshot("error: no such command 'weigh'; see `attncheck --help`")),
+        ("test ./mine.py", snapshot("error: no such command 'test'; use `attncheck run`; see `attncheck --help`")),
+        ("version", snapshot("error: no such command 'version'; use `attncheck --version`; see `attncheck --help`")),
+        (
+            "run --timeout 3",
+            snapshot(
+                "error: no such option: --timeout; use --case-timeout for one check of a case, --backend-timeout for a whole backend; see `attncheck run --help`"
+            ),
+        ),
         ("new", snapshot("Usage: attncheck new [OPTIONS] COMMAND [ARGS]...")),
         ("compare", snapshot("error: missing argument 'BASE'; see `attncheck compare --help`")),
         ("run --seed x", snapshot("error: --seed: must be a whole number (found 'x'); see `attncheck run --help`")),

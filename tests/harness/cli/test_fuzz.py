@@ -46,7 +46,7 @@ def test_a_fault_that_needs_three_heads_is_found_and_made_small(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "mine.py").write_text(FUNCTION)
-    words = ("fuzz", "--backend", "./mine.py:Wrong", "--check", "numerics", "--maxfail", "1", "--output", "found")
+    words = ("fuzz", "./mine.py:Wrong", "--check", "numerics", "--maxfail", "1", "--output", "found")
     assert cli.main([*words, "--device", "cpu", "--shrink-time", "300"]) == 1
     printed = capsys.readouterr().out
     (file,) = (folder / "found").iterdir()

@@ -28,22 +28,43 @@ cases:
 """
 
 
-@pytest.mark.parametrize("kind", ["function", "classes"])
+OF_VLLM, OF_ATTNCHECK = "from vllm.v1.attention.backend import", "from attncheck.backends.contract import"
+"""The import of the template for vLLM's classes, and the one that puts it on attncheck's."""
+
+
+def test_the_templates_are_typed(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    paths = [tmp_path / f"{kind}_kernel.py" for kind in BackendKind]
+    for kind, path in zip(BackendKind, paths, strict=True):
+        path.write_text(template_files(kind, path.stem)[path.name].replace(OF_VLLM, OF_ATTNCHECK))
+    options = ["--strict", "--config-file=", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, *paths], check=False, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("kind", list(BackendKind))
 def test_what_is_written_is_right_under_its_own_name(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: BackendKind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new folder"
     assert cli.main(["new", "backend", "my_kernel", "--kind", kind, "--output", str(folder)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"written: {folder}/my_kernel.py, {folder}/test_my_kernel.py"
-    assert shlex.split(printed[1]) == ["attncheck", "run", "--backend", f"{folder}/my_kernel.py:MyKernel"]
+    ref = f"{folder}/my_kernel.py:MyKernel"
+    typed = f"vllm:{ref}" if kind == BackendKind.VLLM else ref
+    assert shlex.split(printed[1]) == ["attncheck", "run", "--backend", typed]
     assert shlex.split(printed[2]) == ["pytest", f"{folder}/test_my_kernel.py"]
-    assert load(shlex.split(printed[1])[-1]).backend.get_name() == "MY_KERNEL"
+    if kind == BackendKind.VLLM:
+        path = folder / "my_kernel.py"
+        path.write_text(path.read_text().replace(OF_VLLM, OF_ATTNCHECK))
+        if importlib.util.find_spec("vllm") is None:
+            assert "or import attncheck.backends.contract in its place" in printed[3]
+    assert load(ref).backend.get_name() == ("CUSTOM" if kind == BackendKind.VLLM else "MY_KERNEL")
 
     (tmp_path / "small.yaml").write_text(SUITE)
-    found = attncheck.examine(
-        shlex.split(printed[1])[-1], suite=str(tmp_path / "small.yaml"), checks=("numerics", "refusals"), device="cpu"
-    )
+    found = attncheck.examine(ref, suite=str(tmp_path / "small.yaml"), checks=("numerics", "refusals"), device="cpu")
     assert found.passed, found
     assert [record.outcome for record in found.records if record.case_id == "window"] == ["unsupported", "passed"]
 

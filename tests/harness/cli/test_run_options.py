@@ -57,7 +57,7 @@ def test_last_failed_selects_what_fell_short_in_the_newest_kept_run(
     (folder / "wrong.py").write_text(fails)
     assert here("reference", "./wrong.py:Wrong", "--check", "numerics") == 1
     assert here("reference", "--output", "not-kept.jsonl") == 0
-    assert here("--lf", "--check", "numerics", "--output", "again.jsonl") == 1
+    assert here("--lf", "--output", "again.jsonl") == 1  # with the check that failed
     assert keys(Path("again.jsonl")) == [("Wrong", "prefill", "numerics")]
     capsys.readouterr()
     assert here("reference", "--lf") == 2

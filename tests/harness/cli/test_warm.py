@@ -49,7 +49,7 @@ defaults:
 cases:
 """
 ROWS = (16, 32, 48, 64, 80, 96)
-OPTIONS = ("--backend", "./compiling.py:Compiling", "--suite", "rows.yaml", "--check", "numerics", "--device", "cpu")
+OPTIONS = ("./compiling.py:Compiling", "--suite", "rows.yaml", "--check", "numerics", "--device", "cpu")
 
 
 @pytest.fixture

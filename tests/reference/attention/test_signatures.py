@@ -11,7 +11,7 @@ PAGES = "block_table seq_lens query_start_loc params *"
 LATENT = "q_nope q_pe kv_cache w_uk w_uv"
 SIGNATURES = {
     "AttentionParams": "num_heads num_kv_heads head_size head_size_v=None scale=None causal=True window=(-1, -1) "
-    "logits_soft_cap=None alibi_slopes=None alibi_sqrt=False sinks=None attn_chunk_size=None attn_chunk_lookback=0",
+    "logits_soft_cap=None alibi_sqrt=False attn_chunk_size=None attn_chunk_lookback=0 alibi_slopes=None sinks=None",
     "MLAParams": "num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim scale=None causal=True",
     "Precision": "compute=torch.float64 prob=None out=None",
     "causal_conv1d": "x weight bias conv_states query_start_loc cache_indices has_initial_state * activation='silu' "
