@@ -163,6 +163,12 @@ Expect = Annotated[
         "--expect", metavar="FILE", help="Expected failures: a YAML file, or the name of one that attncheck includes."
     ),
 ]
+StrictExpect = Annotated[
+    bool,
+    typer.Option(
+        "--strict-expect", help="Fail as well if an entry of --expect with `says` matches no record: delete it then."
+    ),
+]
 Dump = Annotated[
     Path | None,
     typer.Option("--dump", metavar="DIR", help="Write the tensors of each failing case into this folder."),
