@@ -1,17 +1,21 @@
-"""Select the environment variables that a backend's process gets: those it may need, and no secrets.
+"""Select the environment variables that a backend gets: those it may need, and no secrets.
 
 Imports no torch.
 """
 
-from collections.abc import Iterable, Mapping
+import ast
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 DEFAULT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TMP", "TEMP", "XDG_*"),
-    *("LANG", "LANGUAGE", "LC_*", "TZ"),
+    *("LANG", "LANGUAGE", "LC_*", "TZ", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "COVERAGE_*", "ATTNCHECK_*"),
     *("LD_*", "MALLOC_*", "*SAN_OPTIONS"),
-    *("CUDA*", "CUBLAS*", "CUDNN*", "NVIDIA*", "NCCL*", "HIP*", "HSA_*", "ROCM*", "ROCR*"),
+    *("CUDA*", "CUBLAS*", "CUDNN*", "NVIDIA*", "NV_*", "NSYS_*", "NCCL*", "HIP*", "HSA_*", "ROCM*", "ROCR*"),
     *("TORCH*", "PYTORCH*", "ATEN_*", "TRITON*", "VLLM_*", "FLASH*", "XFORMERS*"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "DNNL_*", "ONEDNN_*", "OPENBLAS*", "NUMBA*"),
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "LIBRARY_PATH", "NVCC_*", "MAX_JOBS", "CCACHE_*"),
@@ -33,6 +37,73 @@ def passed_environment(environment: Mapping[str, str], patterns: Iterable[str] =
         for name, value in environment.items()
         if _matches(name, given) or (_matches(name, DEFAULT) and not _matches(name.upper(), _SECRET))
     }
+
+
+@contextmanager
+def only_passed(patterns: Iterable[str]) -> Iterator[None]:
+    """Keep only the variables that a backend's process gets in this process, until the context ends."""
+    every = dict(os.environ)
+    passed = passed_environment(every, patterns)
+    for name in every.keys() - passed.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update({name: value for name, value in every.items() if name not in passed})
+
+
+def variables_read(file: Path) -> set[str]:
+    """Return the variables that a Python file, or a module beside it that it imports, looks up by a literal name."""
+    found: set[str] = set()
+    files, seen = [file], set[Path]()
+    while files:
+        path = files.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            found |= _variable_of(node)
+            files += [path.with_name(f"{name.partition('.')[0]}.py") for name in _modules_of(node)]
+    return found
+
+
+def _variable_of(node: ast.AST) -> set[str]:
+    """Return the variable that an expression looks up, as in ``os.environ["A"]``, or an empty set."""
+    match node:
+        case (
+            ast.Subscript(value=owner, slice=ast.Constant(value=str(name)))
+            | ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[ast.Constant(value=str(name)), *_])
+            | ast.Compare(left=ast.Constant(value=str(name)), comparators=[owner])
+        ):
+            is_lookup = _last_name(owner) == "environ"
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+            is_lookup = _last_name(function) == "getenv"
+        case _:
+            return set()
+    return {name} if is_lookup else set()
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return ``environ`` for ``os.environ`` and for ``environ``."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+        case _:
+            return ""
+
+
+def _modules_of(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=str(name), level=0):
+            return [name]
+        case _:
+            return []
 
 
 def read_patterns(words: Iterable[str]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping
+from pathlib import PurePath
 
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.graph_levels import LevelRow
@@ -260,4 +261,4 @@ def incomplete(run: Run) -> str | None:
     of_all = f"{len(silent)} of {plural(len(run.header.backends), 'backend')}"
     missing = f"; there is no record of {of_all}: {', '.join(silent)}" if silent else ""
     count = plural(len(run.records), "record")
-    return f"{run.path} was cut off {where}: what follows is {count} of an unfinished run{missing}"
+    return f"{PurePath(run.path).name} was cut off {where}: what follows is {count} of an unfinished run{missing}"

@@ -1,6 +1,6 @@
 """Verdicts and failures: a line for each backend, then its findings with one example each.
 
-In brief, a finding has the lines of its example; whole, it has every figure, traceback and output.
+In brief, a finding has the lines of its example; whole, it has its details, traceback and output.
 """
 
 from collections import Counter
@@ -201,8 +201,6 @@ def _details(record: Record, header: RunHeader) -> list[Block]:
     if isinstance(record, Failed):
         blocks += [Code(each) if "\n" in each.strip() else Items((Item(each),)) for each in record.details]
         blocks += [Paragraph(f"Likely cause: {record.meaning}")] if record.meaning else []
-        figures = [[name, f"{value:.6g}"] for name, value in record.figures.items()]
-        blocks += [table(["figure", "value"], figures)] if figures else []
     if isinstance(record, Errored):
         blocks.append(Code(record.traceback or record.message))
     if isinstance(record, Ended | Failed | Errored) and record.output:

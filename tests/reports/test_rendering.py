@@ -277,7 +277,7 @@ def test_errors_of_the_run_turn_a_good_table_into_a_failure(write: Write, make: 
     assert "entry 2 of expect.yaml matches no case" in markdown.render_run(run)
 
 
-def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Write, make: Make) -> None:
+def test_markdown_has_every_finding_with_meaning_and_command(write: Write, make: Make) -> None:
     meanings = [f"the window is {keys} too long" for keys in ("one key", "two keys", "a page")]
     records = [make("failed", **FAILURE | {"case_id": f"c{n}", "meaning": text}) for n, text in enumerate(meanings, 1)]
     sections = sections_of(markdown.render_run(read_run(write(*records))))
@@ -287,7 +287,7 @@ def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Writ
         assert f"Likely cause: {meaning}\n" in text
         assert f"- case: smoke/c{number}, check numerics\n" in text
         assert f"**failed**: {FAILURE['summary']}\n" in text
-        assert "| bad_rows | 7 |\n" in text
+        assert "bad_rows" not in text  # the name of a figure in the run file is no word for a reader
         command = f"attncheck run --backend ./wrong.py:Wrong --suite smoke --case c{number} --check numerics"
         assert f"```sh\n{command}" in text
 

@@ -66,7 +66,7 @@ TheRun = Callable[[Path], Path]
         (
             ["--backend", "./broken.py:B"],
             snapshot(
-                "error: backend './broken.py:B': importing it raised ModuleNotFoundError: No module named 'nothing_of_that_name' (TMP/broken.py:N: import nothing_of_that_name)"
+                "error: backend './broken.py:B': importing it raised ModuleNotFoundError: No module named 'nothing_of_that_name' (TMP/broken.py:N: import nothing_of_that_name); nothing_of_that_name is neither installed nor beside broken.py"
             ),
         ),
         (

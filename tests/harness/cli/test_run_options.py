@@ -1,5 +1,6 @@
 """Options of ``attncheck run`` as users of pytest know them: how much is selected, when it stops, what is printed."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -150,3 +151,31 @@ def test_the_number_of_processes_is_a_number_or_auto() -> None:
 )
 def test_sizes_are_read_with_their_units(text: str | None, size: int) -> None:
     assert read_size("--memory-limit", text, 7) == size
+
+
+READS_FLAG = """
+import os
+from attncheck.backends.candidates.reference import ReferenceBackend
+
+class Mine(ReferenceBackend):
+    @classmethod
+    def unsupported_reasons(cls, layer, cache, batch):
+        return ["flag"] if os.environ.get("A_FLAG") else []
+"""
+
+
+def test_a_variable_that_a_backend_reads_and_does_not_get_is_named(
+    here: Attncheck, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --in-process, too, so that a repeat line runs under the conditions of its run."""
+    monkeypatch.setenv("A_FLAG", "1")
+    (folder / "mine.py").write_text(READS_FLAG)
+    words = ("./mine.py:Mine", "--check", "numerics", "--no-output")
+    assert here(*words) == 0
+    line = "read by ./mine.py and not passed to it: A_FLAG; add --pass-env A_FLAG"
+    assert line in capsys.readouterr().out
+    assert os.environ["A_FLAG"] == "1"
+    assert here(*words, "--pass-env", "A_FLAG") == 2
+    printed = capsys.readouterr()
+    assert "flag" in printed.err
+    assert "not passed" not in printed.out

@@ -154,12 +154,6 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 
 Likely cause: the window is one key too long (the truth with sliding_window=129 fits all rows)
 
-| figure | value |
-| --- | --- |
-| rows | 40 |
-| bad_rows | 7 |
-| budget_share | 18.4 |
-
 Repeat:
 
 ```sh
@@ -190,11 +184,6 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache
 - case: smoke/edge, check cudagraph: case edge
   - 4 heads, 2 KV heads, head size 64, bfloat16
   - **failed**: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward
-
-| figure | value |
-| --- | --- |
-| rows | 40 |
-| worst_budget | 18.4 |
 
 Repeat:
 
