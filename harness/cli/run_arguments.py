@@ -164,10 +164,7 @@ Expect = Annotated[
     ),
 ]
 StrictExpect = Annotated[
-    bool,
-    typer.Option(
-        "--strict-expect", help="Fail as well if an entry of --expect with `says` matches no record: delete it then."
-    ),
+    bool, typer.Option("--strict-expect", help="Fail if an entry of --expect with `says` matches no record.")
 ]
 Dump = Annotated[
     Path | None,

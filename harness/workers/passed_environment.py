@@ -22,6 +22,7 @@ DEFAULT = (
 )
 """Shell patterns of the variables that every backend gets."""
 
+_LOOKUPS = ("os.environ", "environ", "os.getenv", "getenv")
 _SECRET = ("*TOKEN", "*SECRET", "*PASSWORD", "*KEY", "*CREDENTIALS")
 
 
@@ -55,55 +56,29 @@ def only_passed(patterns: Iterable[str]) -> Iterator[None]:
 def variables_read(file: Path) -> set[str]:
     """Return the variables that a Python file, or a module beside it that it imports, looks up by a literal name."""
     found: set[str] = set()
-    files, seen = [file], set[Path]()
-    while files:
-        path = files.pop()
-        if path in seen or not path.is_file():
-            continue
-        seen.add(path)
+    files = [file]
+    for path in files:  # it grows by the modules that are imported
         try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+        except (OSError, SyntaxError, ValueError):  # no such file, or its import reports the error
             continue
-        for node in ast.walk(tree):
-            found |= _variable_of(node)
-            files += [path.with_name(f"{name.partition('.')[0]}.py") for name in _modules_of(node)]
+        modules: list[str] = []
+        for node in nodes:
+            match node:
+                case (
+                    ast.Subscript(value=owner, slice=ast.Constant(str(name)))
+                    | ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[ast.Constant(str(name)), *_])
+                    | ast.Call(func=owner, args=[ast.Constant(str(name)), *_])
+                    | ast.Compare(left=ast.Constant(str(name)), comparators=[owner])
+                ) if ast.unparse(owner) in _LOOKUPS:
+                    found.add(name)
+                case ast.Import(names=names):
+                    modules += [alias.name for alias in names]
+                case ast.ImportFrom(module=str(name)):
+                    modules.append(name)
+        beside = {path.with_name(f"{module.partition('.')[0]}.py") for module in modules}
+        files += sorted(beside - {*files})
     return found
-
-
-def _variable_of(node: ast.AST) -> set[str]:
-    """Return the variable that an expression looks up, as in ``os.environ["A"]``, or an empty set."""
-    match node:
-        case (
-            ast.Subscript(value=owner, slice=ast.Constant(value=str(name)))
-            | ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[ast.Constant(value=str(name)), *_])
-            | ast.Compare(left=ast.Constant(value=str(name)), comparators=[owner])
-        ):
-            is_lookup = _last_name(owner) == "environ"
-        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-            is_lookup = _last_name(function) == "getenv"
-        case _:
-            return set()
-    return {name} if is_lookup else set()
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return ``environ`` for ``os.environ`` and for ``environ``."""
-    match node:
-        case ast.Attribute(attr=name) | ast.Name(id=name):
-            return name
-        case _:
-            return ""
-
-
-def _modules_of(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Import(names=names):
-            return [alias.name for alias in names]
-        case ast.ImportFrom(module=str(name), level=0):
-            return [name]
-        case _:
-            return []
 
 
 def read_patterns(words: Iterable[str]) -> tuple[str, ...]:

@@ -189,10 +189,9 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "(no message)")
 
 
-def verdict_words(each: BackendVerdict) -> str:
-    """Return the verdict, with the number of known faults if it passed with any: ``passed with 2 known faults``."""
-    is_known = each.known and each.verdict == "passed"
-    return f"{each.verdict} with {plural(each.known, 'known fault')}" if is_known else each.verdict
+def verdict_words(verdict: str, known: int) -> str:
+    """Return the verdict, with the number of ``known`` faults unless it failed: ``passed with 2 known faults``."""
+    return f"{verdict} with {plural(known, 'known fault')}" if known and verdict != "failed" else verdict
 
 
 def verdict_counts(each: BackendVerdict) -> str:

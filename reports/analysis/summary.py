@@ -43,9 +43,8 @@ CaseResult = Literal[
 ]
 """The result of one case of one backend. A case has the first result that applies, in this order.
 
-right: every check that ran passed, and not only ``refusals`` ran. accepted: ``refusals`` alone ran a declared case.
-not applicable: the backend's declarations exclude the case, and it was not run. not examined: it was not run for a
-limit of the machine or of attncheck.
+right: not only ``refusals`` ran, and all checks that ran passed. accepted: ``refusals`` alone ran a declared case. not
+applicable: not declared, and not run. not examined: not run for a limit of the machine or of attncheck.
 """
 
 CASE_RESULTS: tuple[CaseResult, ...] = get_args(CaseResult)

@@ -61,7 +61,9 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
         )
         below += _not_needed(each.not_needed, whole=whole)
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
-        word = Span(phrases.verdict_words(each), is_bold=True, colour=_COLOURS[each.verdict], is_loud=True)
+        word = Span(
+            phrases.verdict_words(each.verdict, each.known), is_bold=True, colour=_COLOURS[each.verdict], is_loud=True
+        )
         text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
         lines.append(Item(text, tuple(map(Item, below))))
     absent = [] if whole else [name for name in run.silent if name in run.absent]

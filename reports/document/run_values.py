@@ -95,13 +95,11 @@ class RunValues:
         ``errors`` fail a run whatever its records are. The results of cases are counted only for a single backend.
         """
         known = sum(each.known for each in self.found.verdicts)
-        is_known = known and self.verdict != "failed"
-        verdict = f"{self.verdict} with {phrases.plural(known, 'known fault')}" if is_known else self.verdict
         sizes = [*self._backend_counts(), *self._function_counts()]
         sizes += [phrases.plural(len(self.errors), "error")] if self.errors else []
         rounds = self.summary.most_rounds
         worst = f" (the worst of {rounds} rounds counts)" if rounds > 1 else ""
-        return f"{verdict}: {'; '.join(sizes)}{worst}"
+        return f"{phrases.verdict_words(self.verdict, known)}: {'; '.join(sizes)}{worst}"
 
     def _backend_counts(self) -> list[str]:
         """Return the number of backends with each verdict, or of a single one's cases by result; [] without any."""

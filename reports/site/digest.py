@@ -114,7 +114,7 @@ def _backend(
         marks=marks,
         features=tuple(sorted(info.features)),
         conventions=phrases.conventions(info),
-        words=f"{phrases.verdict_words(verdict)}: {phrases.verdict_counts(verdict)}",
+        words=f"{phrases.verdict_words(verdict.verdict, verdict.known)}: {phrases.verdict_counts(verdict)}",
         false_claims=tuple(str(claim) for claim in verdict.false_claims),
         could_declare=verdict.could_declare,
         findings=tuple(_finding(finding, values.header) for finding in verdict.findings),
