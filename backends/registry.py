@@ -225,9 +225,10 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
 
 
 def import_file(ref: str, path: Path) -> ModuleType:
-    """Return the module of a file, imported under a unique name, so that no package is shadowed and ``sys.path`` stays.
+    """Return the module of a file, imported under a unique name, so that it shadows no package.
 
-    The name covers the file's state: importing the same file twice gives one module, an edited file a new one.
+    It can import the modules beside it: its folder is the last of ``sys.path`` from then on. The name covers the file's
+    state: importing the same file twice gives one module, an edited file a new one.
     """
     try:
         state = path.stat()
@@ -240,13 +241,19 @@ def import_file(ref: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise BackendLoadError(ref, f"{path} is no Python file")
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look their module up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        allowed = f"{INSTALL_VLLM}, and write vllm:{path}:CLASS" if _lacks_vllm(error) else ""
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if _lacks_vllm(error):
+            allowed = f"{INSTALL_VLLM}, and write vllm:{path}:CLASS"
+        else:
+            allowed = f"{missing} is neither installed nor beside {path.name}" if missing else ""
         raise BackendLoadError(ref, import_failure(error), allowed=allowed, raised=type(error).__name__) from error
     return module
 

@@ -42,9 +42,9 @@ from attncheck.harness.workers.time_limits import TimeLimits, read_limit
 from attncheck.harness.workers.worker import serve, serve_cases
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_settings import WorkerSettings
-from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunFooter
@@ -148,7 +148,7 @@ class Examination:
 
     @property
     def _counts(self) -> str:
-        return phrases.closing(self.summary, self.footer.errors)
+        return RunValues(self.header, self.records, self.footer.errors).closing()
 
     def _report(self, *, quiet: bool = False) -> str:
         errors, listing = self.footer.errors, 'render("markdown")'

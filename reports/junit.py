@@ -12,9 +12,11 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.analysis.places import backend_file
 from attncheck.reports.analysis.rounds import WorstRound, worst_rounds
+from attncheck.reports.analysis.summary import case_results
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
+    UTILITIES,
     Crashed,
     Ended,
     Errored,
@@ -67,7 +69,9 @@ def _suites(run: Run, root: str) -> Iterator[ET.Element]:
         if file := backend_file(members[0].record.backend_ref, root):
             for case in cases:
                 case.set("file", _text(file))
-        yield _suite(f"{suite}.{backend}", run.header, cases, _properties(run.header, backend))
+        results = phrases.result_counts(case_results(each.record for each in members if each.record.check != UTILITIES))
+        properties = [*_properties(run.header, backend), *([("cases", ", ".join(results))] if results else [])]
+        yield _suite(f"{suite}.{backend}", run.header, cases, properties)
     faults = [("error of the run", error) for error in run.errors]
     if (warning := phrases.incomplete(run)) is not None:
         faults.append(("incomplete run", warning))

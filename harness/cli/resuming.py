@@ -18,10 +18,10 @@ Found = tuple[str, str, str, int]
 
 
 def read_part(path: Path, header: RunHeader) -> Run:
-    """Return the run of ``path``, which was cut off, as the first part of the run of ``header``.
+    """Return the run of ``path`` as the first part of the run of ``header``; it may be complete.
 
     Raises:
-        RunFileError: the file is no run, is compressed or complete, or examines something else than ``header``.
+        RunFileError: the file is no run, is compressed, or examines something else than ``header``.
     """
     if path.suffix != ".jsonl":
         raise RunFileError(str(path), "cannot be resumed: its name does not end in .jsonl")
@@ -29,9 +29,7 @@ def read_part(path: Path, header: RunHeader) -> Run:
         print_stderr(f"note: {path}: its header was cut off; the run starts from the beginning")
         return Run(str(path), header, ())
     run = read_run(path)
-    if run.complete:
-        raise RunFileError(str(path), "is complete; there is nothing to resume")
-    if not path.read_bytes().endswith(b"\n"):
+    if not run.complete and not path.read_bytes().endswith(b"\n"):
         if not run.cut_line:  # its last record has no end of line, and is examined again
             run = replace(run, records=run.records[:-1])
         print_stderr(f"note: {path}: the last line was cut off, and is written again")

@@ -1,7 +1,8 @@
 """``attncheck run``: examines backends with the cases of suites, writes a run file and prints the table."""
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from attncheck.harness.cli.output import (
     terminal_width,
     use_color,
 )
-from attncheck.harness.workers.passed_environment import read_patterns
+from attncheck.harness.workers.passed_environment import only_passed, passed_environment, read_patterns, variables_read
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.run_execution import FinishedRun
@@ -61,6 +62,7 @@ def run(
     exitfirst: arguments.ExitFirst = False,
     maxfail: arguments.MaxFail = None,
     expect: arguments.Expect = None,
+    strict_expect: arguments.StrictExpect = False,
     dump: arguments.Dump = None,
     in_process: processes.InProcess = False,
     jobs: processes.Jobs = None,
@@ -84,7 +86,7 @@ def run(
     options. Each backend runs in its own processes, so a crash costs one case. `--check timing` measures in rounds;
     each round is a fresh process that runs alone. The run file holds every record; `attncheck report` shows it.
     """
-    began = time.monotonic()
+    began, environment = time.monotonic(), dict(os.environ)
     if not in_process:  # in process, Python cannot interrupt a kernel
         context.with_resource(interruptible())
     refs = (*(backends or ()), *(backend or ()))
@@ -142,6 +144,7 @@ def run(
         keep=config.keep,
         maxfail=1 if exitfirst else maxfail,
         expect=expectation_file(expect) if expect else config.expect,
+        strict_expect=strict_expect,
         dump=dump,
         in_process=in_process,
         jobs=read_jobs(jobs),
@@ -156,6 +159,8 @@ def run(
     )
     if last_failed:
         options = only_failed(options, newest_run(folder))
+    if in_process:
+        context.with_resource(only_passed(options.pass_env))
     if watch:
         from attncheck.harness.cli.watch import watch_run
 
@@ -164,6 +169,8 @@ def run(
     def print_result(finished: "FinishedRun") -> None:
         with printing_to_stdout(finished.path):
             _print_report(finished, quiet=quiet, verbose=verbose, color=use_color(color))
+            for info in finished.header.backends:
+                _print_not_passed(info.ref, environment, options.pass_env)
             if durations is not None:
                 _print_durations(finished.records, durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
@@ -213,6 +220,17 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
             typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
     elif finished.stopped:
         typer.echo(f"stopped {finished.stopped}; the remaining cases were not examined")
+
+
+def _print_not_passed(ref: str, environment: Mapping[str, str], patterns: Sequence[str]) -> None:
+    """Print which variables of ``environment`` the file of a backend reads and does not get."""
+    from attncheck.reports.analysis.places import file_of
+
+    if not (file := file_of(ref)):
+        return
+    absent = environment.keys() - passed_environment(environment, patterns).keys()
+    if names := ",".join(sorted(variables_read(Path(file)) & absent)):
+        typer.echo(f"read by {file} and not passed to it: {names}; add --pass-env {names}")
 
 
 def _print_durations(records: "Sequence[Record]", count: int | None) -> None:

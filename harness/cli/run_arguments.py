@@ -165,6 +165,9 @@ Expect = Annotated[
         "--expect", metavar="FILE", help="Expected failures: a YAML file, or the name of one that attncheck includes."
     ),
 ]
+StrictExpect = Annotated[
+    bool, typer.Option("--strict-expect", help="Fail if an entry of --expect with `says` matches no record.")
+]
 Dump = Annotated[
     Path | None,
     typer.Option("--dump", metavar="DIR", help="Write the tensors of each failing case into this folder."),

@@ -19,6 +19,7 @@ from attncheck.errors import ClusterError, WriteError
 from attncheck.harness.cli.executors import Processes, case_examiner, open_processes, open_providers
 from attncheck.harness.cli.families import survey_notes, with_families
 from attncheck.harness.cli.interruption import signal_of
+from attncheck.harness.cli.output import print_stderr
 from attncheck.harness.cli.resuming import found_in, read_part
 from attncheck.harness.cli.run_files import make_dump_folder, open_run
 from attncheck.harness.cli.run_options import RunOptions
@@ -27,6 +28,7 @@ from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
+from attncheck.reports.run_file.store import Run
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
@@ -155,10 +157,13 @@ def _execute(
         prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder, deadline=options.deadline
     )
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
-    expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
+    expectations = _expectations(options, prepared.selection, plan, functions, header)
     if expectations is not None:
         for record in records:
             expectations.recall(record)
+    if earlier is not None and earlier.complete:
+        begin(header)
+        return _as_it_ended(earlier, expectations)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # print where a kernel killed the process
     if options.in_process:
@@ -205,14 +210,24 @@ def _execute(
         return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
 
+def _as_it_ended(run: Run, expectations: "Expectations | None") -> FinishedRun:
+    """Return the result of a run that is complete already, so that the command ends as that run did."""
+    print_stderr(f"note: {run.path} is complete: nothing is left to examine")
+    lines = expectations.unmet() if expectations else ()
+    unmet = tuple(error for error in run.errors if error in lines)
+    blind = tuple(error for error in run.errors if error not in lines)
+    unseen = tuple(expectations.unseen()) if expectations else ()
+    return FinishedRun(Path(run.path), run.header, run.records, blind, unmet, unseen)
+
+
 def _expectations(
-    file: Path | None,
+    options: RunOptions,
     selection: Selection,
     plan: "RunPlan",
     functions: "PlannedProviders | None",
     header: RunHeader,
 ) -> "Expectations | None":
-    if file is None:
+    if options.expect is None:
         return None
     from attncheck.harness.run.expectation_file import load_expectations
     from attncheck.harness.run.expectations import Expectations
@@ -224,12 +239,13 @@ def _expectations(
 
         known, selected = (tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects))
     return Expectations(
-        load_expectations(file),
+        load_expectations(options.expect),
         cases=(*selection.all_cases, *known),
         selected=(*filter(plan.is_in_shard, selection.cases), *selected),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
         today=datetime.now(UTC).date(),
+        strict=options.strict_expect,
     )
 
 

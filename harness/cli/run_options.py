@@ -144,6 +144,7 @@ class RunOptions:
     maxfail: int | None = None
     until_failure: Literal["", "check", "backend"] = ""
     expect: Path | None = None
+    strict_expect: bool = False
     dump: Path | None = None
     in_process: bool = False
     pass_env: tuple[str, ...] = ()

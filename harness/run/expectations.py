@@ -6,7 +6,7 @@ a detail states by what the bound is exceeded. A record that passed although an 
 
 An entry also fails the run if it matches no case of the run's suites, if no record confirms it, or if its ``until`` is
 over. An entry with ``says`` is about a finding, which may occur in any matching case. A case that passes is not
-``xpassed``, and a run without the finding only has a note.
+``xpassed``. A run without the finding only has a note, unless expectations are strict: then it fails.
 
 Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend gives
 a note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
@@ -50,7 +50,8 @@ class Expectations:
     """The entries of one run. Apply them to each record in turn, then read :meth:`unmet` and :meth:`unseen`.
 
     ``cases``: all cases of the run's suites. ``selected``: those that pass the filters. ``backends``, ``checks``: the
-    names that the run examines. ``today``: the date that ``until`` of the entries is compared with.
+    names that the run examines. ``today``: the date that ``until`` of the entries is compared with. ``strict``: whether
+    an entry with ``says`` fails the run, too, if no record confirms it.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Expectations:
         backends: Sequence[str],
         checks: Sequence[str],
         today: date,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
         self._faults: list[str] = []
         self._notes: list[str] = []
         self._live: list[LocatedExpectation] = []
@@ -108,6 +111,7 @@ class Expectations:
                     summary=what_happened(record),
                     reason=wanted.explanation,
                     finding=record.finding,
+                    figures=record.figures if isinstance(record, Failed) else {},
                 )
             if isinstance(record, Passed) and wanted.says is None:
                 self._met.add(entry)  # not confirmed, but the `xpassed` record reports that
@@ -141,7 +145,7 @@ class Expectations:
             f"{entry}, but no record matched it; remove the entry if the fault is fixed"
             for entry in self._live
             if entry not in self._met
-            and entry.expectation.says is None
+            and self._must_be_met(entry)
             and (entry.expectation.version is None or entry in self._seen)
             and not (stopped_early and entry not in self._seen)
         ]
@@ -152,7 +156,7 @@ class Expectations:
         unseen = [
             f"{entry}: not seen in this run; remove it if this is repaired"
             for entry in self._live
-            if entry not in self._met and entry.expectation.says is not None and entry in self._seen
+            if entry not in self._met and not self._must_be_met(entry) and entry in self._seen
         ]
         former = [
             f"{entry.place.file}:{entry.place.line}: the check {entry.former_check} is called {entry.expectation.check}"
@@ -160,6 +164,10 @@ class Expectations:
             if entry.former_check
         ]
         return [*former, *self._notes, *unseen]
+
+    def _must_be_met(self, entry: LocatedExpectation) -> bool:
+        """Return whether the run fails if no record confirms the entry."""
+        return entry.expectation.says is None or (self._strict and entry in self._seen)
 
     def _check_name(
         self, entry: LocatedExpectation, kind: str, name: str, own: Sequence[str], known: Iterable[str]

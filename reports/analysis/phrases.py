@@ -3,17 +3,17 @@
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import PurePath
 
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.reasons import joined
-from attncheck.reports.analysis.summary import RunSummary, UnexaminedCases
+from attncheck.reports.analysis.summary import CASE_RESULTS, FAILING, CaseResult, RunSummary, UnexaminedCases
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import (
-    OUTCOMES,
     UTILITIES,
     Crashed,
     Ended,
@@ -189,13 +189,29 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "(no message)")
 
 
+def verdict_words(verdict: str, known: int) -> str:
+    """Return the verdict, with the number of ``known`` faults unless it failed: ``passed with 2 known faults``."""
+    return f"{verdict} with {plural(known, 'known fault')}" if known and verdict != "failed" else verdict
+
+
 def verdict_counts(each: BackendVerdict) -> str:
-    """Return ``5 findings in 15 of 68 cases``, or how many cases were right."""
-    cases = plural(each.cases, "case")
+    """Return the findings, and the number of cases with each result; these add up to all cases.
+
+    ``38 cases right, 35 refused as declared``, or ``1 finding in 15 of 78 cases; 63 right``.
+    """
     if not each.failing:
-        known = len(each.findings)
-        return f"{cases}, {plural(known, 'expected finding')}" if known else cases
-    return f"{plural(len(each.failing), 'finding')} in {each.failing_cases} of {cases}"
+        first, *others = result_counts(each.results)
+        count, _, result = first.partition(" ")
+        return ", ".join([f"{plural(int(count), 'case')} {result}", *others])
+    failing = sum(each.results[result] for result in FAILING)
+    found = f"{plural(len(each.failing), 'finding')} in {failing} of {plural(each.results.total(), 'case')}"
+    others = result_counts({result: count for result, count in each.results.items() if result not in FAILING})
+    return "; ".join(filter(None, [found, ", ".join(others)]))
+
+
+def result_counts(results: Mapping[CaseResult, int]) -> list[str]:
+    """Return the number of cases with each result: ``38 right``, ``35 refused as declared``."""
+    return [f"{results[result]} {result}" for result in CASE_RESULTS if results.get(result)]
 
 
 def claims(each: BackendVerdict) -> str:
@@ -231,35 +247,6 @@ def example(finding: Finding) -> str:
     return one_line(f"{record.case}, check {record.check}{f': {described}' if described else ''}")
 
 
-def closing(
-    summary: RunSummary,
-    errors: Sequence[str] = (),
-    *,
-    complete: bool = True,
-    num_backends: int = 0,
-) -> str:
-    """Return the last line of a report: the verdict and the counts.
-
-    ``errors`` fail a run whatever its records are. ``num_backends``: those of the run; some may have no record. A
-    result is the outcome of one check of one case of one backend, the worst of its rounds. An unfinished run has a
-    verdict only if it failed.
-    """
-    verdict: str = "failed" if errors else summary.verdict
-    if not complete and verdict != "failed":
-        verdict = "unfinished"
-    counts = [f"{summary.total[outcome]} {outcome}" for outcome in OUTCOMES if summary.total[outcome]]
-    counts += [plural(len(errors), "error")] if errors else []
-    sizes = []
-    if summary.backends or not summary.providers:
-        some = f"{len(summary.backends)} of " if num_backends > len(summary.backends) else ""
-        sizes += [f"{some}{plural(max(num_backends, len(summary.backends)), 'backend')}", plural(summary.cases, "case")]
-    if summary.providers:
-        sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
-    rounds = f" (the worst of {summary.most_rounds} rounds counts)" if summary.most_rounds > 1 else ""
-    sizes.append(plural(sum(summary.total[outcome] for outcome in OUTCOMES), "result"))
-    return f"{verdict}: {': '.join(filter(None, [', '.join(sizes), ', '.join(counts)]))}{rounds}"
-
-
 def rounds_short(summary: RunSummary, record: Record) -> str:
     """Return ``in 3 of 10 rounds`` for a record that represents several rounds, or "" for any other."""
     short, rounds = summary.rounds.get(record.key, (1, 1))
@@ -275,4 +262,4 @@ def incomplete(run: Run) -> str | None:
     of_all = f"{len(silent)} of {plural(len(run.header.backends), 'backend')}"
     missing = f"; there is no record of {of_all}: {', '.join(silent)}" if silent else ""
     count = plural(len(run.records), "record")
-    return f"{run.path} was cut off {where}: what follows is {count} of an unfinished run{missing}"
+    return f"{PurePath(run.path).name} was cut off {where}: what follows is {count} of an unfinished run{missing}"

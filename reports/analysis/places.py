@@ -21,7 +21,7 @@ def place_to_show(record: Record, header: RunHeader, root: str) -> tuple[str, in
     suite = header.suite_ref(record.suite).partition("{")[0]
     places = [
         *_lines_of(record),
-        (_file_of(record.backend_ref), None),
+        (file_of(record.backend_ref), None),
         (suite if suite.endswith((".yaml", ".yml")) else "", None),
     ]
     for path, line in places:
@@ -39,7 +39,7 @@ def backend_file(reference: str, root: str) -> str:
     >>> backend_file("/home/mine.py:Mine", "/work"), backend_file("torch_sdpa", "/work")
     ('', '')
     """
-    return _in_checkout(_file_of(reference), root)
+    return _in_checkout(file_of(reference), root)
 
 
 def _lines_of(record: Record) -> Iterator[tuple[str, int | None]]:
@@ -51,7 +51,8 @@ def _lines_of(record: Record) -> Iterator[tuple[str, int | None]]:
         yield from (place_of(line.strip()) for detail in record.details for line in reversed(detail.splitlines()))
 
 
-def _file_of(reference: str) -> str:
+def file_of(reference: str) -> str:
+    """Return the path of the Python file that a backend's reference names, or ""."""
     match = _FILE_OF_REFERENCE.search(reference)
     return match["path"] if match else ""
 

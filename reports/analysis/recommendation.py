@@ -23,7 +23,7 @@ Standing = Literal["right", "right in each", "wrong", "declared", "not declared"
 
 STANDINGS: Mapping[Standing, str] = {
     "right": "right in every case that needs all of this",
-    "right in each": "right for each need alone, in no case that needs all of this",
+    "right in each": "right for each alone; never tested together",
     "wrong": "wrong",
     "declared": "declared, not measured",
     "not declared": "not declared",

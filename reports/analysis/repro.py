@@ -5,7 +5,8 @@ A backend that was passed as a Python object has no name for a shell; its line i
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 
 from attncheck.reports.run_file.header import RunHeader
@@ -44,12 +45,20 @@ def repro_command(
     if record.seed:
         words += ["--seed", str(record.seed)]
     if header is not None:
-        words += ["--device", header.device]
+        words += ["--device", header.device, *_passed(header.command)]
     if isinstance(record, TimedOut):
         words += [word for option in _LIMIT.findall(record.cause) for word in option.split()]
     elif not (isinstance(record, Crashed) and _NEEDS_A_WORKER.search(record.cause)):
         words.append("--in-process")
     return assignments(environment) + _required(record, header) + shlex.join(words)
+
+
+def _passed(command: Sequence[str]) -> list[str]:
+    """Return the options ``--pass-env`` of a command, without which the backend would see other variables."""
+    words = [word for word in command if word.startswith("--pass-env=")]
+    for name, value in pairwise(command):
+        words += [name, value] if name == "--pass-env" else []
+    return words
 
 
 def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:

@@ -7,24 +7,50 @@ rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.rou
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from attncheck.reports.analysis.reasons import listed, without_first_figure
 from attncheck.reports.analysis.rounds import worst_rounds
+from attncheck.reports.analysis.support import ANSWERED, REFUSALS, REFUSED
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
     UTILITIES,
     Outcome,
+    Passed,
     Record,
     Unavailable,
     Unsupported,
     budget_share,
     chosen_kernels_of,
+    is_out_of_time,
 )
 
 RunVerdict = Literal["passed", "failed", "not examined"]
+
+CaseResult = Literal[
+    "failed",
+    "out of time",
+    "right against expectation",
+    "failed as expected",
+    "right",
+    "right though not declared",
+    "accepted as declared",
+    "refused as declared",
+    "not applicable",
+    "not examined",
+]
+"""The result of one case of one backend. A case has the first result that applies, in this order.
+
+right: not only ``refusals`` ran, and all checks that ran passed. accepted: ``refusals`` alone ran a declared case. not
+applicable: not declared, and not run. not examined: not run for a limit of the machine or of attncheck.
+"""
+
+CASE_RESULTS: tuple[CaseResult, ...] = get_args(CaseResult)
+
+FAILING: frozenset[CaseResult] = frozenset({"failed", "out of time", "right against expectation"})
+"""Results that make a run fail."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +145,36 @@ def tally(records: Iterable[Record]) -> OutcomeCounts:
     counts = Counter(record.outcome for record in members)
     shares = (share for record in members if (share := budget_share(record)) is not None)
     return OutcomeCounts(tuple(counts.items()), max(shares, default=None))
+
+
+def case_results(records: Iterable[Record]) -> Counter[CaseResult]:
+    """Return the number of cases with each result. The records are those of one backend."""
+    cases: dict[str, list[Record]] = {}
+    for record in records:
+        cases.setdefault(record.case, []).append(record)
+    return Counter(map(_case_result, cases.values()))
+
+
+def _case_result(records: Sequence[Record]) -> CaseResult:
+    """Return the result of one case from all records of one backend."""
+    short = [record for record in records if record.outcome in FALLEN_SHORT]
+    failed = [record for record in short if record.outcome != "xpassed"]
+    if failed:
+        return "out of time" if all(map(is_out_of_time, failed)) else "failed"
+    if short:
+        return "right against expectation"
+    if any(record.outcome == "xfailed" for record in records):
+        return "failed as expected"
+    passed = [record for record in records if isinstance(record, Passed)]
+    if any(record.check != REFUSALS for record in passed):
+        return "right"
+    if passed:
+        note = "".join(passed[0].notes[:1])
+        if note.startswith(REFUSED):
+            return "refused as declared"
+        return "right though not declared" if note.startswith(ANSWERED) else "accepted as declared"
+    is_excluded = all(isinstance(record, Unsupported) and record.by == "backend" for record in records)
+    return "not applicable" if is_excluded else "not examined"
 
 
 def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSummary:

@@ -1,12 +1,13 @@
 """The verdict on each backend of a run: whether it passed, its false claims, and what it could declare."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.analysis.claims import FalseClaim, false_claims
 from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
-from attncheck.reports.analysis.summary import OutcomeCounts, RunVerdict, verdict
+from attncheck.reports.analysis.summary import CaseResult, OutcomeCounts, RunVerdict, case_results, verdict
 from attncheck.reports.analysis.support import CountedCases, SupportRow, counted_cases, support_rows
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.header import RunHeader
@@ -15,28 +16,30 @@ from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
 
 @dataclass(frozen=True)
 class BackendVerdict:
-    """The verdict on one backend. ``cases``: the number of examined cases.
+    """The verdict on one backend. ``results``: the number of its cases with each result.
 
+    ``not_needed``: declared features that no examined case needs.
     ``could_declare``: undeclared features whose outputs are right wherever the case is not refused, and a CUDA-graph
     level measured above the declared one.
     """
 
     backend: str
     verdict: RunVerdict
-    cases: int
+    results: Counter[CaseResult]
     findings: tuple[Finding, ...]
     false_claims: tuple[FalseClaim, ...]
     could_declare: tuple[str, ...]
+    not_needed: tuple[str, ...]
+
+    @property
+    def known(self) -> int:
+        """The number of findings that the run expected."""
+        return len(self.findings) - len(self.failing)
 
     @property
     def failing(self) -> tuple[Finding, ...]:
         """The findings that make the run fail."""
         return tuple(finding for finding in self.findings if not finding.is_expected)
-
-    @property
-    def failing_cases(self) -> int:
-        """The number of cases in the failing findings."""
-        return len({case for finding in self.failing for case in finding.cases})
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,21 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
     cases = counted_cases(records)
     support = support_rows(cases, header, false)
     rows = level_rows(records)
+    declared = {info.name: set(info.features) for info in header.backends}
     verdicts = []
     for name, own in by_backend.items():
         if not own:
             continue
+        needed = {need for record in own if record.outcome in EXAMINED for need in record.needs}
         verdicts.append(
             BackendVerdict(
                 name,
                 verdict(OutcomeCounts(tuple((record.outcome, 1) for record in own))),
-                len({record.case for record in own if record.outcome in EXAMINED}),
+                case_results(own),
                 tuple(finding for finding in found if finding.backend == name),
                 tuple(claim for claim in claims if claim.backend == name),
                 (*_undeclared_and_right(support, name), *_higher_level(rows, name)),
+                tuple(sorted(declared.get(name, set()) - needed)),
             )
         )
     return RunFindings(found, tuple(verdicts), cases, support, rows)

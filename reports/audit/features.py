@@ -69,7 +69,7 @@ def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
 def left_cases(run: Run) -> dict[str, tuple[int, int]]:
     """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
     return {
-        each.backend: (len(finding.cases), each.cases)
+        each.backend: (len(finding.cases), each.results.total())
         for each in run_findings(run.records, run.header).verdicts
         for finding in each.findings
         if is_out_of_time(finding.example)

@@ -55,11 +55,10 @@ def comparison_document(comparison: RunComparison) -> str:
 
 def _run(run: Run) -> _Json:
     values = RunValues.of(run)
-    closing = values.closing()
     return {
         **_identity(run),
-        "verdict": closing.partition(":")[0],
-        "closing": closing,
+        "verdict": values.verdict,
+        "closing": values.closing(),
         "errors": run.errors,
         "header": run.header.model_dump(mode="json"),
         "summary": [

@@ -1,6 +1,6 @@
 """Verdicts and failures: a line for each backend, then its findings with one example each.
 
-In brief, a finding has the lines of its example; whole, it has every figure, traceback and output.
+In brief, a finding has the lines of its example; whole, it has its details, traceback and output.
 """
 
 from collections import Counter
@@ -39,6 +39,8 @@ SHOWN_FUNCTIONS = 3
 """Maximum failing functions shown in brief."""
 SHOWN_EXPECTED = 5
 """Maximum expected findings shown in brief."""
+SHOWN_FEATURES = 3
+"""Maximum declared features without a case shown in brief."""
 PRINTED_WIDTH = 280
 """Maximum characters of a line that a process printed, in brief."""
 
@@ -57,8 +59,11 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
         below: list[Text] = (
             [Span(f"declared but wrong: {phrases.claims(each)}", is_bold=True)] if each.false_claims else []
         )
+        below += _not_needed(each.not_needed, whole=whole)
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
-        word = Span(each.verdict, is_bold=True, colour=_COLOURS[each.verdict], is_loud=True)
+        word = Span(
+            phrases.verdict_words(each.verdict, each.known), is_bold=True, colour=_COLOURS[each.verdict], is_loud=True
+        )
         text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
         lines.append(Item(text, tuple(map(Item, below))))
     absent = [] if whole else [name for name in run.silent if name in run.absent]
@@ -66,6 +71,15 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
     for names, why in ((others, ""), (absent, " (unavailable; see `attncheck doctor`)")):
         lines += [Item(f"not examined: {', '.join(map(phrases.one_line, names))}{why}")] if names else []
     return [Items(tuple(lines))] if lines else []
+
+
+def _not_needed(features: Sequence[str], *, whole: bool) -> list[Text]:
+    """Return a line on declared features that no examined case needs; [] without any."""
+    if not features:
+        return []
+    shown = features if whole else features[:SHOWN_FEATURES]
+    more = f" and {len(features) - len(shown)} more" if len(features) > len(shown) else ""
+    return [f"declared, but needed by no examined case: {', '.join(shown)}{more}"]
 
 
 def failures(run: RunValues, *, whole: bool) -> list[Block]:
@@ -189,8 +203,6 @@ def _details(record: Record, header: RunHeader) -> list[Block]:
     if isinstance(record, Failed):
         blocks += [Code(each) if "\n" in each.strip() else Items((Item(each),)) for each in record.details]
         blocks += [Paragraph(f"Likely cause: {record.meaning}")] if record.meaning else []
-        figures = [[name, f"{value:.6g}"] for name, value in record.figures.items()]
-        blocks += [table(["figure", "value"], figures)] if figures else []
     if isinstance(record, Errored):
         blocks.append(Code(record.traceback or record.message))
     if isinstance(record, Ended | Failed | Errored) and record.output:

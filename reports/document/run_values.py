@@ -1,6 +1,7 @@
 """The records of a run, and the values that several sections of a report read."""
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from attncheck.reports.analysis.summary import RunSummary, summarise
 from attncheck.reports.analysis.verdicts import RunFindings, run_findings
 from attncheck.reports.document.blocks import Item, SectionName
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Record
+from attncheck.reports.run_file.records import OUTCOMES, UTILITIES, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 
@@ -82,8 +83,45 @@ class RunValues:
         gaps = [(gap.backend, phrases.gap_reasons(gap)) for gap in self.summary.gaps]
         return {name: "; ".join(dict.fromkeys(why for backend, why in gaps if backend == name)) for name in names}
 
+    @property
+    def verdict(self) -> str:
+        """``passed``, ``failed``, ``not examined``, or ``unfinished`` if the run ended early and has not failed."""
+        verdict: str = "failed" if self.errors else self.summary.verdict
+        return verdict if self.complete or verdict == "failed" else "unfinished"
+
     def closing(self) -> str:
-        """Return the verdict and the counts on one line."""
-        has_providers = UTILITIES in self.header.checks
-        count = 0 if has_providers else len(self.header.backends)  # the header lists providers as backends, too
-        return phrases.closing(self.summary, self.errors, complete=self.complete, num_backends=count)
+        """Return the verdict and the counts on one line.
+
+        ``errors`` fail a run whatever its records are. The results of cases are counted only for a single backend.
+        """
+        known = sum(each.known for each in self.found.verdicts)
+        sizes = [*self._backend_counts(), *self._function_counts()]
+        sizes += [phrases.plural(len(self.errors), "error")] if self.errors else []
+        rounds = self.summary.most_rounds
+        worst = f" (the worst of {rounds} rounds counts)" if rounds > 1 else ""
+        return f"{phrases.verdict_words(self.verdict, known)}: {'; '.join(sizes)}{worst}"
+
+    def _backend_counts(self) -> list[str]:
+        """Return the number of backends with each verdict, or of a single one's cases by result; [] without any."""
+        verdicts = Counter(each.verdict for each in self.found.verdicts)
+        if UTILITIES not in self.header.checks:  # the header lists providers as backends, too
+            verdicts["not examined"] += len(self.header.backends) - verdicts.total()  # some may have no record
+        elif not verdicts:
+            return []
+        sizes = [phrases.plural(verdicts.total(), "backend"), phrases.plural(self.summary.cases, "case")]
+        if verdicts.total() > 1:
+            words = [f"{verdicts[word]} {word}" for word in ("failed", "passed", "not examined") if verdicts[word]]
+            sizes[0] += f" ({', '.join(words)})"
+        elif self.found.verdicts:
+            sizes[1] += f": {', '.join(phrases.result_counts(self.found.verdicts[0].results))}"
+        return [", ".join(sizes)]
+
+    def _function_counts(self) -> list[str]:
+        """Return the number of functions of providers with each outcome; [] without providers."""
+        if not self.summary.providers:
+            return []
+        outcomes = Counter(record.outcome for record in self.records if record.check == UTILITIES)
+        counts = [f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome]]
+        providers = phrases.plural(len(self.summary.providers), "provider")
+        functions = phrases.plural(self.summary.functions, "function")
+        return [f"{providers}, {functions}: {', '.join(counts)}"]

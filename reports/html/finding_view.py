@@ -1,6 +1,5 @@
 """Values for templates, unescaped: a finding with its example, and a failing function of a provider as one."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attncheck.reports.analysis import phrases
@@ -30,7 +29,6 @@ class FindingView:
     evidence: str
     details: tuple[str, ...]
     places: tuple[str, ...]
-    figures: Mapping[str, str]
     trail: str
     repro: str
 
@@ -66,7 +64,6 @@ def _view(finding: Finding, run: RunValues) -> FindingView:
         evidence=meaning.removeprefix(finding.title).lstrip(":; ") if is_title else "",
         details=record.details if isinstance(record, Failed) else (),
         places=places,
-        figures={name: f"{value:.6g}" for name, value in record.figures.items()} if isinstance(record, Failed) else {},
         trail=trail,
         repro=repro_command(record, run.header),
     )

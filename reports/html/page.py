@@ -90,6 +90,7 @@ def _environment() -> "Environment":
         "time": measured_time,
         "unmeasured": unmeasured_cases,
         "verdict_counts": phrases.verdict_counts,
+        "verdict_words": phrases.verdict_words,
         "what_happened": phrases.what_happened,
     }
     environment.globals |= {

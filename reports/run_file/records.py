@@ -163,12 +163,16 @@ class Unavailable(RecordBase):
 
 
 class XFailed(_ShortRecord, MeasuredRecord):
-    """Did not pass, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
+    """Did not pass, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected.
+
+    ``figures``: those of the failure; empty in older files.
+    """
 
     outcome: Literal["xfailed"] = "xfailed"
     underlying: Literal["failed", "errored", "crashed", "timed_out"]
     summary: str
     reason: str
+    figures: dict[str, Figure] = Field(default_factory=dict)
 
     def _words(self) -> str:
         return self.reason
@@ -203,7 +207,7 @@ def graph_of(record: Record) -> GraphLevels | None:
 
 def budget_share(record: Record) -> float | None:
     """Return the share of the error budget that a record used, infinity for NaN, or None if it was not measured."""
-    share = record.figures.get(BUDGET_SHARE) if isinstance(record, Passed | Failed) else None
+    share = record.figures.get(BUDGET_SHARE) if isinstance(record, Passed | Failed | XFailed) else None
     return math.inf if share is not None and math.isnan(share) else share
 
 

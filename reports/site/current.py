@@ -191,4 +191,4 @@ def history(measured: Sequence[Measured]) -> tuple[Change, ...]:
 
 def _result(each: Measured) -> tuple[object, ...]:
     backend = each.backend
-    return backend.version, backend.verdict, backend.examined, backend.failing, each.run.warning
+    return backend.version, backend.words, each.run.warning

@@ -95,8 +95,9 @@ class SiteCase:
 
 @dataclass(frozen=True)
 class SiteBackend:
-    """One backend of one run. ``marks``: ``interpreted`` and ``emulated``, if they apply to its verdicts.
+    """One backend of one run. ``words``: the verdict and the number of cases with each result.
 
+    ``marks``: ``interpreted`` and ``emulated``, if they apply to its verdicts.
     ``answers``: standing and words by need. ``cases``: by ``suite/id``.
     """
 
@@ -106,8 +107,7 @@ class SiteBackend:
     marks: tuple[str, ...]
     features: tuple[str, ...]
     conventions: str
-    examined: int
-    failing: int
+    words: str
     false_claims: tuple[str, ...]
     could_declare: tuple[str, ...]
     findings: tuple[SiteFinding, ...]

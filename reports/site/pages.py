@@ -172,12 +172,10 @@ def write_file(file: SiteFile, folder: Path) -> None:
 
 
 def badge_text(subject: Subject) -> str:
-    """Return what the badge says of the current results, such as ``412 cases, ALWAYS measured``."""
-    cases = phrases.plural(
-        len([each for each in subject.cases.values() if each.case.count in ("right", "short")]), "case"
-    )
+    """Return what the badge says of the current results, such as ``412 cases right, ALWAYS measured``."""
+    cases = f"{phrases.plural(subject.counts.right, 'case')} right"
     if subject.findings:
-        kind = "finding" if subject.failing else "known finding"
+        kind = "finding" if subject.failing else "known fault"
         return f"{cases}, {phrases.plural(len(subject.failing or subject.findings), kind)}"
     level = f", {subject.level} measured" if subject.level else ""
     return f"{cases}{level}" + (f" ({', '.join(subject.marks)})" if subject.marks else "")

@@ -145,12 +145,22 @@ def test_a_name_that_takes_no_argument(refusal):
 
 def test_a_class_in_a_file(file):
     path = file(GOOD)
-    before = list(sys.path)
     loaded = load(f"{path}:Good")
     assert (loaded.name, loaded.ref, loaded.origin) == ("Good", f"{path}:Good", f"file {path}")
     assert issubclass(loaded.backend, SDPABackend)
-    assert sys.path == before
     assert load(f"{path}:Good").backend is loaded.backend
+
+
+def test_a_file_imports_the_modules_beside_it(file, refusal, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = file(GOOD)
+    path.write_text(f"import a_neighbour_of_the_file\n{path.read_text()}")
+    beside = f"a_neighbour_of_the_file is neither installed nor beside {path.name}"
+    assert refusal(f"{path}:Good").endswith(beside)
+    (path.parent / "a_neighbour_of_the_file.py").touch()
+    importlib.invalidate_caches()
+    assert load(f"{path}:Good").name == "Good"
+    assert sys.path[-1] == str(path.parent)
 
 
 def test_an_edited_file_is_read_again(file):

@@ -182,13 +182,13 @@ def test_not_examined_is_no_pass(suite: str) -> None:
 def test_an_examination_demands_and_shows_itself(suite: str) -> None:
     right = attncheck.examine(attend, suite, cases="decode", checks="numerics", device="cpu")
     right.check()
-    assert repr(right) == "<Examination passed: 1 backend, 1 case, 1 result: 1 passed>"
+    assert repr(right) == "<Examination passed: 1 backend, 1 case: 1 right>"
 
     wrong = attncheck.examine(zeros, suite, cases="decode", checks="numerics", device="cpu", name="<b>")
     with pytest.raises(AssertionError) as caught:
         wrong.check()
     assert isinstance(caught.value, attncheck.ExaminationFailedError)
-    assert str(caught.value).splitlines()[0] == "failed: 1 backend, 1 case, 1 result: 1 failed"
+    assert str(caught.value).splitlines()[0] == "failed: 1 backend, 1 case: 1 failed"
     for text in (str(caught.value), repr(wrong), str(wrong)):
         assert "likely cause: the output is all zeros" in text
     assert "# attncheck report" in wrong._repr_markdown_()

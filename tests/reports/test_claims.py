@@ -53,7 +53,7 @@ def test_false_claims_are_listed(make: Make, plain: list[Record], verdict_of: Ca
     found = verdict_of(records)
     assert claims(found) == [("sliding_window", 8, 8), ("logits_soft_cap", 4, 4), ("sinks", 2, 2)]
     assert str(found.false_claims[0]) == "sliding_window (8 of 8 cases wrong)"
-    assert (found.verdict, found.cases, len(found.failing), found.failing_cases) == ("failed", 44, 3, 14)
+    assert (found.verdict, len(found.failing), found.results) == ("failed", 3, {"failed": 14, "right": 30})
 
 
 def test_a_claim_that_some_cases_keep_counts_all_examined_cases(
@@ -252,12 +252,14 @@ def test_a_backend_that_was_not_examined_has_no_other_verdict(
     make: Make, verdict_of: Callable[..., BackendVerdict]
 ) -> None:
     found = verdict_of([make("unavailable"), make("unsupported", case_id="b")])
-    assert (found.verdict, found.cases, found.findings, found.false_claims) == ("not examined", 0, (), ())
+    assert (found.verdict, found.findings, found.false_claims) == ("not examined", (), ())
+    assert found.results == {"not applicable": 1, "not examined": 1}
 
 
 def test_an_expected_finding_fails_no_backend(make: Make, verdict_of: Callable[..., BackendVerdict]) -> None:
     found = verdict_of([make("passed"), make("xfailed", case_id="b"), make("passed", case_id="b", check="lse")])
-    assert (found.verdict, found.cases, len(found.findings), found.failing) == ("passed", 2, 1, ())
+    assert (found.verdict, found.known, found.failing) == ("passed", 1, ())
+    assert found.results == {"right": 1, "failed as expected": 1}
 
 
 def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make: Make, header: RunHeader) -> None:

@@ -34,6 +34,12 @@ def test_a_seed_other_than_the_default_is_in_the_command(make: Make) -> None:
     assert "--seed" not in repro_command(make("failed"))
 
 
+def test_variables_that_the_run_passed_are_passed_again(make: Make, header: RunHeader) -> None:
+    words = ("attncheck", "run", "--pass-env", "A,B", "--suite=x", "--pass-env=C*")
+    line = repro_command(make("failed"), header.model_copy(update={"command": words}))
+    assert line.endswith("--device cpu '--pass-env=C*' --pass-env A,B --in-process")
+
+
 def test_the_required_environment_comes_first(make: Make, header: RunHeader) -> None:
     required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
     backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.utilities import function_rows, notes_by_heading, provider_title
+from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Passed, Record
@@ -78,10 +78,8 @@ def test_providers_are_counted_apart_from_backends(function: Make, make: Make, m
     assert "utilities" not in {*summary.checks, *summary.suites}
     assert (summary.cases, summary.functions) == (1, 2)
     assert not summary.gaps
-    assert (
-        phrases.closing(summary)
-        == "passed: 1 backend, 1 case, 1 provider, 2 functions, 3 results: 2 passed, 1 unsupported"
-    )
+    counts = "passed: 1 backend, 1 case: 1 right; 1 provider, 2 functions: 1 passed, 1 unsupported"
+    assert RunValues(mine, records).closing() == counts
 
 
 def test_the_terminal_shows_both(function: Make, make: Make, mine: RunHeader) -> None:

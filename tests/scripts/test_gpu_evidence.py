@@ -69,7 +69,7 @@ def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_report
     assert ("machine.txt", "exit code 0", "attncheck doctor") in ended
     log = (folder / "miniatures" / "graphs.txt").read_text(encoding="utf-8")
     assert log.startswith("$ attncheck run --backend=backends/mutants/graphs.py:ClaimsSingleDecode --suite=")
-    assert "failed: 1 backend, 1 case, 1 result: 1 failed" in log
+    assert "failed: 1 backend, 1 case: 1 failed" in log
 
 
 def options_of(tmp_path, **options):

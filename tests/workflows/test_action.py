@@ -23,7 +23,8 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 STEPS = {step["name"]: step for step in ACTION["runs"]["steps"]}
 SCRIPTS = {name: step for name, step in STEPS.items() if "run" in step}
 EVIDENCE = ROOT / "docs" / "evidence" / "cpu-2026-11-26" / "xformers-vllm.jsonl.xz"
-OF_GITHUB = {"GITHUB_OUTPUT", "GITHUB_PATH", "RUNNER_TEMP"}
+OF_GITHUB = {"GITHUB_OUTPUT", "GITHUB_PATH", "GITHUB_STEP_SUMMARY", "RUNNER_TEMP"}
+OF_BASH = {"BASH_REMATCH", "BASH_SOURCE", "PWD"}
 
 STAND_IN = """#!/usr/bin/env bash
 (IFS=$'\\x1f'; printf '%s\\x1e' "$*") >>"$CALLS"
@@ -162,10 +163,42 @@ def test_every_report_is_tried_and_one_that_fails_fails_the_step(runner: Runner,
     assert runner.calls == [["report", str(path), "--format", *words] for words in (["github"], *beside)]
 
 
-def test_without_a_run_file_there_is_nothing_to_report(runner: Runner) -> None:
+def use_attncheck(runner: Runner) -> None:
+    """Put attncheck itself on the PATH of the scripts, instead of the stand-in."""
+    program = runner.folder / "bin" / "attncheck"
+    program.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" -m attncheck "$@"\n', encoding="utf-8")
+
+
+def test_a_backend_that_cannot_be_imported_is_in_every_report(runner: Runner) -> None:
+    use_attncheck(runner)
+    (runner.folder / "broken.py").write_text("\nimport a_module\n", encoding="utf-8")
+    code, printed = runner.examine("./broken.py:Mine")
+    assert code == 2, printed
+    code, printed = runner.step("report", RUN_FILE=runner.outputs["run-file"])
+    assert code == 0
+    why = "backend './broken.py:Mine': importing it raised ModuleNotFoundError: No module named 'a_module'"
+    (line,) = printed.splitlines()
+    assert line.startswith("::error file=broken.py,line=2,title=attncheck%3A nothing was examined::error: ")
+    assert why in line
+    assert why in (runner.folder / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8")
+    (error,) = ET.parse(Path(runner.outputs["folder"]) / "junit.xml").findall("testsuite/testcase/error")
+    assert why in (error.text or "")
+
+
+def test_texts_of_a_run_without_a_run_file_are_escaped(runner: Runner) -> None:
+    (runner.folder / "stderr.txt").write_text("error: 100% <b> & ]]>\x1b[31m\nerror: two\n", encoding="utf-8")
     code, printed = runner.step("report", RUN_FILE=str(runner.folder / "none.jsonl"))
     assert (code, runner.calls) == (0, [])
-    assert "wrote no run file" in printed
+    assert printed == "::error title=attncheck%3A nothing was examined::error: 100%25 <b> & ]]>[31m%0Aerror: two\n"
+    (error,) = ET.parse(runner.folder / "junit.xml").findall("testsuite/testcase/error")
+    assert error.text == "error: 100% <b> & ]]>[31m\nerror: two"
+
+
+def test_a_time_out_before_the_first_record_is_reported(runner: Runner) -> None:
+    (runner.folder / "bin" / "attncheck").write_text("#!/usr/bin/env bash\nexec sleep 60\n", encoding="utf-8")
+    assert runner.examine(MINUTES="0.005")[0] == 124
+    _, printed = runner.step("report", RUN_FILE=runner.outputs["run-file"])
+    assert "stopped after 0.005 minutes (input minutes); nothing was examined by then" in printed
 
 
 def test_a_comparison_passes_its_options_and_its_exit_code_on(runner: Runner) -> None:
@@ -198,8 +231,7 @@ def test_an_unfinished_run_is_reported_as_one(runner: Runner) -> None:
     path = runner.folder / "run.jsonl"
     with lzma.open(EVIDENCE, "rt", encoding="utf-8") as file:
         path.write_text("".join(line for _, line in zip(range(20), file, strict=False)), encoding="utf-8")
-    program = runner.folder / "bin" / "attncheck"
-    program.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" -m attncheck "$@"\n', encoding="utf-8")
+    use_attncheck(runner)
     code, printed = runner.step("report", RUN_FILE=str(path))
     assert code == 0, printed
     assert printed.startswith("::error ")
@@ -217,7 +249,7 @@ def test_a_step_calls_a_script_with_all_that_it_reads_and_no_more(name: str) -> 
     assert os.access(ROOT / script, os.X_OK)
     text = (ROOT / script).read_text(encoding="utf-8")
     assert subprocess.run(["bash", "-n", ROOT / script], check=False).returncode == 0
-    assert set(re.findall(r"\$\{?([A-Z_]+)\b", text)) - {"BASH_SOURCE"} - OF_GITHUB == set(step["env"])
+    assert set(re.findall(r"\$\{?([A-Z_]+)\b", text)) - OF_BASH - OF_GITHUB == set(step["env"])
 
 
 def test_every_input_is_used_and_every_name_in_an_expression_is_there() -> None:

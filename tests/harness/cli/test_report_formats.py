@@ -75,10 +75,10 @@ def test_each_format_is_the_named_one(run: Path, capsys: pytest.CaptureFixture[s
 
     assert ET.fromstring(printed("junit")).get("failures") == "1"
     assert [each["group"] for each in json.loads(printed("pytest-benchmark"))["benchmarks"]] == ["mine/good forward"]
-    assert printed("terminal").splitlines()[-1] == "failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed"
+    assert printed("terminal").splitlines()[-1] == "failed: 1 backend, 2 cases: 1 failed, 1 right"
     assert printed("markdown").startswith("# attncheck report\n")
     summary = printed("github")
-    assert summary.startswith("## attncheck: failed: 1 backend, 2 cases, 2 results: 1 passed, 1 failed\n")
+    assert summary.startswith("## attncheck: failed: 1 backend, 2 cases: 1 failed, 1 right\n")
     annotation = summary.splitlines()[-1]
     assert annotation.startswith(
         "::error file=suites/mine.yaml,title=reference%3A 7 of 40 rows::1 case, check timing%0A"

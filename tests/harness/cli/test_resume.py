@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from inline_snapshot import snapshot
@@ -211,7 +212,6 @@ def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("whole.jsonl", snapshot("error: whole.jsonl: is complete; there is nothing to resume\n")),
         ("none.jsonl", snapshot("error: none.jsonl: cannot be read: No such file or directory\n")),
         (
             "run.jsonl.gz",
@@ -219,10 +219,27 @@ def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
         ),
     ],
 )
-def test_a_file_with_nothing_to_resume_is_refused(cut, whole, name, reason, capsys):
-    (cut(1).parent / "whole.jsonl").write_text(whole)
+def test_a_file_that_cannot_be_resumed_is_refused(cut, name, reason, capsys):
+    cut(1)
     assert run(*OPTIONS, "--resume", name) == 2
     assert capsys.readouterr().err == reason
+
+
+def test_a_complete_run_ends_as_it_ended(cut, whole, capsys):
+    """An error of the run, here an entry about no case, fails it again."""
+    path = cut(len(whole.splitlines()))
+    assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
+    printed = capsys.readouterr()
+    assert "passed: 2 backends (2 passed)" in printed.out
+    assert printed.err == "note: cut.jsonl is complete: nothing is left to examine\n"
+    assert path.read_text() == whole
+
+    entry = {"backend": "reference", "case": "soft-cap", "check": "lse", "outcome": "errored", "reason": "x"}
+    Path("known.yaml").write_text(json.dumps([entry]))
+    assert run(*OPTIONS, "--expect", "known.yaml", "--output", "failed.jsonl") == 1
+    capsys.readouterr()
+    assert run(*OPTIONS, "--expect", "known.yaml", "--resume", "failed.jsonl") == 1
+    assert "error: known.yaml:1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--output", "x.jsonl"], ["--provider", "vllm"], ["--no-output"]])

@@ -191,7 +191,7 @@ class Mine(ReferenceBackend): pass
         ("", ["--pass-env", "*"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY", "DATABASE"}),
         ("[tool.attncheck]\npass_env = 'DATA*'\n", [], {"ATTNCHECK_OF_MINE", "DATABASE"}),
         ("[tool.attncheck]\npass_env = 'DATA*'\n", ["--pass-env", "DEP*"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN"}),
-        ("", ["--in-process"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY", "DATABASE"}),
+        ("", ["--in-process"], {"ATTNCHECK_OF_MINE"}),
     ],
 )
 def test_a_backend_sees_of_the_environment_what_it_may_need(

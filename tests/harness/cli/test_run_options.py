@@ -1,5 +1,6 @@
 """Options of ``attncheck run`` as users of pytest know them: how much is selected, when it stops, what is printed."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -79,12 +80,13 @@ def test_last_failed_keeps_the_settings_of_the_suite(here: Attncheck, folder: Pa
 
 def test_quiet_prints_what_fell_short_and_the_last_lines(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("reference", "--check", "numerics", "-q") == 0
-    verdict, _, counts, last = capsys.readouterr().out.splitlines()
-    assert verdict == "reference: PASSED: 2 cases"
-    assert counts == "passed: 1 backend, 2 cases, 2 results: 2 passed"
+    verdict, unproven, _, counts, last = capsys.readouterr().out.splitlines()
+    assert verdict == "reference: PASSED: 2 cases right"
+    assert unproven.startswith("  declared, but needed by no examined case: alibi, ")
+    assert counts == "passed: 1 backend, 2 cases: 2 right"
     assert "run file: results/" in last
     assert here("./wrong.py:Wrong", "--case", "decode", "--check", "numerics", "--quiet") == 1
-    verdict, _, finding, *_ = capsys.readouterr().out.splitlines()
+    verdict, _, _, finding, *_ = capsys.readouterr().out.splitlines()
     assert verdict == "Wrong: FAILED: 1 finding in 1 of 1 case"
     assert finding.startswith("finding 1 of 1, Wrong: ")
 
@@ -149,3 +151,31 @@ def test_the_number_of_processes_is_a_number_or_auto() -> None:
 )
 def test_sizes_are_read_with_their_units(text: str | None, size: int) -> None:
     assert read_size("--memory-limit", text, 7) == size
+
+
+READS_FLAG = """
+import os
+from attncheck.backends.candidates.reference import ReferenceBackend
+
+class Mine(ReferenceBackend):
+    @classmethod
+    def unsupported_reasons(cls, layer, cache, batch):
+        return ["flag"] if os.environ.get("A_FLAG") else []
+"""
+
+
+def test_a_variable_that_a_backend_reads_and_does_not_get_is_named(
+    here: Attncheck, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --in-process, too, so that a repeat line runs under the conditions of its run."""
+    monkeypatch.setenv("A_FLAG", "1")
+    (folder / "mine.py").write_text(READS_FLAG)
+    words = ("./mine.py:Mine", "--check", "numerics", "--no-output")
+    assert here(*words) == 0
+    line = "read by ./mine.py and not passed to it: A_FLAG; add --pass-env A_FLAG"
+    assert line in capsys.readouterr().out
+    assert os.environ["A_FLAG"] == "1"
+    assert here(*words, "--pass-env", "A_FLAG") == 2
+    printed = capsys.readouterr()
+    assert "flag" in printed.err
+    assert "not passed" not in printed.out

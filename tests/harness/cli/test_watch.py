@@ -96,7 +96,7 @@ def test_what_fell_short_is_examined_first_by_a_process_that_was_ready(
     assert watch_run(options(folder=folder / "results"), None, color=False, keys=script) == 0
     rounds = capsys.readouterr().out.split("q or Ctrl-C ends\n")
     assert len(rounds) == 5
-    assert "Mine: PASSED: 2 cases" in rounds[0]
+    assert "Mine: PASSED: 2 cases right" in rounds[0]
     assert "broken: small/prefill numerics\n" in rounds[1]
     assert "finding 1 of 1, Mine" in rounds[1]
     assert "SyntaxError" in rounds[2]
@@ -127,7 +127,7 @@ def test_a_save_ends_the_round_and_what_it_wrote_is_not_kept(
     thread.join()
     text = capsys.readouterr().out
     assert text.count("waiting for a change") == 1
-    assert "Mine: FAILED: 1 finding in 1 of 2 cases" in text
+    assert "Mine: FAILED: 1 finding in 1 of 2 cases; 1 right" in text
     assert "crashed" not in text
     (run,) = (folder / "results").iterdir()
     assert [record.outcome for record in read_run(run).records] == ["passed", "failed"]

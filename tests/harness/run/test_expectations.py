@@ -276,10 +276,14 @@ def test_a_finding_may_be_narrowed_down_to_what_cases_take(tmp_path: Path) -> No
     )
 
 
-def test_a_finding_that_is_not_seen_is_reported_and_fails_no_run(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_finding_that_is_not_seen_is_reported_and_fails_only_a_strict_run(
+    plain: Callable[[str], str], tmp_path: Path
+) -> None:
     file = write(tmp_path / "e.yaml", FINDING)
     expected, elsewhere = expectations(file), expectations(file)
-    expected.apply(record("passed"))
+    strict, strict_elsewhere = expectations(file, strict=True), expectations(file, strict=True)
+    for each in (expected, strict):
+        each.apply(record("passed"))
     elsewhere.apply(record("passed", check="lse"))
     assert expected.unmet() == elsewhere.unmet() == []
     (line,) = expected.unseen()
@@ -288,6 +292,10 @@ def test_a_finding_that_is_not_seen_is_reported_and_fails_no_run(plain: Callable
     )
     assert "e.yaml:2" in line
     assert elsewhere.unseen() == []  # nothing was examined that it is about
+    assert (strict.unseen(), strict_elsewhere.unmet()) == ([], [])
+    (line,) = strict.unmet()
+    assert "e.yaml:2" in line
+    assert "no record matched it" in line
 
 
 BOUNDED = FINDING | {"within": {"budgets": 30, "rows": 4, "heads": 2, "values": ["nan", "finite"]}}

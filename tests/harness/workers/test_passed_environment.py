@@ -1,8 +1,10 @@
 """The process of a backend gets the variables it may need, and a secret only where it is named."""
 
+from pathlib import Path
+
 import pytest
 
-from attncheck.harness.workers.passed_environment import passed_environment, read_patterns
+from attncheck.harness.workers.passed_environment import passed_environment, read_patterns, variables_read
 
 NEEDED = ("PATH", "HOME", "LC_ALL", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CACHE_ROOT", "CC")
 OTHERS = ("GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "DATABASE_URL", "PATHS")
@@ -30,3 +32,17 @@ def test_a_pattern_adds_all_that_it_matches(pattern: str, added: set[str]) -> No
 
 def test_values_are_kept_and_words_may_be_repeated() -> None:
     assert passed_environment({"A": "1", "B": "2", "C": "3"}, read_patterns(["A", " B ,"])) == {"A": "1", "B": "2"}
+
+
+def test_the_variables_that_a_file_and_the_modules_beside_it_look_up_are_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import helper.part\nfrom os import environ, getenv\nimport os  # os.getenv('COMMENT')\n"
+        "a = os.environ['ITEM']; b = os.environ.get('GET', ''); c = environ.pop('POP'); d = 'IN' in environ\n"
+        "e = os.getenv('GETENV'); f = getenv('BARE'); g = {}.get('OTHER'); h = os.environ[a]\n"
+    )
+    (tmp_path / "helper.py").write_text("import mine, os\nos.getenv('HELPER')\n")
+    (tmp_path / "stranger.py").write_text("import os\nos.getenv('STRANGER')\n")
+    read = variables_read(tmp_path / "mine.py")
+    assert read == {"ITEM", "GET", "POP", "IN", "GETENV", "BARE", "HELPER"}
+    (tmp_path / "broken.py").write_text("def (")
+    assert variables_read(tmp_path / "broken.py") == variables_read(tmp_path / "none.py") == set()

@@ -18,7 +18,7 @@ def test_terminal_of_a_run_that_passes(passing_run: Run) -> None:
     assert shown(passing_run, "terminal") == snapshot("""\
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suite smoke: 2 cases, seed 0
 
-reference: PASSED: 1 case
+reference: PASSED: 1 case right, 1 not applicable
   could be declared: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE
 
 backend    numerics  lse  cudagraph  worst    not
@@ -33,7 +33,7 @@ not examined: 4 checks of 2 cases (2 reasons)
 in full: --verbose, or attncheck report run.jsonl --section unexamined
 as well: --section graph-levels
 
-passed: 1 backend, 2 cases, 6 results: 2 passed, 4 unsupported
+passed: 1 backend, 2 cases: 1 right, 1 not applicable
 """)
 
 
@@ -46,11 +46,11 @@ def test_markdown_leaves_out_sections_without_content(passing_run: Run) -> None:
 
 def test_github_of_a_run_that_passes(passing_run: Run) -> None:
     assert shown(passing_run, "github") == snapshot("""\
-## attncheck: passed: 1 backend, 2 cases, 6 results: 2 passed, 4 unsupported
+## attncheck: passed: 1 backend, 2 cases: 1 right, 1 not applicable
 
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suite smoke: 2 cases, seed 0
 
-- **reference: passed**: 1 case
+- **reference: passed**: 1 case right, 1 not applicable
   - could be declared: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE
 
 | backend | numerics | lse | cudagraph |
@@ -64,8 +64,8 @@ def test_terminal_of_a_run_that_fails(failing_run: Run) -> None:
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case, seed 0
 note: a note | of the run
 
-reference: PASSED: 3 cases
-Wrong: FAILED: 3 findings in 3 of 4 cases
+reference: PASSED: 3 cases right
+Wrong: FAILED: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
   declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)
 not examined: third (unavailable; see `attncheck doctor`)
 
@@ -121,8 +121,7 @@ as well: --section graph-levels, --section timings, --section expected
 
 error: entry 2 matches no case
 
-failed: 3 backends, 8 cases, 14 results: 5 passed, 3 failed, 1 errored, 3 unsupported, 1
-  unavailable, 1 xfailed, 1 error
+failed: 3 backends (1 failed, 1 passed, 1 not examined), 8 cases; 1 error
 """)
 
 
@@ -130,10 +129,10 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
     assert shown(failing_run, "markdown") == snapshot("""\
 # attncheck report
 
-**failed: 3 backends, 8 cases, 14 results: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed, 1 error**
+**failed: 3 backends (1 failed, 1 passed, 1 not examined), 8 cases; 1 error**
 
-- **reference: passed**: 3 cases
-- **Wrong: failed**: 3 findings in 3 of 4 cases
+- **reference: passed**: 3 cases right
+- **Wrong: failed**: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
   - **declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
 - not examined: third
 
@@ -154,12 +153,6 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 - row 3: found 0.5, expected 0.25
 
 Likely cause: the window is one key too long (the truth with sliding_window=129 fits all rows)
-
-| figure | value |
-| --- | --- |
-| rows | 40 |
-| bad_rows | 7 |
-| budget_share | 18.4 |
 
 Repeat:
 
@@ -191,11 +184,6 @@ attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache
 - case: smoke/edge, check cudagraph: case edge
   - 4 heads, 2 KV heads, head size 64, bfloat16
   - **failed**: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward
-
-| figure | value |
-| --- | --- |
-| rows | 40 |
-| worst_budget | 18.4 |
 
 Repeat:
 
@@ -326,14 +314,14 @@ def test_github_folds_the_findings_of_markdown(failing_run: Run) -> None:
     assert findings.count("### ") == 3
     assert findings in text
     assert text.replace(findings, "(findings)") == snapshot("""\
-## attncheck: failed: 3 backends, 8 cases, 14 results: 5 passed, 3 failed, 1 errored, 3 unsupported, 1 unavailable, 1 xfailed, 1 error
+## attncheck: failed: 3 backends (1 failed, 1 passed, 1 not examined), 8 cases; 1 error
 
 attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case, seed 0
 
 - error: entry 2 matches no case
 
-- **reference: passed**: 3 cases
-- **Wrong: failed**: 3 findings in 3 of 4 cases
+- **reference: passed**: 3 cases right
+- **Wrong: failed**: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
   - **declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
 - not examined: third
 

@@ -82,7 +82,7 @@ def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with
     common = {"finding": "the window is ignored", "meaning": cause, "summary": "7 of 40 rows"}
     records = [
         record_of(Failed, case_id="large", details=("a\nb",), **common),
-        record_of(Failed, case_id="small", figures={"rows": 40}, **common),
+        record_of(Failed, case_id="small", **common),
         record_of(Failed, case_id="small", check="lse", **common),
         record_of(case_id="fine"),
         record_of(Crashed, case_id="fine", check="refusals", stage="refusals", cause="killed", output="last words"),
@@ -101,7 +101,6 @@ def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with
     assert (window.evidence, window.meaning) == ("a reference with this fault gives the same output in all rows", "")
     assert window.finding.example.case_id == "small"
     assert [other.case_id for other in window.others] == ["large"]
-    assert window.figures == {"rows": "40"}
     assert (crash.finding.example.outcome, crash.trail) == ("crashed", "last words")
 
 

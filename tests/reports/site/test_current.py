@@ -75,15 +75,15 @@ def test_runs_with_equal_results_are_one_change(run_of: Callable[..., SiteRun]) 
 
 def test_a_badge_counts_cases_and_findings(run_of: Callable[..., SiteRun]) -> None:
     (right,) = subjects([run_of(1, {"a": "passed", "b": "passed"}, device="<script>&")])
-    assert badge_text(right) == "2 cases"
+    assert badge_text(right) == "2 cases right"
     assert "<script" not in badge(right)
     assert "&lt;script&gt;&amp;" in badge(right)
     (wrong,) = subjects([run_of(1, {"a": "failed", "b": "passed"})])
-    assert badge_text(wrong) == "2 cases, 1 finding"
+    assert badge_text(wrong) == "1 case right, 1 finding"
     (known,) = subjects([run_of(1, {"a": "xfailed", "b": "passed"})])
-    assert badge_text(known) == "2 cases, 1 known finding"
+    assert badge_text(known) == "1 case right, 1 known fault"
     (refusing,) = subjects([run_of(1, {"a": "passed"}, check="refusals", notes=("refused at forward: no",))])
-    assert badge_text(refusing) == "0 cases"
+    assert badge_text(refusing) == "0 cases right"
     subjects_by_colour = (right, wrong, known, refusing)
     assert len({re.findall('fill="(#[0-9a-f]{6})"', badge(each))[0] for each in subjects_by_colour}) == 4
 
