@@ -15,6 +15,7 @@ from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.causes import (
+    ON_EARLIER,
     UNEXPLAINED,
     UNKNOWN,
     cause_line,
@@ -294,6 +295,7 @@ def _split(
         def rank(record: Short) -> tuple[bool, bool, bool, float]:
             causes = _causes(record)
             is_of_another = words not in (*causes, record.finding)
+            is_of_another |= isinstance(record, Failed) and ON_EARLIER in (record.meaning or "")
             return isinstance(record, XPassed), is_of_another, causes[:1] != (words,), _size(keys[_case(record)])
 
         example = min(records, key=rank)

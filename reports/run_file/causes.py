@@ -36,6 +36,9 @@ BACKEND_TIME = "the time of the backend"
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 
+ON_EARLIER = "faults were tried on earlier cases alone"
+"""Last words of the meaning of a failure for which not all faults were tried."""
+
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows(?:, first: | are wrong, the first is )")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
 _DETAIL = re.compile(r", first: |, the first(?: is |: )|; worst | at row \d| reaches? \d+ of ")
