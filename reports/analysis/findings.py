@@ -82,9 +82,9 @@ class Finding:
 
     @cached_property
     def checks(self) -> tuple[str, ...]:
-        """The checks of its records, the nearest to the fault first."""
+        """The checks of its records, in their order, but `numerics` first."""
         checks = dict.fromkeys(record.check for record in self.records)
-        return tuple(sorted(checks, key=_distance))
+        return tuple(sorted(checks, key=lambda check: check != "numerics"))
 
     @cached_property
     def cases(self) -> tuple[str, ...]:
