@@ -154,7 +154,7 @@ def _case(
 
 
 def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
-    text = story(record, header)
+    text = story(record, header, finding)
     case = header.case_by_name.get((record.suite, record.case_id))
     if case is not None:
         text = f"{case.description or case.id}: {case.shape}\n{text}"

@@ -11,7 +11,8 @@ from attncheck.harness.run.expectation_file import load_expectations
 from attncheck.harness.run.selection import DEFAULT_SUITES
 from attncheck.reports.audit.page import render as render_audit
 from attncheck.reports.markdown.run import render_run
-from attncheck.reports.run_file.records import XFailed
+from attncheck.reports.run_file.causes import likely_causes, without_figures
+from attncheck.reports.run_file.records import Failed, XFailed
 from attncheck.reports.run_file.store import Run, read_run
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -61,6 +62,38 @@ def test_everything_that_is_expected_was_found() -> None:
     for file in sorted((DOCS / "expected").glob("*.yaml")):
         expected = [entry.expectation for entry in load_expectations(file)]
         assert {each.reason for each in expected if each.version is None} <= reasons
+
+
+AGREEING = {
+    "NaN or Inf just where a score is N soft caps or more": "a score of more than about 88 soft caps is NaN",
+    "slots behind the last key of a request are read; only NaN": "slots behind the last key of a request are multiplied by",
+    "the ALiBi bias is missing": "encoder attention ignores the ALiBi slopes",
+    "the soft cap is ignored": "encoder attention ignores the soft cap",
+    "the window is ignored on both sides": "takes a window of the own key alone (0 on both sides) for no window",
+}
+"""Starts of causes that attncheck named in kept runs, and parts of the reason that a person wrote for the same case.
+
+Somebody has compared the two of each pair.
+"""
+
+
+def test_automatic_causes_agree_with_the_reasons_of_people() -> None:
+    entries = [each.expectation for file in (DOCS / "expected").glob("*.yaml") for each in load_expectations(file)]
+    kept = [record for path in (DOCS / "evidence").rglob("*.jsonl.xz") for record in read_run(path).records]
+    pairs = {
+        (record.finding, entry.reason)
+        for record in kept
+        if isinstance(record, Failed) and record.finding in map(without_figures, likely_causes(record.meaning))
+        for entry in entries
+        if entry.is_about(record) and (entry.foresees(record) or "*" not in entry.case)
+    }
+    different = {
+        (cause, reason)
+        for cause, reason in pairs
+        if not any(cause.startswith(start) and part in reason for start, part in AGREEING.items())
+    }
+    assert different == set()
+    assert len(pairs) == len(AGREEING)
 
 
 def test_the_support_table_is_of_all_candidates_and_all_cases_and_nothing_fell_short() -> None:

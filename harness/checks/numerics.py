@@ -4,12 +4,14 @@ Cannot see: errors below the rounding of the layer's dtype, keys whose weight is
 """
 
 import math
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from attncheck.backends.declarations import required_features
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.kv_pool import same_bytes
@@ -20,6 +22,7 @@ from attncheck.harness.truth.explain import concerned_features, explain
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.truth_device import truth_notes
+from attncheck.reports.run_file.causes import likely_causes, without_figures
 
 
 class NamesRows(Protocol):
@@ -29,7 +32,61 @@ class NamesRows(Protocol):
         """Return a readable name for a row, for use in messages."""
 
 
-def check_numerics(problem: Problem, truth: Truth, seen: Observation, *, explains: bool = True) -> Holds | Broken:
+_SEVERAL, _ENOUGH = 2, 2
+"""Cases that a cause must explain to be tried first, and cases without a known cause after which few are explained."""
+
+
+@dataclass(frozen=True)
+class EarlierCauses:
+    """The causes of a backend's failures in this process, by case, and what its cases without a known cause need.
+
+    Most of the time of a failing run is spent on explanations. Therefore a cause that explained several cases is
+    tried first. After several cases without a known cause, all faults are tried only if a case needs something new.
+    """
+
+    named: list[str] = field(default_factory=list)
+    concerns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unexplained: list[frozenset[str]] = field(default_factory=list)
+
+    def explain(
+        self, problem: Problem, truth: Truth, output: Tensor, shares: Tensor
+    ) -> tuple[str | None, tuple[str, ...]]:
+        """Return one line that explains a wrong output, or None, and the features that it concerns."""
+        case = problem.case
+        kinds = {("a decode" if each.query_len == 1 else "rows", each.cached > 0) for each in problem.requests}
+        needs = required_features(case.layer, case.cache, case.batch) | frozenset(map(str, kinds))
+        counts = Counter(map(without_figures, self.named))
+        first = [cause for cause in self.named if counts[without_figures(cause)] >= _SEVERAL]
+        is_enough = len(self.unexplained) >= _ENOUGH and needs <= frozenset[str]().union(*self.unexplained)
+        meaning = explain(problem, truth, output, shares, first=first, only_first=is_enough)
+        for cause in likely_causes(meaning)[:1]:
+            self.named.append(cause)
+            words = without_figures(cause)
+            if words not in self.concerns:
+                self.concerns[words] = concerned_features(problem, truth, meaning)
+            return meaning, self.concerns[words]
+        if not is_enough:
+            self.unexplained.append(needs)
+        return meaning, ()
+
+
+class _CausesOfRun(dict[str, EarlierCauses]):
+    """The earlier causes by the reference of the backend."""
+
+
+def causes_of(case: CheckedCase) -> EarlierCauses:
+    """Return the earlier causes of the backend of a case."""
+    return case.shared.get(_CausesOfRun, _CausesOfRun).setdefault(case.loaded.ref, EarlierCauses())
+
+
+def check_numerics(
+    problem: Problem,
+    truth: Truth,
+    seen: Observation,
+    causes: EarlierCauses | None = None,
+    *,
+    explains: bool = True,
+) -> Holds | Broken:
     """Judge the output of one step. ``explains``: also search for the cause of an error; takes most of the time."""
     shares = output_shares(truth, seen)
     values = output_values(seen.output[: len(shares)], truth.codes)
@@ -53,14 +110,8 @@ def check_numerics(problem: Problem, truth: Truth, seen: Observation, *, explain
     summary = summarize(problem, shares)
     if not explains:
         return Broken(summary, figures, details=seen.protocol)
-    meaning = explain(problem, truth, seen.output[: len(shares)], shares)
-    return Broken(
-        summary,
-        figures,
-        meaning,
-        seen.protocol,
-        concerns=concerned_features(problem, truth, meaning),
-    )
+    meaning, concerns = (causes or EarlierCauses()).explain(problem, truth, seen.output[: len(shares)], shares)
+    return Broken(summary, figures, meaning, seen.protocol, concerns=concerns)
 
 
 def _unsaturated(truth: Truth, seen: Observation) -> str | None:
@@ -144,7 +195,7 @@ def _abridged(numbers: list[int]) -> str:
 
 def _check(case: CheckedCase) -> Finding:
     session, seen = case.first_step()
-    finding = check_numerics(case.problem, case.truth, seen)
+    finding = check_numerics(case.problem, case.truth, seen, causes_of(case))
     notes = truth_notes(case.problem.case, case.device)
     if isinstance(finding, Broken):
         finding = replace(finding, details=(*finding.details, *notes))

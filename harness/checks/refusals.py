@@ -15,7 +15,7 @@ from attncheck.cases.outline import shape_of
 from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
-from attncheck.harness.checks.numerics import output_shares, summarize, wrong_figures
+from attncheck.harness.checks.numerics import EarlierCauses, causes_of, output_shares, summarize, wrong_figures
 from attncheck.harness.checks.undeclared_forms import UndeclaredForm, is_plain, undeclared_forms
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.kv_pool import same_bytes
@@ -23,7 +23,6 @@ from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.output_quantisation import output_values
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.explain import explain
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import cause_of_error
@@ -78,7 +77,9 @@ def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
     )
 
 
-def check_answer(problem: Problem, truth: Truth, attempt: Observation, reasons: tuple[str, ...]) -> Holds | Broken:
+def check_answer(
+    problem: Problem, truth: Truth, attempt: Observation, reasons: tuple[str, ...], causes: EarlierCauses | None = None
+) -> Holds | Broken:
     """Judge the output for a case that the declarations exclude for ``reasons``. A correct output is right."""
     shares = output_shares(truth, attempt)
     if bool(attempt.unwritten.any()) or bool((shares > 1).any()):
@@ -86,7 +87,7 @@ def check_answer(problem: Problem, truth: Truth, attempt: Observation, reasons: 
             f"the backend does not declare the case ({'; '.join(reasons)}), accepts it without an error, "
             f"and its output is wrong: {summarize(problem, shares)}",
             wrong_figures(shares, output_values(attempt.output[: len(shares)], truth.codes), attempt.unwritten),
-            explain(problem, truth, attempt.output[: len(shares)], shares),
+            (causes or EarlierCauses()).explain(problem, truth, attempt.output[: len(shares)], shares)[0],
         )
     return Holds(notes=(f"{ANSWERED}: {'; '.join(reasons)}",))
 
@@ -144,7 +145,9 @@ def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | Non
         attempt = _attempt(case, problem)
         if isinstance(attempt, Raised):
             return check_refusal(attempt, form.reasons)
-        return check_answer(problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons)
+        return check_answer(
+            problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons, causes_of(case)
+        )
     except (QuestionError, BackendUnavailableError):
         return None
 
@@ -175,7 +178,7 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
     attempt = session if isinstance(session, Raised) else seen
     if isinstance(attempt, Raised):
         return check_refusal(attempt, case.undeclared)
-    return check_answer(case.problem, case.truth, attempt, case.undeclared)
+    return check_answer(case.problem, case.truth, attempt, case.undeclared, causes_of(case))
 
 
 CHECK = Check(_check, tries_undeclared=True)

@@ -22,8 +22,9 @@ from attncheck.harness.workers.passed_environment import read_patterns
 from attncheck.harness.workers.time_limits import TimeLimits, read_limit
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_settings import WorkerSettings
+from attncheck.reports.analysis.findings import stated_cause
 from attncheck.reports.analysis.repro import assignments, repro_command
-from attncheck.reports.run_file.records import OURSELVES, Errored
+from attncheck.reports.run_file.records import OURSELVES, Errored, Failed
 
 
 @contextmanager
@@ -69,8 +70,8 @@ def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) ->
     else:
         tried = f"{shrunk.tried} steps tried in {shrunk.seconds:.1f} s{'' if shrunk.is_finished else ', out of time'}"
         typer.echo(f"  small: {size_in_words(small.case)} ({tried})")
-    if meaning := getattr(record, "meaning", None):
-        typer.echo(f"  likely cause: {meaning}")
+    if isinstance(record, Failed) and record.meaning:
+        typer.echo(f"  {stated_cause(record)}")
     written = _write_case(small, folder)
     repeat = record.model_copy(update={"suite": str(written), "case_id": small.case.id})
     environment = process.backend.info.required_environment

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 
+from attncheck.reports.analysis.findings import stated_cause
 from attncheck.reports.analysis.phrases import cut, one_line, plural, what_happened
 from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.run_file.records import OURSELVES, Ended, Errored, Failed, Passed, Record, XFailed
@@ -84,7 +85,7 @@ def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
     first, cases = group.first, group.cases
     comments = [f"{plural(len(cases), 'case')}, such as {cases[0]}: {_happened(first)}"]
     if isinstance(first, Failed) and first.meaning:
-        comments.append(f"likely cause: {first.meaning}")
+        comments.append(stated_cause(first))
     fields = {
         "backend": first.backend,
         "case": _case_pattern(cases),

@@ -6,7 +6,7 @@ some batches a fault leaves the output right, and would "explain" any error.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.fits import Misfit, best_fit
-from attncheck.harness.truth.fitted_factors import other_factors
+from attncheck.harness.truth.fitted_factors import FACTOR, other_factors
 from attncheck.harness.truth.head_map import other_heads
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
 from attncheck.harness.truth.key_spans import WINDOW_START, other_spans
@@ -34,7 +34,7 @@ from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.wrong_rows import pattern
-from attncheck.reports.run_file.causes import EVIDENCE, UNKNOWN
+from attncheck.reports.run_file.causes import EVIDENCE, ON_EARLIER, UNKNOWN, without_figures
 
 _FEW_WORK = 2**31
 """Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
@@ -48,11 +48,20 @@ _ALIKE, _MOST = 4.0, 0.75
 OutputAndLse = tuple[Tensor, Tensor]
 
 
-def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
+def explain(
+    problem: Problem,
+    truth: Truth,
+    output: Tensor,
+    shares: Tensor,
+    *,
+    first: Collection[str] = (),
+    only_first: bool = False,
+) -> str | None:
     """Return one line that explains ``output``, or None.
 
     ``output``: ``[T, H, Dv]``, as codes if the layer quantises it. ``shares``: its errors in budgets, ``[T, H]``. If
-    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others.
+    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others. ``first``: causes to try
+    before all others; if one fits, whatever its figures, no other is tried. ``only_first``: try no others at all.
     """
     values = output_values(output, truth.codes)
     is_finite = torch.isfinite(values).all(dim=-1)
@@ -86,6 +95,25 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
         for nearest in (fitted_sinks, other_heads, other_spans, misplaced, rescaled):
             yield from nearest(problem, truth, values, shares)
 
+    def earlier() -> Iterator[Misfit]:
+        yield from misfits(other_factors(problem, truth, values, shares, first), "number")
+        fitted = {cause for cause in wanted if not cause.endswith(FACTOR)}
+        for hypothesis in _explanations(problem, truth):
+            if without_figures(hypothesis.meaning) in wanted:
+                fitted.discard(without_figures(hypothesis.meaning))
+                yield from misfits([(hypothesis.meaning, hypothesis.compute()[0])])
+        if fitted:
+            yield from misfits(fitted_by_row(), "rows")
+            yield from misfits(lost_keys(problem, truth, values, shares))
+
+    if wanted := set(map(without_figures, first)):
+        again = (each for each in earlier() if without_figures(each.meaning) in wanted)
+        found = next((each for each in again if each.explains(shares, shares > 1)), None)
+        if found is not None:
+            return best_fit(problem, [found], shares)
+    if only_first:
+        described = (_described(problem, truth, values, shares) or UNKNOWN).removeprefix(UNKNOWN)
+        return f"{UNKNOWN}{'; '.join(filter(None, [described, ON_EARLIER]))}"
     factors = misfits(other_factors(problem, truth, values, shares), "number")
     return (
         best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)

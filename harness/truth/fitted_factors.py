@@ -5,7 +5,7 @@ is then refined on all rows.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -27,6 +27,12 @@ _FINEST = 2e-6
 _LEAST = 2e-4
 """Natural logarithm that a factor must exceed in absolute value; below it, the factor counts as 1."""
 
+FACTOR = " times the layer's"
+"""End of the meanings."""
+
+_NEAR = 1e-3
+"""Difference of two logarithms within which a factor is that of an earlier case."""
+
 _NEARER = 2.0
 """How many times nearer than the truth the best answer must be on the smallest requests."""
 
@@ -38,10 +44,13 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 Altered = Callable[[float], AttentionParams]
 
 
-def other_factors(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
+def other_factors(
+    problem: Problem, truth: Truth, values: Tensor, shares: Tensor, near: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (meaning, output ``[T, H, Dv]``) of the factor nearest to ``values``, for each number of the layer.
 
-    ``shares``: the errors of ``values`` in budgets, ``[T, H]``.
+    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. ``near``: meanings of an earlier case; then only their
+    factors are tried, on the smallest requests.
     """
     every = [(truth, slice(None))]
     few = [
@@ -61,13 +70,19 @@ def other_factors(problem: Problem, truth: Truth, values: Tensor, shares: Tensor
                 total += float(torch.log1p(error)[shares[rows] > 1].sum())
             return total
 
+        known = [float(text.split()[-4]) for text in near if text.startswith(f"the {name} ") and text.endswith(FACTOR)]
+        if known:
+            log = _narrowed(partial(off, few), math.log(known[-1]), _NEAR)
+            yield f"the {name} {math.exp(log):.4g}{FACTOR}", truth.rows.attend(altered(math.exp(log)))[0]
+        if near:
+            continue
         grid = [step * _STEP for step in range(-round(_REACH / _STEP), round(_REACH / _STEP) + 1)]
         best = _narrowed(partial(off, few), min(grid, key=partial(off, few)), _STEP)
         if _NEARER * off(few, best) > off(few, 0.0):
             continue
         log = _narrowed(partial(off, every), best, _STEP / 10)
         if abs(log) > _LEAST:
-            yield f"the {name} {math.exp(log):.4g} times the layer's", truth.rows.attend(altered(math.exp(log)))[0]
+            yield f"the {name} {math.exp(log):.4g}{FACTOR}", truth.rows.attend(altered(math.exp(log)))[0]
 
 
 def _numbers(params: AttentionParams) -> Iterator[tuple[str, Altered]]:

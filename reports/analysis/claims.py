@@ -14,6 +14,9 @@ from attncheck.reports.analysis.support import REFUSALS, answered_cases
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
 from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of, is_out_of_time
 
+_FEW, _SIMPLE = 4, 1.2
+"""With fewer failing cases, no other condition that is as simple may separate them from the passing ones."""
+
 _CHANCE = 0.01
 """If failing cases would all need a feature by chance with less than this probability, the feature is blamed."""
 
@@ -103,7 +106,7 @@ def _distinctive_key(finding: Finding) -> str:
         or contrast.exceptions
         or not 1 < contrast.wrong <= contrast.right
         or len(contrast.conditions) != 1
-        or contrast.alternatives
+        or (contrast.wrong < _FEW and any(each.cost <= _SIMPLE for each in contrast.alternatives))
     ):
         return ""
     return contrast.conditions[0].key.rpartition(".")[2]

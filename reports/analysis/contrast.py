@@ -22,11 +22,8 @@ _MOST_CONDITIONS = 3
 _TRIED = 60
 """Maximum number of conditions that are combined with each other; the easiest to read are taken."""
 
-_FEW = 4
-"""With fewer failing cases than this, other single conditions are shown as well."""
-
-_SIMPLE = 1.2
-"""Maximum cost of a condition that is shown as an alternative."""
+_SHOWN = 3
+"""Maximum number of other single conditions that are shown; the rest are counted."""
 
 _GIVEN = "given"
 
@@ -36,7 +33,7 @@ _ORDER = ("layer.", "cache.", "path", "inputs", "batch ", "batch.padding", "batc
 """Prefixes of keys, best explanation first: a modifier of the layer explains more than a length."""
 
 _SIZES = ("layer.num_heads", "layer.num_kv_heads", "layer.group_size", "layer.head_size", "layer.dtype")
-"""Keys that every layer has; they rank after keys that only some layers have."""
+"""Keys that every layer has; they rank after keys that only some layers have, the dtype after all other keys."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,8 @@ class Condition:
     @property
     def cost(self) -> float:
         """How hard the condition is to read, in units of a condition with one value."""
+        if self.key == "layer.dtype":  # few faults depend on it, and every case has one
+            return 1.5 + 0.5 * len(self.values)
         if self.bound:
             return 1.0 if self.bound == _GIVEN else 1.2
         if self.key.startswith(_LENGTHS):  # an exact length, or a list of them, is rarely the reason; a bound may be
@@ -89,7 +88,7 @@ class Condition:
 class Contrast:
     """Conditions that hold in all ``wrong`` cases, and together in ``exceptions`` of the ``right`` ones.
 
-    ``alternatives``: other single conditions that separate the cases equally well.
+    ``alternatives``: other single conditions that separate the cases equally well, the simplest first.
     """
 
     conditions: tuple[Condition, ...]
@@ -116,8 +115,9 @@ class Contrast:
             text += f"; {_listed(others)} in {passing}"
         else:
             text += "; in none that passes" if self.right > 1 else "; not in the one that passes"
-        also = "; ".join(map(str, self.alternatives))
-        return f"{text} (other differences: {also})" if also else text
+        shown = [str(condition) for condition in self.alternatives[:_SHOWN]]
+        shown += [f"and {more} more"] if (more := len(self.alternatives) - _SHOWN) > 0 else []
+        return f"{text} (other differences: {'; '.join(shown)})" if shown else text
 
 
 def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None:
@@ -139,12 +139,8 @@ def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None
         if clean:
             best = min(clean, key=lambda chosen: (sum(found[i].cost for i in chosen), chosen))
             chosen = tuple(found[i] for i in best)
-            others = {
-                found[i].key: found[i]
-                for (i, *_) in clean
-                if found[i].key != chosen[0].key and found[i].cost <= _SIMPLE
-            }
-            shown = list(others.values())[:2] if count == 1 and len(wrong) < _FEW else []
+            others = {found[i].key: found[i] for (i, *_) in reversed(clean) if found[i].key != chosen[0].key}
+            shown = sorted(others.values(), key=_rank) if count == 1 else []
             return Contrast(chosen, len(wrong), len(right), alternatives=tuple(shown))
     nearest = min(range(len(found)), key=lambda i: (hold[i].bit_count(), i), default=None)
     if nearest is None or hold[nearest].bit_count() * 10 > len(right):

@@ -1,8 +1,8 @@
 """Failures grouped by cause: records of one backend that one fault explains form one finding.
 
 Pure functions from records to frozen values. Records with equal ``finding`` text are grouped. If several causes fit a
-record, the one that fits most records of the backend wins. Failures that no known fault explains are split if keys of
-their cases separate them.
+record, the one that fits most cases of the backend wins. One wrong output makes several checks fail: such failures of
+one case are in one finding. Failures that no known fault explains are split if keys of their cases separate them.
 """
 
 from collections import Counter
@@ -10,21 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from attncheck.reports.analysis.contrast import Contrast, Keys, contrast_of, parts_of
+from attncheck.reports.analysis.contrast import Contrast, Keys, Value, contrast_of, parts_of
 from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.rounds import worst_rounds
+from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.causes import (
+    ON_EARLIER,
     UNEXPLAINED,
     UNKNOWN,
     cause_line,
     cause_of_end,
     died_at,
     likely_causes,
+    perhaps,
     raised_at,
+    restricted,
     symptom,
     without_figures,
 )
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
+from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     EXAMINED,
     OURSELVES,
@@ -44,8 +49,16 @@ from attncheck.reports.run_file.records import (
 CONTRASTED = 200
 """Maximum findings of a backend for which each is compared with the passing cases; beyond it, none is."""
 
-_OF_THE_OUTPUT = frozenset({"lse", "features", "invariance"})
-"""Checks of an output that `numerics` judges as well."""
+_OF_THE_OUTPUT = ("numerics", "lse", "features", "invariance", "containment", "cudagraph")
+"""Checks that one wrong output can make fail, the nearest to the fault first."""
+
+_NOT_FINITE = "only NaN and Inf leak"
+_WITHOUT_GRAPH = "wrong without a graph, too"
+_WRONG_ANSWER = "accepts it without an error, and its output is wrong"
+"""Parts of what `containment`, `cudagraph` and `refusals` state."""
+
+_FITTED = ("numerics", "lse")
+"""Checks whose causes are references with a fault; other checks state what they observed."""
 
 Short = Failed | Errored | Ended | XFailed | XPassed
 
@@ -56,7 +69,7 @@ class Finding:
 
     ``example``: the record to show, that of the smallest case. ``case``: its case, or None if the run file does not
     describe it. ``contrast``: what the cases have in common that passing ones do not have, or None if nothing was
-    found.
+    found. ``is_confirmed``: whether the cause fits two cases that differ in the batch or the layer.
     """
 
     backend: str
@@ -65,11 +78,13 @@ class Finding:
     example: Short
     case: CaseInfo | None = None
     contrast: Contrast | None = None
+    is_confirmed: bool = False
 
     @cached_property
     def checks(self) -> tuple[str, ...]:
-        """The checks of its records, in their order."""
-        return tuple(dict.fromkeys(record.check for record in self.records))
+        """The checks of its records, in their order, but `numerics` first."""
+        checks = dict.fromkeys(record.check for record in self.records)
+        return tuple(sorted(checks, key=lambda check: check != "numerics"))
 
     @cached_property
     def cases(self) -> tuple[str, ...]:
@@ -86,13 +101,18 @@ class Finding:
         """Whether a likely cause or a line of the author's code is known."""
         match self.example:
             case Failed():
-                return bool(likely_causes(self.example.meaning)) and self.words != UNEXPLAINED
+                return self.words in _causes(self.example)
             case Errored():
                 return bool(cause_line(raised_at(self.example.traceback)))
             case Crashed() | TimedOut():
                 return not is_out_of_time(self.example) and any(map(cause_line, died_at(self.example.output)))
             case _:
                 return False
+
+    def meaning_of(self, record: Failed) -> str:
+        """Return the meaning of one of its records, without causes that another case with this cause excludes."""
+        causes = [set(named) for each in self.records if self.words in (named := _causes(each))]
+        return restricted(record.meaning or "", self.words, set.intersection(*causes))
 
     @property
     def exit_status(self) -> int:
@@ -105,9 +125,9 @@ class Finding:
     def title(self) -> str:
         """The cause, with the figures of the example."""
         match self.example:
-            case Failed(meaning=str(meaning)) if self.is_explained:
-                causes = likely_causes(meaning)
-                return next((cause for cause in causes if without_figures(cause) == self.words), causes[0])
+            case Failed() if self.words in _causes(self.example):
+                cause = likely_causes(self.meaning_of(self.example))[0]
+                return cause if self.is_confirmed else perhaps(cause)
             case Failed(meaning=str(meaning)) if self.words == UNEXPLAINED and meaning.startswith(UNKNOWN):
                 return f"{UNEXPLAINED}: {meaning.removeprefix(UNKNOWN)}"
             case Failed() if without_figures(seen := symptom(self.example.summary)) == self.words:
@@ -133,17 +153,7 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
         own.setdefault(record.backend, []).append(record)
     groups: dict[tuple[str, str], list[Short]] = {}
     short = [record for record in of_backends if isinstance(record, Short)]
-    votes = Counter((record.backend, cause) for record in short for cause in _causes(record))
-    of_output = {_place(record): record for record in short if record.check == "numerics" and _causes(record)}
-    ends: dict[tuple[tuple[str, str, str], str], Ended] = {}
-    for record in short:
-        # If the output of the same case is explained, an unexplained LSE, feature or step has the same cause.
-        blamed = of_output.get(_place(record), record) if _may_follow(record) else record
-        if isinstance(record, Ended):  # what ends the process in several checks of a case is one finding
-            blamed = ends.setdefault((_place(record), cause_of_end(record.cause, "", "")), record)
-        # Of several causes that fit, take the one that fits most records of the backend.
-        shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)
-        words = record.reason if isinstance(record, XFailed) else shared
+    for record, words in zip(short, _words(short), strict=True):
         groups.setdefault((record.backend, words), []).append(record)
     counts = Counter(backend for backend, _ in groups)
     found = []
@@ -154,19 +164,100 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     return tuple(sorted(found, key=lambda each: (order.index(each.backend), _rank(each), -len(each.records))))
 
 
+def stated_cause(record: Failed, finding: Finding | None = None) -> str:
+    """Return the cause of a failure as all reports print it, or "" if the check names none.
+
+    ``finding``: the one that the record is in. A cause that is not confirmed there, or by no finding, is "perhaps".
+    """
+    meaning = record.meaning or ""
+    if not (causes := _causes(record)):
+        return f"the cause is {meaning}" if meaning.startswith(UNKNOWN) else meaning
+    if finding is None or finding.words not in causes:
+        return perhaps(meaning)
+    meaning = finding.meaning_of(record)
+    return f"likely cause: {meaning}" if finding.is_confirmed else perhaps(meaning)
+
+
 def _causes(record: Record) -> tuple[str, ...]:
     """Return the likely causes of a failure without their figures, or () if the check set the finding itself."""
     causes = tuple(map(without_figures, likely_causes(record.meaning))) if isinstance(record, Failed) else ()
     return causes if causes and isinstance(record, Failed) and record.finding == causes[0] else ()
 
 
-def _place(record: Record) -> tuple[str, str, str]:
-    return record.backend, record.suite, record.case_id
+def _distance(check: str) -> int:
+    return _OF_THE_OUTPUT.index(check) if check in _OF_THE_OUTPUT else len(_OF_THE_OUTPUT)
 
 
 def _may_follow(record: Record) -> bool:
-    """Return whether the record may fail only because the output of its case is wrong: it names no cause of its own."""
-    return isinstance(record, Failed) and record.check in _OF_THE_OUTPUT and not likely_causes(record.meaning)
+    """Return whether the record may fail only because an output of its case is wrong."""
+    if not isinstance(record, Failed) or record.check not in _OF_THE_OUTPUT:
+        return False
+    stated = "; ".join(likely_causes(record.meaning))
+    # A wrong output changes with finite values, too, and fails the step without a graph.
+    return not stated or (_WITHOUT_GRAPH in stated if record.check == "cudagraph" else _NOT_FINITE not in stated)
+
+
+def _words(short: Sequence[Short]) -> list[str]:
+    """Return the words of the finding of each record."""
+    named = {(record.backend, cause, record.case) for record in short for cause in _causes(record)}
+    votes = Counter((backend, cause) for backend, cause, _ in named)
+    ends: dict[tuple[str, str, str], Ended] = {}
+    fitted: dict[tuple[str, str], Failed] = {}
+    for record in short:
+        place = (record.backend, record.case)
+        if isinstance(record, Ended):  # what ends the process in several checks of a case is one finding
+            ends.setdefault((*place, cause_of_end(record.cause, "", "")), record)
+        elif isinstance(record, Failed) and record.check in _FITTED and _causes(record):
+            fitted[place] = min(fitted.get(place, record), record, key=lambda each: _distance(each.check))
+    titles = _titles([r for r in short if isinstance(r, Failed) and (r.backend, r.case) not in fitted])
+    found = []
+    for record in short:
+        blamed: Short = record
+        if isinstance(record, Ended):
+            blamed = ends[record.backend, record.case, cause_of_end(record.cause, "", "")]
+        elif _may_follow(record) and not (record.check in _FITTED and _causes(record)):
+            blamed = fitted.get((record.backend, record.case), record)
+        # Of several causes that fit, take the one that fits most cases of the backend.
+        shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)
+        found.append(record.reason if isinstance(record, XFailed) else titles.get(record.key, shared))
+    return found
+
+
+def _titles(failed: Sequence[Failed]) -> dict[RecordKey, str]:
+    """Return the words of failures that may follow a wrong output; if they share a case or words, the same ones.
+
+    ``failed``: failures in cases without a fitted cause.
+    """
+    above: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def top(link: tuple[str, str]) -> tuple[str, str]:
+        while above.setdefault(link, link) != link:
+            link = above[link]
+        return link
+
+    alike = {record.key: record for record in failed if _may_follow(record)}
+    unexplained = {record.backend for record in alike.values() if record.finding == UNEXPLAINED}
+    # A wrong answer to an undeclared case, or in a later step, shows nothing new where a backend is wrong anyway.
+    later = {
+        record.key: record
+        for record in failed
+        if record.backend in unexplained and (record.check == "invariance" or _WRONG_ANSWER in record.finding)
+    }
+    for key, record in (alike | later).items():
+        words = UNEXPLAINED if key in later else record.finding
+        above[top((record.backend, record.case))] = top((record.backend, words))
+    groups: dict[tuple[str, str], list[Failed]] = {}
+    for record in (alike | later).values():
+        groups.setdefault(top((record.backend, record.case)), []).append(record)
+    titles: dict[RecordKey, str] = {}
+    for members in groups.values():
+        counts = Counter(words for words, _ in {(record.finding, record.case) for record in members})
+        # What `containment` reads says more than that no fault is known, if it does so in most of the cases.
+        most = len({record.case for record in members}) / 2
+        read = [r for r in members if r.check == "containment" and _causes(r) and counts[r.finding] >= most]
+        nearest = min(read or members, key=lambda each: (_distance(each.check), -counts[each.finding]))
+        titles |= dict.fromkeys((record.key for record in members), nearest.finding)
+    return titles
 
 
 def _rank(finding: Finding) -> int:
@@ -194,23 +285,23 @@ def _split(
     ``own``: the records of the backend to compare them with.
     """
     checks = {record.check for record in members}
-    wrong = list(dict.fromkeys((record.suite, record.case_id) for record in members))
-    keys = {(record.suite, record.case_id): keys_of_record(record, described) for record in (*members, *own)}
+    wrong = list(dict.fromkeys(map(_case, members)))
+    keys = {_case(record): keys_of_record(record, described) for record in (*members, *own)}
     right = [keys[case] for case in _passing(own, checks)]
     is_late = is_out_of_time(members[0])  # then the order of the cases decides, and what they have in common is chance
     contrast = None if is_late else contrast_of([keys[case] for case in wrong], right)
 
     def finding(records: Sequence[Short], contrast: Contrast | None) -> Finding:
-        example = min(
-            records,
-            key=lambda record: (
-                isinstance(record, XPassed),
-                _may_follow(record),
-                _size(keys[record.suite, record.case_id]),
-            ),
-        )
-        case = described.get((example.suite, example.case_id))
-        return Finding(backend, words, tuple(records), example, case, contrast)
+        def rank(record: Short) -> tuple[bool, bool, bool, float]:
+            causes = _causes(record)
+            is_of_another = words not in (*causes, record.finding)
+            is_of_another |= isinstance(record, Failed) and ON_EARLIER in (record.meaning or "")
+            return isinstance(record, XPassed), is_of_another, causes[:1] != (words,), _size(keys[_case(record)])
+
+        example = min(records, key=rank)
+        confirming = {_differing(record, keys[_case(record)]) for record in records if words in _causes(record)}
+        case = described.get(_case(example))
+        return Finding(backend, words, tuple(records), example, case, contrast, len(confirming) > 1)
 
     if words == UNEXPLAINED:
         parts = parts_of([keys[case] for case in wrong], right)
@@ -218,17 +309,28 @@ def _split(
             found = []
             for part, positions in parts:
                 cases = {wrong[i] for i in positions}
-                found.append(finding([r for r in members if (r.suite, r.case_id) in cases], part))
+                found.append(finding([r for r in members if _case(r) in cases], part))
             return found
     return [finding(members, contrast)]
 
 
+def _case(record: Record) -> tuple[str, str]:
+    return record.suite, record.case_id
+
+
+def _differing(record: Record, keys: Keys) -> frozenset[tuple[str, Value]] | str:
+    """Return the keys of the batch and the layer, without the dtype; the name of a case that is not described."""
+    found = {(key, value) for key, value in keys.items() if key.startswith(("batch", "layer"))}
+    return frozenset(pair for pair in found if pair[0] != "layer.dtype") if found else record.case
+
+
 def _passing(own: Sequence[Record], checks: set[str]) -> list[tuple[str, str]]:
-    """Return the cases that at least one of the checks examined, and that passed all of those that did."""
+    """Return the cases that passed all of the checks that examined them; a refusal examines nothing."""
     outcomes: dict[tuple[str, str], list[Record]] = {}
     for record in own:
-        if record.check in checks and record.outcome in EXAMINED:
-            outcomes.setdefault((record.suite, record.case_id), []).append(record)
+        is_refused = isinstance(record, Passed) and any(note.startswith(REFUSED) for note in record.notes)
+        if record.check in checks and record.outcome in EXAMINED and not is_refused:
+            outcomes.setdefault(_case(record), []).append(record)
     return [case for case, records in outcomes.items() if all(isinstance(record, Passed) for record in records)]
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.findings import Finding, by_check
+from attncheck.reports.analysis.findings import Finding, by_check, stated_cause
 from attncheck.reports.analysis.repro import repro_command, sanitizer_command
 from attncheck.reports.document.blocks import (
     Block,
@@ -133,8 +133,8 @@ def _few_findings(run: RunValues) -> list[Block]:
     for number, finding in numbered[: SHOWN_FINDINGS + LISTED_FINDINGS]:
         title = f"finding {number} of {total[finding.backend]}"
         if len(shown) < SHOWN_FINDINGS:
+            story = story_items(finding.example, run.header, finding, most_details=SHOWN_DETAILS)
             stated = (finding.title, f"likely cause: {finding.title}")
-            story = story_items(finding.example, run.header, most_details=SHOWN_DETAILS)
             story = tuple(item for item in story if item.text not in stated)
             shown.append(
                 Items(tuple(_facts(finding, run, story)), (Span(title, colour="red"), f", {_heading(finding)}"))
@@ -186,7 +186,7 @@ def _whole_finding(finding: Finding, run: RunValues) -> list[Block]:
     return [
         Heading(3, f"{finding.backend}: {phrases.cut(finding.title, 200)}"),
         Items(tuple(_facts(finding, run, [_outcome(finding.example)], cases))),
-        *_details(finding.example, run.header),
+        *_details(finding.example, run.header, finding),
     ]
 
 
@@ -198,11 +198,11 @@ def _outcome(record: Record) -> Item:
     return Item((Span(record.outcome, is_bold=True), f": {phrases.what_happened(record)}"))
 
 
-def _details(record: Record, header: RunHeader) -> list[Block]:
+def _details(record: Record, header: RunHeader, finding: Finding | None = None) -> list[Block]:
     blocks: list[Block] = []
     if isinstance(record, Failed):
         blocks += [Code(each) if "\n" in each.strip() else Items((Item(each),)) for each in record.details]
-        blocks += [Paragraph(f"Likely cause: {record.meaning}")] if record.meaning else []
+        blocks += [Paragraph(phrases.sentence(cause))] if (cause := stated_cause(record, finding)) else []
     if isinstance(record, Errored):
         blocks.append(Code(record.traceback or record.message))
     if isinstance(record, Ended | Failed | Errored) and record.output:
@@ -225,11 +225,11 @@ def _whole_expected(finding: Finding) -> list[Block]:
 
 
 def story_items(
-    record: Record, header: RunHeader | None = None, *, most_details: int | None = None
+    record: Record, header: RunHeader | None = None, finding: Finding | None = None, *, most_details: int | None = None
 ) -> tuple[Item, ...]:
     """Return what happened to a record that did not pass, its likely cause, and the command that repeats it.
 
-    ``most_details``: the maximum lines of details of a failure; None: all.
+    ``finding``: the one that the record is in. ``most_details``: the maximum lines of details of a failure; None: all.
     """
     lines = [phrases.what_happened(record)]
     if isinstance(record, Failed):
@@ -237,7 +237,7 @@ def story_items(
         lines += details[:most_details]
         more = len(details[most_details:]) if most_details else 0
         lines += [f"and {phrases.plural(more, 'more line')}"] if more else []
-        lines += [f"likely cause: {record.meaning}"] if record.meaning else []
+        lines += [cause] if (cause := stated_cause(record, finding)) else []
     if isinstance(record, Errored) and (place := raised_at(record.traceback)):
         lines.append(place)
     if isinstance(record, Ended):

@@ -44,6 +44,7 @@ def template_environment(package: str, what: str, *libraries: str) -> "Environme
         "name": lambda text: phrases.cut(phrases.one_line(text), LONGEST_NAME),
         "brief": lambda text: phrases.cut(phrases.one_line(text), LONGEST),
         "plural": phrases.plural,
+        "sentence": phrases.sentence,
     }
     return environment
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.findings import Finding, Short
+from attncheck.reports.analysis.findings import Finding, Short, stated_cause
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.run_file.causes import died_at, raised_at
@@ -18,14 +18,14 @@ class FindingView:
     """A finding as shown on the page.
 
     ``others``: a record of each further case. ``rounds``: the number of rounds that failed, if there were several.
-    ``meaning``: the likely cause, unless it is the title. ``evidence``: what proves a cause that is the title.
+    ``cause``: the likely cause, unless it is the title. ``evidence``: what proves a cause that is the title.
     ``places``: lines of the author's code. ``trail``: a traceback, or the last output of a process that died.
     """
 
     finding: Finding
     others: tuple[Record, ...]
     rounds: str
-    meaning: str
+    cause: str
     evidence: str
     details: tuple[str, ...]
     places: tuple[str, ...]
@@ -54,14 +54,15 @@ def _view(finding: Finding, run: RunValues) -> FindingView:
         places = (place,) if (place := raised_at(record.traceback)) else ()
     elif isinstance(record, Ended):
         trail, places = record.output + record.native_stack, died_at(record.output)
-    meaning = (record.meaning or "") if isinstance(record, Failed) else ""
-    is_title = meaning.startswith(finding.title)
+    cause = stated_cause(record, finding) if isinstance(record, Failed) else ""
+    text = cause.removeprefix("likely cause: ")
+    is_title = text.startswith(finding.title)
     return FindingView(
         finding=finding,
         others=tuple(first[case] for case in finding.cases if case != record.case),
         rounds=phrases.rounds_short(run.summary, record),
-        meaning="" if is_title else meaning,
-        evidence=meaning.removeprefix(finding.title).lstrip(":; ") if is_title else "",
+        cause="" if is_title else cause,
+        evidence=text.removeprefix(finding.title).lstrip(":; ") if is_title else "",
         details=record.details if isinstance(record, Failed) else (),
         places=places,
         trail=trail,

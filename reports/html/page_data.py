@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.findings import Finding, stated_cause
 from attncheck.reports.analysis.graph_levels import notes_of
 from attncheck.reports.analysis.recommendation import STANDINGS, known_needs, need_answers, needed_cases
 from attncheck.reports.analysis.repro import repro_command
@@ -74,6 +75,7 @@ def page_data(runs: Sequence[RunValues], names: Sequence[str]) -> str:
     bodies = _Pool()
     groups: dict[tuple[int, str, str], list[Any]] = {}
     for index, run in enumerate(runs):
+        findings = {record.key: finding for finding in run.found.findings for record in finding.records}
         for record in run.records:
             key = (index, record.backend, record.case)
             if key not in groups:
@@ -86,7 +88,7 @@ def page_data(runs: Sequence[RunValues], names: Sequence[str]) -> str:
                     OUTCOMES.index(record.outcome),
                     record.round,
                     round(record.duration_s, 6),
-                    bodies.number(clean_json(_body(record))),
+                    bodies.number(clean_json(_body(record, findings.get(record.key)))),
                     pools["repros"].number(repro_command(record, run.header)),
                 ]
             )
@@ -151,7 +153,7 @@ def _speed_rows(index: int, found: Sequence[Speed], pools: Mapping[str, _Pool]) 
     ]
 
 
-def _body(record: Record) -> Json:
+def _body(record: Record, finding: Finding | None) -> Json:
     """Return the fields that only this kind of record has, without empty ones."""
     body: Json = {"graph": _graph(record), "timing": _timing(timing_of(record))}
     body["share"] = _figure(budget_share(record))
@@ -161,7 +163,7 @@ def _body(record: Record) -> Json:
         case Failed():
             body |= {
                 "what": phrases.what_happened(record),
-                "meaning": record.meaning,
+                "meaning": stated_cause(record, finding),
                 "details": record.details,
                 "figures": _figures(record.figures),
             }

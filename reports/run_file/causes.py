@@ -11,7 +11,7 @@ fault of a GPU is noticed.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
@@ -35,6 +35,9 @@ BACKEND_TIME = "the time of the backend"
 
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
+
+ON_EARLIER = "faults were tried on earlier cases alone"
+"""Last words of the meaning of a failure for which not all faults were tried."""
 
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows(?:, first: | are wrong, the first is )")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
@@ -74,6 +77,25 @@ def likely_causes(meaning: str | None) -> tuple[str, ...]:
         return ()
     first, *others = _ALTERNATIVE.split(meaning)
     return (_EVIDENCE.split(first)[0], *others)
+
+
+def perhaps(cause: str) -> str:
+    """Return a cause that only one case shows, as all reports print it."""
+    return f"perhaps: {cause}"
+
+
+def restricted(meaning: str, words: str, kept: Container[str]) -> str:
+    """Return a meaning with the cause of these ``words`` first, and of the others those that ``kept`` contains.
+
+    The evidence is left out if it may be that of another cause.
+    """
+    causes = likely_causes(meaning)
+    first = next(cause for cause in causes if without_figures(cause) == words)
+    others = [cause for cause in causes if cause != first and without_figures(cause) in kept]
+    evidence = _ALTERNATIVE.split(meaning)[0].removeprefix(causes[0])
+    # Causes that fit all rows compete only with such causes.
+    is_own = first == causes[0] or evidence.endswith(" all rows")
+    return ALTERNATIVE.join([f"{first}{evidence if is_own else ''}", *others])
 
 
 def symptom(summary: str) -> str:

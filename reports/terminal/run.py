@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.document import run as document
 from attncheck.reports.document.blocks import Block, Paragraph, SectionName
 from attncheck.reports.document.failures import errors as errors_of
@@ -76,9 +77,11 @@ def render(
     return text.render(_blocks(values, quiet=quiet, verbose=verbose), Style(width, color))
 
 
-def story(record: Record, header: RunHeader | None = None, *, width: int = WIDTH - 2) -> str:
+def story(
+    record: Record, header: RunHeader | None = None, finding: Finding | None = None, *, width: int = WIDTH - 2
+) -> str:
     """Return what happened to a record that did not pass, its likely cause, and the command that repeats it."""
-    return phrases.printable(text.items(story_items(record, header), Style(width)))
+    return phrases.printable(text.items(story_items(record, header, finding), Style(width)))
 
 
 def _blocks(run: RunValues, *, quiet: bool = False, verbose: bool = False) -> list[Block]:

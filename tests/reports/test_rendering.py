@@ -203,7 +203,9 @@ def test_a_run_of_many_findings_has_a_few_examples_and_counts_the_rest(header: R
     assert paragraph(text, "finding 1 of 11").startswith("finding 1 of 11, reference: the head is ignored 2 cases")
     assert text.count("example: ") + text.count("  case: ") == 3
     assert text.count("repeat: ") == 3 + 7
-    assert "finding 4 of 11, reference: the sinks is ignored: 1 case, check numerics\n  repeat: attncheck" in text
+    assert (
+        "finding 4 of 11, reference: perhaps: the sinks is ignored: 1 case, check numerics\n  repeat: attncheck" in text
+    )
     assert (
         "and 2 more findings\n  in full: --verbose, or attncheck report results/one.jsonl --section failures\n" in text
     )
@@ -281,10 +283,12 @@ def test_markdown_has_every_finding_with_meaning_and_command(write: Write, make:
     meanings = [f"the window is {keys} too long" for keys in ("one key", "two keys", "a page")]
     records = [make("failed", **FAILURE | {"case_id": f"c{n}", "meaning": text}) for n, text in enumerate(meanings, 1)]
     sections = sections_of(markdown.render_run(read_run(write(*records))))
-    assert [title for title in sections if title.startswith("Wrong: ")] == [f"Wrong: {meaning}" for meaning in meanings]
+    assert [title for title in sections if title.startswith("Wrong: ")] == [
+        f"Wrong: perhaps: {meaning}" for meaning in meanings
+    ]
     for number, meaning in enumerate(meanings, 1):
-        text = sections[f"Wrong: {meaning}"]
-        assert f"Likely cause: {meaning}\n" in text
+        text = sections[f"Wrong: perhaps: {meaning}"]
+        assert f"Perhaps: {meaning}\n" in text
         assert f"- case: smoke/c{number}, check numerics\n" in text
         assert f"**failed**: {FAILURE['summary']}\n" in text
         assert "bad_rows" not in text  # the name of a figure in the run file is no word for a reader

@@ -44,7 +44,7 @@ function story(body) {
   const line = (title, text) => element("p", {}, element("strong", {}, `${title} `), text);
   if (body.what) said.push(element("p", { class: "what clipped" }, body.what));
   if (body.expected) said.push(line("Expected:", body.expected));
-  if (body.meaning) said.push(line("Likely cause:", body.meaning));
+  if (body.meaning) said.push(element("p", {}, body.meaning));
   if (body.reasons) said.push(list(body.reasons), body.by === "attncheck" ? element("p", { class: "small" },
     "Left out by attncheck.") : null);
   if (body.details) said.push(...body.details.map((text) => element(text.includes("\n") ? "pre" : "p", {}, text)));

@@ -122,6 +122,17 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(
     assert times_left == expected
 
 
+def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    tally = progress.Tally(100, 1)
+    for number in range(10):
+        seconds = 61.0 if number < 5 else 1.0
+        now += seconds
+        tally.see(record(number, failed=number < 5).model_copy(update={"duration_s": seconds}))
+    assert tally.left == "about 2 min left"  # 90 cases of 1 s; at the pace so far it is 47 min
+
+
 def test_verbose_lines_state_every_record(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_for(30, verbose=True) as watcher:
         for number in range(30):

@@ -110,7 +110,7 @@ def test_every_finding_is_one_entry_with_its_story_above(tmp_path: Path) -> None
   reason: "not explained yet; found by the run of 2026-11-22"
 
 # 2 cases, such as smoke/window.1: row 3 is wrong
-# likely cause: the window is ignored
+# perhaps: the window is ignored
 - backend: "Gqa"
   case: "smoke/window.*"
   check: "numerics"

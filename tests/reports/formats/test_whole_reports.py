@@ -75,8 +75,8 @@ backend    numerics  lse  cache_write  cudagraph  timing  worst    not
 reference  3/3       -    -            -          1/1     0.50     -
 Wrong      0/2       0/1  0/1          0/1        1/1     18.4     3
 
-finding 1 of 3, Wrong: the window is one key too long (the truth with sliding_window=129 fits all
-  rows)
+finding 1 of 3, Wrong: perhaps: the window is one key too long (the truth with sliding_window=129
+  fits all rows)
   2 cases, check numerics; the run exits with code 1 because of it
   example: smoke/window, check numerics: case window
     4 heads, 2 KV heads, head size 64, bfloat16
@@ -142,7 +142,7 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 
 ## Findings
 
-### Wrong: the window is one key too long (the truth with sliding_window=129 fits all rows)
+### Wrong: perhaps: the window is one key too long (the truth with sliding_window=129 fits all rows)
 
 - 2 cases, check numerics; the run exits with code 1 because of it
 - cases: smoke/window, smoke/both
@@ -152,7 +152,7 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 
 - row 3: found 0.5, expected 0.25
 
-Likely cause: the window is one key too long (the truth with sliding_window=129 fits all rows)
+Perhaps: the window is one key too long (the truth with sliding_window=129 fits all rows)
 
 Repeat:
 
@@ -357,7 +357,7 @@ Geometric means of 1 case timed for every backend:
 
 </details>
 ::error title=attncheck::entry 2 matches no case
-::error file=wrong.py,title=Wrong%3A the window is one key too long (the truth with sliding_window=129 fits all rows)::2 cases, check numerics%0Asmoke/window: 7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
+::error file=wrong.py,title=Wrong%3A perhaps%3A the window is one key too long (the truth with sliding_window=129 fits all rows)::2 cases, check numerics%0Asmoke/window: 7 of 40 rows are wrong, the first is row 3 (request 0, position 35), all heads; the largest error is 18.4 times the allowed error, at head 2%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case window --check numerics --device cpu --in-process
 ::error file=wrong.py,line=9,title=Wrong%3A RuntimeError at wrong.py%3A9 in forward%3A no such kernel::1 case, check cache_write%0Asmoke/edge: RuntimeError in forward: no such kernel%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cache_write --device cpu --in-process
 ::error file=wrong.py,title=Wrong%3A declared UNIFORM_SINGLE_TOKEN_DECODE%3A host read%3A .item() at wrong.py%3A9 in forward::1 case, check cudagraph%0Asmoke/edge: declared UNIFORM_SINGLE_TOKEN_DECODE: host read: .item() at wrong.py:9 in forward%0Arepeat: attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge --check cudagraph --device cpu --in-process
 ::warning title=third%3A nothing was examined::needs CUDA

@@ -72,7 +72,7 @@ def test_the_body_of_each_outcome_has_its_fields(body_of: Any) -> None:
     assert failed == {
         "outcome": "failed",
         "what": "7 rows",
-        "meaning": "off by one",
+        "meaning": "perhaps: off by one",
         "details": ["row 3"],
         "figures": {"budget_share": 18.4},
         "share": 18.4,

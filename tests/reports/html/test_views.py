@@ -98,7 +98,7 @@ def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with
     run = run_with(records, cases=cases)
     window, crash = finding_views(RunValues.of(run))
     assert window.finding.title == "the window is ignored"
-    assert (window.evidence, window.meaning) == ("a reference with this fault gives the same output in all rows", "")
+    assert (window.evidence, window.cause) == ("a reference with this fault gives the same output in all rows", "")
     assert window.finding.example.case_id == "small"
     assert [other.case_id for other in window.others] == ["large"]
     assert (crash.finding.example.outcome, crash.trail) == ("crashed", "last words")

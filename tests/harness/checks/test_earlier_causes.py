@@ -1,0 +1,54 @@
+"""Failures after the first ones cost little: causes of earlier cases are tried first, and unknown ones are bounded."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.harness.checks.numerics import EarlierCauses
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth import explain as explaining
+from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reports.run_file.causes import ON_EARLIER, likely_causes
+
+BATCHES = [((1, 40), (5, 37)), ((1, 33), (7, 50)), ((1, 61), (4, 44))]
+
+
+def meaning(causes: EarlierCauses, case: Any, noise: float = 0.0, **changes: Any) -> str:
+    """What is found for an honest run under other parameters; ``noise``: a random part of the output besides."""
+    problem = build_problem(case, 0)
+    truth = truth_of(problem, torch.device("cpu"))
+    out = truth.rows.attend(replace(truth.params, **changes))[0]
+    out += noise * torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    return str(causes.explain(problem, truth, out, share_of_budget(out - truth.out, truth.budget))[0])
+
+
+def refuse(*_: Any) -> Any:
+    raise AssertionError("all faults are tried")
+
+
+@pytest.mark.parametrize("factor", [None, 1.137])
+def test_a_cause_of_two_cases_is_tried_first(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch, factor: float | None
+) -> None:
+    changes: dict[str, Any] = {"logits_soft_cap": None} if factor is None else {"scale": 0.125 * factor}
+    cause = "the soft cap is ignored" if factor is None else "the scale is 1.137 times the layer's"
+    cases = [make_case(*batch, logits_soft_cap=5.0) for batch in BATCHES]
+    causes = EarlierCauses()
+    for case in cases[:2]:
+        assert likely_causes(meaning(causes, case, **changes))[0] == cause
+    other = make_case((1, 40), (6, 30), sliding_window=8)
+    assert likely_causes(meaning(causes, other, window=(-1, 0)))[0] == "the window is ignored"
+    monkeypatch.setattr(explaining, "_standing", refuse)
+    assert likely_causes(meaning(causes, cases[2], **changes)) == (cause,)
+
+
+def test_after_two_cases_without_a_known_cause_only_new_features_are_tried(make_case: Any) -> None:
+    causes = EarlierCauses()
+    first, second, third = (make_case(*batch) for batch in BATCHES)
+    assert ON_EARLIER not in meaning(causes, first, noise=0.3) + meaning(causes, second, noise=0.3)
+    assert meaning(causes, third, scale=0.0).endswith(ON_EARLIER)
+    windowed = make_case((1, 40), (6, 30), sliding_window=8)
+    assert likely_causes(meaning(causes, windowed, window=(-1, 0)))[0] == "the window is ignored"
