@@ -25,7 +25,7 @@ from attncheck.harness.truth.key_weights import key_pattern, lost_keys
 from attncheck.harness.truth.latent_forms import latent_explanations
 from attncheck.harness.truth.modifier_hypotheses import fitted_sinks, modifier_explanations, other_sinks
 from attncheck.harness.truth.paging_hypotheses import paging_explanations
-from attncheck.harness.truth.partial_results import merged_wrongly
+from attncheck.harness.truth.partial_results import merging_explanations
 from attncheck.harness.truth.path_hypotheses import path_explanations
 from attncheck.harness.truth.rearranged import misplaced, packed_queries, query_explanations, rescaled
 from attncheck.harness.truth.scale_hypotheses import scale_explanations
@@ -90,7 +90,6 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
     return (
         best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)
         or best_fit(problem, misfits(lost_keys(problem, truth, values, shares)), shares)
-        or best_fit(problem, misfits(merged_wrongly(problem, truth, values, shares)), shares)
         or _imprecision(truth, problem.dtype, shares, lambda answer: loss(answer[0].double()))
         or _described(problem, truth, values, shares)
     )
@@ -145,6 +144,7 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from path_explanations(problem, truth.params, truth.rows)
     yield from paging_explanations(problem, truth.params, truth.rows)
     yield from rescaling_explanations(truth.params, truth.rows, problem.cache.block_size)
+    yield from merging_explanations(truth.params, truth.rows)
     yield from score_explanations(truth.params, truth.rows)
     yield from query_explanations(truth)
 

@@ -33,7 +33,7 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
     cap, slopes = params.soft_cap, params.alibi_slopes
 
     def with_scores(meaning: str, scores: Scores, *features: str) -> Hypothesis:
-        return Hypothesis(meaning, partial(attend_scores, params, rows, scores, longest), features)
+        return Hypothesis(meaning, partial(attend_scores, params, rows, scores), features)
 
     def hidden(request: int) -> Tensor:
         return torch.isneginf(masked_scores(plain, rows, request))
@@ -71,7 +71,7 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
         zero = "hidden keys get a score of 0, not of -inf"
         yield with_scores(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
         words = "the mask is applied after the softmax: hidden keys count in its sum"
-        yield Hypothesis(words, partial(_masked_late, params, rows, longest))
+        yield Hypothesis(words, partial(_masked_late, params, rows))
     yield Hypothesis(
         "the output is not divided by the sum of the weights", partial(_times, params, rows, _unnormalised)
     )
@@ -115,9 +115,9 @@ def overflowing_caps(params: AttentionParams, rows: UnpagedAttention, wrong: Ten
     return least if least > max(most, _FEW_CAPS) else None
 
 
-def _masked_late(params: AttentionParams, rows: UnpagedAttention, longest: int) -> tuple[Tensor, Tensor]:
+def _masked_late(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
     out, lse = rows.attend(params)
-    _, every = attend_scores(params, rows, partial(unmasked_scores, params, rows), longest)
+    _, every = attend_scores(params, rows, partial(unmasked_scores, params, rows))
     share = torch.nan_to_num(torch.exp(lse - every))
     return out * share[..., None], every
 
