@@ -58,9 +58,13 @@ def merging_explanations(params: AttentionParams, rows: UnpagedAttention) -> Ite
 def _cuts() -> Iterator[tuple[str, Callable[[int], int]]]:
     """Yield (splits in words, function from the number of keys of a request to those of a split)."""
     for split in _SPLITS:
-        yield f"splits of {split} keys", lambda _number, split=split: split
+        yield f"splits of {split} keys", partial(_fixed, split)
     for number in _NUMBERS:
         yield f"{number} splits of the keys, in tiles of {_TILE},", partial(_whole_tiles, number)
+
+
+def _fixed(split: int, _num_keys: int) -> int:
+    return split
 
 
 def _whole_tiles(number: int, num_keys: int) -> int:

@@ -14,7 +14,7 @@ from attncheck.harness.truth.hypotheses import Hypothesis
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
-_TILES = (16, 32, 64, 128)
+_TILES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of keys in a tile, besides the page size."""
 
 MOST_SCORES = 2**25
