@@ -79,7 +79,8 @@ def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor) -> 
     if bool((~torch.isneginf(got) & torch.isneginf(truth.lse)).any()):
         return "a row that sees nothing must have -inf"
     output_holds = not bool((output_shares(truth, seen) > 1).any())
-    return explain_lse(problem, truth, got, lse_explanations(truth, got, output_holds=output_holds))
+    others = lse_explanations(truth, got, output_holds=output_holds)
+    return explain_lse(problem, truth, got, others, output_holds=output_holds)
 
 
 def _check(case: CheckedCase) -> Finding:

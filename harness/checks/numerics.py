@@ -16,12 +16,14 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.output_buffers import still_unwritten
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.explain import concerned_features, explain
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.truth_device import truth_notes
+from attncheck.harness.truth.wrong_rows import places
 from attncheck.reports.run_file.causes import likely_causes, without_figures
 
 
@@ -98,8 +100,8 @@ def check_numerics(
         written = shares.masked_fill(seen.unwritten.to(shares.device)[:, None], 0.0)
         others = f"; among the others: {summarize(problem, written)}" if bool((written > 1).any()) else ""
         return Broken(
-            f"{len(unwritten)} of {shares.shape[0]} rows {what}, the first is row {unwritten[0]} "
-            f"({problem.row_name(unwritten[0])}){others}",
+            f"{len(unwritten)} of {shares.shape[0]} rows {what}{_unwritten_part(seen)}, the first is "
+            f"row {unwritten[0]} ({problem.row_name(unwritten[0])}){others}",
             figures,
             _unsaturated(truth, seen),
             seen.protocol,
@@ -112,6 +114,19 @@ def check_numerics(
         return Broken(summary, figures, details=seen.protocol)
     meaning, concerns = (causes or EarlierCauses()).explain(problem, truth, seen.output[: len(shares)], shares)
     return Broken(summary, figures, meaning, seen.protocol, concerns=concerns)
+
+
+def _unwritten_part(seen: Observation) -> str:
+    """Return in which heads and channels the unwritten rows are not written, in words; "" if in all, or if unknown."""
+    output = seen.output[: len(seen.unwritten)][seen.unwritten]
+    if output.dtype == torch.float64:
+        return ""  # the results of parts, merged: the pattern is lost
+    heads_and_channels = still_unwritten(output).any(dim=0)
+    parts = []
+    for name, missing in (("channel", heads_and_channels.any(dim=0)), ("head", heads_and_channels.any(dim=1))):
+        if not bool(missing.all()):
+            parts.append(places(name, missing.nonzero().flatten().tolist()))
+    return f" in {' of '.join(parts)}" if parts else ""
 
 
 def _unsaturated(truth: Truth, seen: Observation) -> str | None:

@@ -25,7 +25,7 @@ from attncheck.harness.truth.key_weights import key_pattern, lost_keys
 from attncheck.harness.truth.latent_forms import latent_explanations
 from attncheck.harness.truth.modifier_hypotheses import fitted_sinks, modifier_explanations, other_sinks
 from attncheck.harness.truth.paging_hypotheses import paging_explanations
-from attncheck.harness.truth.partial_results import merged_wrongly
+from attncheck.harness.truth.partial_results import merging_explanations
 from attncheck.harness.truth.path_hypotheses import path_explanations
 from attncheck.harness.truth.rearranged import misplaced, packed_queries, query_explanations, rescaled
 from attncheck.harness.truth.scale_hypotheses import scale_explanations
@@ -44,6 +44,9 @@ _LSE_SLACK = 4.0
 
 _ALIKE, _MOST = 4.0, 0.75
 """A coarser arithmetic is named if errors agree within the factor ``_ALIKE`` in a share ``_MOST`` of rows and heads."""
+
+_ROUNDED = 0.5
+"""Share of an error (2-norm) that one factor on all wrong rows must leave unexplained for rounding to be named."""
 
 OutputAndLse = tuple[Tensor, Tensor]
 
@@ -87,6 +90,7 @@ def explain(
 
     def fixed() -> Iterator[tuple[str, Tensor]]:
         yield from _requantised(truth, output)
+        yield "the output is all zeros", torch.zeros_like(truth.out)
         yield from ((h.meaning, h.compute()[0]) for h in _standing(problem, truth, output, shares))
         yield from ((h.meaning, h.compute()[0]) for h in packed_queries(truth))
         yield from other_sinks(truth.params, truth.rows)
@@ -118,8 +122,7 @@ def explain(
     return (
         best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)
         or best_fit(problem, misfits(lost_keys(problem, truth, values, shares)), shares)
-        or best_fit(problem, misfits(merged_wrongly(problem, truth, values, shares)), shares)
-        or _imprecision(truth, problem.dtype, shares, lambda answer: loss(answer[0].double()))
+        or _imprecision(truth, problem.dtype, shares, values - truth.out, lambda answer: loss(answer[0].double()))
         or _described(problem, truth, values, shares)
     )
 
@@ -131,11 +134,13 @@ def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -
     return f"{UNKNOWN}{'; '.join(words)}" if words else None
 
 
-def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = ()) -> str | None:
+def explain_lse(
+    problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = (), *, output_holds: bool
+) -> str | None:
     """Return one line that explains a wrong LSE, or None.
 
     ``got``: natural LSE, float64 ``[T, H]``. ``others``: (meaning, LSE) of faults of the LSE alone, which are tried
-    first.
+    first. ``output_holds``: whether the output is right. Then the line names no fault of the output.
     """
     shares = _lse_error(got, truth.lse, truth)
 
@@ -147,10 +152,25 @@ def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tu
         )
         return best_fit(problem, misfits, shares)
 
+    def in_lse(hypothesis: Hypothesis) -> tuple[str, Tensor]:
+        out, lse = hypothesis.compute()
+        is_alone = output_holds and bool((share_of_budget(out - truth.out, truth.budget) > 1).any())
+        return f"in the LSE alone: {hypothesis.meaning}" if is_alone else hypothesis.meaning, lse
+
+    where = pattern(problem, truth, torch.full_like(truth.out, math.inf), shares)
+    described = f"{UNKNOWN}{where}" if where else None
     if (meaning := best(others)) or _too_much_work(truth):
-        return meaning
-    return best((h.meaning, h.compute()[1]) for h in _explanations(problem, truth)) or _imprecision(
-        truth, problem.dtype, shares, lambda answer: _lse_error(answer[1].double(), truth.lse, truth)
+        return meaning or described
+    return (
+        best(map(in_lse, _explanations(problem, truth)))
+        or _imprecision(
+            truth,
+            problem.dtype,
+            shares,
+            got - truth.lse,
+            lambda answer: _lse_error(answer[1].double(), truth.lse, truth),
+        )
+        or described
     )
 
 
@@ -173,6 +193,7 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from path_explanations(problem, truth.params, truth.rows)
     yield from paging_explanations(problem, truth.params, truth.rows)
     yield from rescaling_explanations(truth.params, truth.rows, problem.cache.block_size)
+    yield from merging_explanations(truth.params, truth.rows)
     yield from score_explanations(truth.params, truth.rows)
     yield from query_explanations(truth)
 
@@ -264,12 +285,18 @@ def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
 
 
 def _imprecision(
-    truth: Truth, dtype: torch.dtype, shares: Tensor, measure: Callable[[OutputAndLse], Tensor]
+    truth: Truth, dtype: torch.dtype, shares: Tensor, error: Tensor, measure: Callable[[OutputAndLse], Tensor]
 ) -> str | None:
     """Return the coarser arithmetic whose error is about as large wherever either exceeds the budget, or None.
 
-    ``measure``: returns the error, in budgets, of the output of such an arithmetic.
+    ``error``: of the output ``[T, H, Dv]`` or the LSE ``[T, H]``. ``measure``: returns the error, in budgets, of the
+    result of such an arithmetic.
     """
+    wrong = error[shares > 1]
+    right = truth.out[shares > 1] if error.dim() == 3 else torch.ones_like(wrong)
+    rest = wrong - right * (wrong * right).sum() / (right * right).sum().clamp(min=1e-300)
+    if not float(rest.norm()) > _ROUNDED * float(wrong.norm()):
+        return None  # one factor on every output, or the same term in every LSE, is no rounding
     found: list[tuple[float, str]] = []
     for hypothesis in imprecisions(truth.params, truth.rows, dtype):
         loss = measure(hypothesis.compute())

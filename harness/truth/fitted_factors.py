@@ -36,6 +36,9 @@ _NEAR = 1e-3
 _NEARER = 2.0
 """How many times nearer than the truth the best answer must be on the smallest requests."""
 
+_FEWEST = 3
+"""Wrong rows and heads that one factor must explain."""
+
 _FEW_SCORES, _MOST_SCORES = 2**17, 2**20
 """Scores ``H * rows * keys``: maximum for the smallest requests together, and for a single request."""
 
@@ -96,7 +99,10 @@ def _numbers(params: AttentionParams) -> Iterator[tuple[str, Altered]]:
 
 
 def _smallest_wrong(problem: Problem, truth: Truth, shares: Tensor) -> list[int]:
-    """Return the requests with wrong rows that have the fewest scores; empty if even the smallest has too many."""
+    """Return the requests with wrong rows that have the fewest scores.
+
+    Empty if even the smallest has too many, or if too few rows are wrong.
+    """
     wrong = (shares > 1).any(dim=1)
     scores = {
         index: request.rows * request.num_keys * truth.params.num_heads
@@ -104,7 +110,7 @@ def _smallest_wrong(problem: Problem, truth: Truth, shares: Tensor) -> list[int]
         if bool(wrong[request.first_row : request.first_row + request.rows].any())
     }
     ordered = sorted(scores, key=scores.__getitem__)
-    if problem.parts or not ordered or scores[ordered[0]] > _MOST_SCORES:
+    if problem.parts or int((shares > 1).sum()) < _FEWEST or scores[ordered[0]] > _MOST_SCORES:
         return []
     sums = accumulate(scores[index] for index in ordered)
     return [index for index, total in zip(ordered, sums, strict=True) if index == ordered[0] or total <= _FEW_SCORES]

@@ -6,8 +6,9 @@ them can be explained. Coarser arithmetic is among them. To add a modifier of sc
 modifier that hides keys also needs toggles that move its edge.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -120,7 +121,6 @@ def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tenso
 
 def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
     """Yield common faults in the order in which they are tried; on some batches, some of them equal the truth."""
-    yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     for toggle in toggles(params, rows):
         yield toggle.hypothesis
     yield from _several_left_out(params, rows)
@@ -168,13 +168,12 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     for meaning, hidden in _lost_keys(rows, block_size):
         yield masked(meaning, rows, params, hidden)
     if 1 < params.num_kv_heads < params.num_heads:
-        tiled = torch.arange(params.num_heads, device=rows.keys.device) % params.num_kv_heads
-        swapped = replace(rows, keys=rows.keys[:, tiled], values=rows.values[:, tiled])
-        yield _altered(
-            "query head h reads KV head h % num_kv_heads instead of h // group size",
-            swapped,
-            replace(params, num_kv_heads=params.num_heads),
-        )
+        heads = torch.arange(params.num_heads, device=rows.keys.device)
+        own, other = heads // params.group_size, heads % params.num_kv_heads
+        meaning = "query head h reads {}KV head h % num_kv_heads instead of h // group size"
+        for what, of_keys, of_values in (("", other, other), ("keys of ", other, own), ("values of ", own, other)):
+            swapped = replace(rows, keys=rows.keys[:, of_keys], values=rows.values[:, of_values])
+            yield _altered(meaning.format(what), swapped, replace(params, num_kv_heads=params.num_heads))
     if rows.keys.shape == rows.values.shape:
         yield _altered("values are read instead of keys", replace(rows, keys=rows.values), params)
         yield _altered("keys are read instead of values", replace(rows, values=rows.keys), params)
@@ -242,7 +241,16 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     yield "the key of the row itself is missing", lambda _r, q, k: k >= q
     yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
     yield "the first key is missing", lambda _r, _q, k: k < 1
+    for name, step in (("before", -1), ("behind", 1)):
+        others = [key_lens[min(max(r + step, 0), len(key_lens) - 1)] for r in range(len(key_lens))]
+        yield f"keys are missing behind the seq_len of the request {name}", partial(is_behind, others)
+    yield "keys are missing behind the seq_len of request 0", lambda _r, _q, k: k >= key_lens[0]
     yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
+
+
+def is_behind(ends: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
+    """Return where keys have positions of at least ``ends[request]``."""
+    return keys >= ends[request]
 
 
 def masked(meaning: str, rows: UnpagedAttention, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
@@ -273,12 +281,6 @@ def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention) -> I
 
         meaning = f"the window of all rows of a request begins where that of its {which} row does"
         yield masked(meaning, rows, every, hidden)
-
-
-def _zeros(rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
-    shape = (*rows.query.shape[:2], rows.values.shape[-1])
-    empty = torch.zeros(shape, dtype=torch.float64, device=rows.query.device)
-    return empty, torch.full(shape[:2], float("-inf"), dtype=torch.float64, device=rows.query.device)
 
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:

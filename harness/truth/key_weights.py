@@ -183,7 +183,10 @@ def _joined(parts: list[_Keys]) -> _Keys:
 
 
 def _properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Property]]:
-    """Yield (property in words, predicate) of properties that keys may share. ``found``: the blamed keys."""
+    """Yield (property in words, predicate) of properties that keys may share. ``found``: the blamed keys.
+
+    A property that repeats needs a request in which at least two keys, or runs of keys, have it.
+    """
     size = problem.cache.block_size
     yield "of the context", lambda k: k.key < k.cached
     yield "of this step", lambda k: k.key >= k.cached
@@ -191,11 +194,12 @@ def _properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Property]
     yield "at position 0", lambda k: k.key == 0
     yield "of last pages", lambda k: k.key >= (k.num_keys - 1) // size * size
     yield "of other pages than the first", lambda k: k.key >= size
-    for step in _STEPS:
+    longest = int(found.num_keys.max())
+    for step in (each for each in _STEPS if longest > 2 * each):
         yield f"whose position is a multiple of {step}", partial(_is_at, step, 0)
         yield f"whose position is {step - 1} modulo {step}", partial(_is_at, step, step - 1)
         yield f"of the last, partly filled tile of {step}", partial(_is_in_last_tile, step)
-    for step in dict.fromkeys((size, *_STEPS)):
+    for step in (each for each in dict.fromkeys((size, *_STEPS)) if longest > 3 * each):
         yield f"of every second run of {step} positions", partial(_is_in_run, step, 1)
         yield f"of every second run of {step} positions, the first among them", partial(_is_in_run, step, 0)
     least, most = int(found.key.min()), int(found.key.max())

@@ -17,6 +17,7 @@ def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterat
     tried.
     """
     right = truth.lse
+    yield "the LSE is -inf, as if no key were seen", torch.full_like(right, -math.inf)
     for base, name in ((2, "2"), (10, "10")):
         yield (
             f"the logarithm is to base {name} (declare lse_base, or multiply by ln {name})",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ _PARTS = (16, 32, 64, 128, 256, 512)
 _LIKE = 0.02
 """Difference of two sinks below which they count as equal."""
 
+_FEWEST_ROWS = 3
+"""Wrong rows of a head that its fitted sink must explain; in fewer, a sink would fit any factor on the output."""
+
 _LEAST_SHARE = 0.05
 """Share of the weights that the keys and the sink each need before their ratio determines the sink."""
 
@@ -68,6 +72,33 @@ def modifier_explanations(params: AttentionParams, rows: UnpagedAttention) -> It
     if params.alibi_slopes is not None:
         for meaning, slopes in _slopes(params, params.alibi_slopes):
             yield with_changes(meaning, "alibi", alibi_slopes=slopes)
+        if not params.alibi_sqrt:
+            yield from _alibi_references(params, params.alibi_slopes, rows)
+
+
+def _alibi_references(
+    params: AttentionParams, slopes: tuple[float, ...], rows: UnpagedAttention
+) -> Iterator[Hypothesis]:
+    """Yield the faults of measuring ALiBi's distance from elsewhere, which show beside sinks, and in the LSE."""
+    num_keys, _, node, context_len = rows.places
+    position = context_len + node
+    measured_from = {
+        "position 0": position,
+        "the first new position of the request": node,
+        "the last key of the request": position - (num_keys - 1),
+    }
+
+    def compute(distance: Tensor) -> tuple[Tensor, Tensor]:
+        bare, lse = rows.attend(replace(params, sinks=None))
+        lse = lse + distance[:, None] * lse.new_tensor(slopes)
+        if params.sinks is None:
+            return bare, lse
+        total = torch.logaddexp(lse, lse.new_tensor(params.sinks))
+        return bare * torch.exp(lse - total)[..., None], total
+
+    for place, distance in measured_from.items():
+        meaning = f"the ALiBi bias is measured from {place}, not from the query"
+        yield Hypothesis(meaning, partial(compute, distance), ("alibi",))
 
 
 def _slopes(params: AttentionParams, slopes: tuple[float, ...]) -> Iterator[tuple[str, tuple[float, ...]]]:
@@ -128,8 +159,8 @@ def other_sinks(params: AttentionParams, rows: UnpagedAttention) -> Iterator[tup
     yield from ((meaning, with_sinks(other)) for meaning, other in _sinks(params, sinks))
 
 
-def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, _shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output) of the sinks that fit ``values``, one per head for all rows."""
+def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (meaning, output) of the sinks that fit ``values``, one per wrong head for all rows."""
     params = truth.params
     if params.sinks is None:
         return
@@ -137,8 +168,11 @@ def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, _shares: Tenso
     share = (values * bare).sum(-1) / (bare * bare).sum(-1).clamp(min=1e-300)
     is_determined = (share > _LEAST_SHARE) & (share < 1 - _LEAST_SHARE) & torch.isfinite(lse)
     found = lse + torch.log(1 / share.clamp(1e-9, 1 - 1e-9) - 1)
-    fitted = torch.where(is_determined, found, torch.nan).nanmedian(dim=0).values
-    if bool(torch.isfinite(fitted).all()):
+    wrong = shares > 1
+    fitted = torch.where(is_determined & wrong, found, torch.nan).nanmedian(dim=0).values
+    fitted = torch.where(wrong.any(dim=0), fitted, fitted.new_tensor(params.sinks))
+    has_evidence = bool(((wrong & is_determined).sum(dim=0) >= _FEWEST_ROWS)[wrong.any(dim=0)].all())
+    if has_evidence and bool(torch.isfinite(fitted).all()):
         yield _sinks_in_words(fitted.tolist(), params.sinks), bare * torch.sigmoid(lse - fitted)[..., None]
 
 
@@ -156,6 +190,7 @@ def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor
         yield "the soft cap is applied to the sinks", torch.tanh(sinks / params.soft_cap) * params.soft_cap
     yield "every head has the sink of head 0", sinks[:1].expand(number)
     yield "query head h has the sink of its KV head, h // group size", sinks[head // group]
+    yield "every head has the sink of the first head of its group", sinks[head // group * group]
     yield "query head h has the sink of head h % group size", sinks[head % group]
     yield "query head h has the sink of head h % num_kv_heads", sinks[head % params.num_kv_heads]
     yield "the sinks are in reversed order of heads", sinks.flip(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from attncheck.harness.problem.foreign_slots import STALE_ROWS, rows_in_pool, stale_rows
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.truth.hypotheses import Hypothesis, masked
+from attncheck.harness.truth.hypotheses import Hypothesis, is_behind, masked
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, visible
 
@@ -91,6 +91,9 @@ def _keys_behind(problem: Problem, params: AttentionParams, rows: UnpagedAttenti
     width = problem.block_table.shape[1] * size
     room = [-(-n // size) * size - n for n in num_keys]
     one = [min(1, width - n) for n in num_keys]
+    page = [size if n % size == 0 and n + size <= width else 0 for n in num_keys]
+    meaning = "where the last page is full, the next one is seen by every row"
+    yield from _longer(problem, params, rows, meaning, page)
     yield from _longer(problem, params, rows, "seq_lens is taken to be one larger", one, seen_by_all=False)
     yield from _longer(problem, params, rows, "the slot behind the last key is seen by every row", one)
     if room != one:
@@ -250,12 +253,8 @@ def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
     for what, wide in cuts:
         if any(n > width for n, width in zip(lengths, wide, strict=True)):
             begins = [max(n - 1, 0) // width * width for n, width in zip(lengths, wide, strict=True)]
-            yield f"only the first {what} is read", partial(_is_behind, wide)
+            yield f"only the first {what} is read", partial(is_behind, wide)
             yield f"only the last {what} is read", partial(_is_before, begins)
-
-
-def _is_behind(ends: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
-    return keys >= ends[request]
 
 
 def _is_before(begins: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:

@@ -1,71 +1,87 @@
-"""Find whether a wrong output consists of right partial results merged with wrong weights.
+"""Faults of merging the partial results of splits of the keys: each is weighed by another number than its LSE."""
 
-A split-KV kernel computes one result for each split of the keys. If only the merge is wrong, each wrong row is a linear
-combination of the results of its splits, which least squares finds.
-"""
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.visible_span import visible_span
-from attncheck.harness.truth.softmax_hypotheses import parts_of_request, unmasked_scores
-from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.hypotheses import Hypothesis
+from attncheck.harness.truth.softmax_hypotheses import MOST_SCORES, attend_scores, masked_scores
+from attncheck.harness.truth.unpaged import UnpagedAttention
+from attncheck.reference import AttentionParams
 
-_SPLITS = (1024, 512, 256, 128, 64, 32)
-"""Keys in a split, the largest first, because splits of a smaller size can be combined to any larger one."""
+_SPLITS = (32, 64, 128, 256, 512, 1024)
+"""Keys in a split, if a kernel fixes this number."""
 
-_MOST_ROWS = 64
-"""Maximum number of wrong rows for which combinations are tried."""
+_NUMBERS = (2, 4, 8, 16)
+"""Numbers of splits of every request, each of whole tiles of ``_TILE`` keys."""
 
-_MOST_SCORES = 2**24
-"""Scores ``H * rows * keys`` of a request above which combinations are not tried, because all are held at once."""
+_TILE = 64
+
+LogWeight = Callable[[Tensor, Tensor], Tensor]
+"""``(LSE, largest score)`` of every split, ``[H, rows, splits]`` -> the logarithm of its weight."""
 
 
-def merged_wrongly(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> list[tuple[str, Tensor]]:
-    """Return (meaning, output ``[T, H, Dv]``) of the combination nearest to ``values``, for each split size.
+def merging_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults for each usual way to split the keys; none if there are too many scores to hold at once."""
+    lengths = rows.num_keys.tolist()
+    longest = max(lengths)
+    if int(rows.num_rows.max()) * longest * params.num_heads > MOST_SCORES:
+        return
+    first = torch.arange(params.num_heads, device=rows.keys.device) // params.group_size * params.group_size
+    faults: dict[str, LogWeight] = {
+        "averaged, whatever their LSE": lambda lse, _top: lse.masked_fill(~torch.isneginf(lse), 0.0),
+        "weighed by their largest scores, not by their LSE": lambda _lse, top: top,
+        "weighed by sums that are not rescaled to a common maximum": lambda lse, top: (lse - top).nan_to_num(
+            nan=-math.inf
+        ),
+        "merged by an LSE to base 2": lambda lse, _top: lse / math.log(2),
+        "merged to base 2 by a natural LSE": lambda lse, _top: lse * math.log(2),
+    }
+    if params.group_size > 1:
+        faults["merged by the LSE of the first head of each group"] = lambda lse, _top: lse[first]
+    scores = cache(partial(masked_scores, params, rows))
+    tried = set()
+    for name, split_of in _cuts():
+        splits = tuple(split_of(number) for number in lengths)
+        if splits in tried or all(split >= number for split, number in zip(splits, lengths, strict=True)):
+            continue
+        tried.add(splits)
+        for how, log_weight in faults.items():
+            weigh = partial(_weigh, split_of, log_weight)
+            meaning = f"the partial results of {name} are {how}"
+            yield Hypothesis(meaning, partial(attend_scores, params, rows, scores, weigh))
 
-    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong rows are recombined. A split size is left
-    out if a request with wrong rows has fewer than two splits, or more splits than a quarter of the channels: then any
-    output would fit.
-    """
-    wrong = (shares > 1).any(dim=1)
-    if truth.rows.tree is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
-        return []
-    found = []
+
+def _cuts() -> Iterator[tuple[str, Callable[[int], int]]]:
+    """Yield (splits in words, function from the number of keys of a request to those of a split)."""
     for split in _SPLITS:
-        out = truth.out.clone()
-        for index, request in enumerate(problem.requests):
-            own = wrong[request.first_row : request.first_row + request.rows].nonzero().flatten()
-            if not len(own):
-                continue
-            number = -(-request.num_keys // split)
-            too_many = truth.params.num_heads * request.rows * request.num_keys > _MOST_SCORES
-            if number < 2 or number > values.shape[-1] // 4 or too_many:
-                break
-            rows = request.first_row + own
-            out[rows] = _nearest(truth, index, own, values[rows], split)
-        else:
-            found.append((f"the partial results of splits of {split} keys are merged with wrong weights", out))
-    return found
+        yield f"splits of {split} keys", partial(_fixed, split)
+    for number in _NUMBERS:
+        yield f"{number} splits of the keys, in tiles of {_TILE},", partial(_whole_tiles, number)
 
 
-def _nearest(truth: Truth, index: int, own: Tensor, values: Tensor, split: int) -> Tensor:
-    """Return the combination of splits nearest to ``values [r, H, Dv]``, for rows ``own [r]`` of a request."""
-    params = truth.params
-    query, _, held = parts_of_request(truth.rows, index)
-    held = held.repeat_interleave(params.group_size, dim=1).transpose(0, 1)  # [H, keys, Dv]
-    scores = unmasked_scores(params, truth.rows, index)[:, own]
-    num_keys = scores.shape[-1]
-    first, last = visible_span(params, own + (num_keys - len(query)), num_keys)
-    key = torch.arange(num_keys, device=scores.device)
-    scores = scores.masked_fill((key < first[:, None]) | (key > last[:, None]), -torch.inf)
-    parts = []
-    for part, kept in zip(scores.split(split, dim=-1), held.split(split, dim=1), strict=True):
-        weights = torch.nan_to_num(part.softmax(dim=-1))  # 0 for a split without a visible key
-        parts.append(torch.einsum("hrk,hkv->hrv", weights, kept))
-    results = torch.stack(parts, dim=-1)  # [H, r, Dv, splits]
-    wanted = values.transpose(0, 1)[..., None]
-    # Use the pseudo-inverse: results of splits without a visible key are 0, so the rank may be deficient.
-    combined: Tensor = results @ (torch.linalg.pinv(results, rtol=1e-12) @ wanted)
-    return combined[..., 0].transpose(0, 1)
+def _fixed(split: int, _num_keys: int) -> int:
+    return split
+
+
+def _whole_tiles(number: int, num_keys: int) -> int:
+    return max(math.ceil(num_keys / number / _TILE), 1) * _TILE
+
+
+def _weigh(
+    split_of: Callable[[int], int], log_weight: LogWeight, s_HqK: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return weights of the keys, and LSE, as ``attend_scores`` needs them. A sink is one more part."""
+    num_keys = s_HqK.shape[-1]
+    split = split_of(num_keys)
+    parts = s_HqK.split(split, -1)
+    lse_HqP = torch.stack([part.logsumexp(-1) for part in parts], -1)
+    weight_HqP = log_weight(lse_HqP, torch.stack([part.amax(-1) for part in parts], -1))
+    total = weight_HqP.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.expand_as(total))
+    moved_HqP = (weight_HqP - lse_HqP - total).nan_to_num(nan=0.0, neginf=0.0)
+    return torch.exp(s_HqK + moved_HqP.repeat_interleave(split, -1)[..., :num_keys]), total

@@ -21,6 +21,9 @@ _WIDTHS = (8, 16, 32, 64, 128, 256)
 _MOST_ROWS = 512
 """Rows of a step up to which the source of a wrong row is searched for."""
 
+_FEWEST, _FEWEST_ROWS = 8, 3
+"""Wrong rows and heads from which on a match of channels is no coincidence, and wrong rows that a factor must fit."""
+
 _NAMED = 3
 """Places that a message names one by one."""
 
@@ -109,13 +112,15 @@ def _channels(truth: Truth, values: Tensor, wrong: Tensor) -> Iterator[tuple[str
     got, right = values[wrong], truth.out[wrong]  # [n, Dv]
     size = right.shape[1]
     bad = ((got - right).abs() > truth.budget.peak[wrong][:, None]).any(dim=0)
-    if not bool(bad.any()) or len(got) < 2:
+    if not bool(bad.any()):
         return
     which = bad.nonzero().flatten()
     if not bool(bad.all()):
         out = truth.out.clone()
         out[..., which] = 0.0
         yield f"{places('channel', which.tolist())} of the output are 0", out
+    if len(got) < _FEWEST:
+        return
     norm = (right * right).sum(dim=0)
     far = (got * got).sum(dim=0)[:, None] - 2 * got.T @ right + norm[None]  # [Dv, Dv]: channel got, channel right
     source = far.argmin(dim=1)
@@ -139,7 +144,10 @@ def _heads(truth: Truth, values: Tensor, wrong: Tensor) -> Iterator[tuple[str, T
     if moved:
         named = [f"head {head} holds that of head {int(source[head])}" for head in moved[:_NAMED]]
         more = f", ... ({len(moved)} in all)" if len(moved) > _NAMED else ""
-        yield f"outputs are those of other heads: {', '.join(named)}{more}", truth.out[:, source]
+        # Within a group, all heads read the same keys, so exchanged queries give the same.
+        group = torch.div(torch.arange(number, device=values.device), truth.params.group_size, rounding_mode="floor")
+        what = "queries or outputs" if torch.equal(group[source], group) else "outputs"
+        yield f"{what} are those of other heads: {', '.join(named)}{more}", truth.out[:, source]
 
 
 def _rows(problem: Problem, truth: Truth, values: Tensor, wrong: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -164,11 +172,15 @@ def _rows(problem: Problem, truth: Truth, values: Tensor, wrong: Tensor) -> Iter
 def rescaled(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (meaning, output) of the right output times a factor: one for all wrong rows, and one per head."""
     wrong = shares > 1
+    if int(wrong.sum()) < 2:
+        return
     own = (truth.out**2).sum(dim=-1).clamp(min=1e-300)
     factor = torch.where(wrong, (values * truth.out).sum(dim=-1) / own, torch.nan)
     common = float(factor.nanmedian())
     yield f"the output is the right one times {common:.3g}", truth.out * common
     heads = wrong.any(dim=0).nonzero().flatten().tolist()
+    if int(wrong.sum(dim=0)[heads].min()) < _FEWEST_ROWS:
+        return
     each = factor.nanmedian(dim=0).values.nan_to_num(nan=common)
     if float((each - common).abs().max()) > _ALIKE * abs(common):
         named = ", ".join(f"head {head} times {float(each[head]):.3g}" for head in heads[:_NAMED])

@@ -20,6 +20,9 @@ from attncheck.reference import AttentionParams
 _FEW_CAPS = 5.0
 """Score in soft caps below which ``exp`` inside ``tanh`` overflows in no dtype."""
 
+_TILES = (8, 16, 32, 64, 128)
+"""Numbers of keys to whose multiples a kernel may pad those of a request."""
+
 Scores = Callable[[int], Tensor]
 """``request`` -> scores ``[H, rows, keys]``, -inf where a key is hidden."""
 
@@ -33,7 +36,7 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
     cap, slopes = params.soft_cap, params.alibi_slopes
 
     def with_scores(meaning: str, scores: Scores, *features: str) -> Hypothesis:
-        return Hypothesis(meaning, partial(attend_scores, params, rows, scores, longest), features)
+        return Hypothesis(meaning, partial(attend_scores, params, rows, scores), features)
 
     def hidden(request: int) -> Tensor:
         return torch.isneginf(masked_scores(plain, rows, request))
@@ -71,11 +74,16 @@ def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Itera
         zero = "hidden keys get a score of 0, not of -inf"
         yield with_scores(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
         words = "the mask is applied after the softmax: hidden keys count in its sum"
-        yield Hypothesis(words, partial(_masked_late, params, rows, longest))
+        yield Hypothesis(words, partial(_masked_late, params, rows))
     yield Hypothesis(
         "the output is not divided by the sum of the weights", partial(_times, params, rows, _unnormalised)
     )
     yield Hypothesis("the output is divided by the number of keys too", partial(_times, params, rows, _averaged))
+    for tile in _TILES:
+        rest = -rows.places.num_keys.double()[:, None] % tile
+        if bool((rest > 0).any()):
+            meaning = f"the places behind the last key, up to a multiple of {tile}, count with a score of 0"
+            yield Hypothesis(meaning, partial(_padded, params, rows, rest))
     if params.sinks is None:
         plus_one = replace(params, sinks=(0.0,) * params.num_heads)
         yield Hypothesis(
@@ -115,9 +123,9 @@ def overflowing_caps(params: AttentionParams, rows: UnpagedAttention, wrong: Ten
     return least if least > max(most, _FEW_CAPS) else None
 
 
-def _masked_late(params: AttentionParams, rows: UnpagedAttention, longest: int) -> tuple[Tensor, Tensor]:
+def _masked_late(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
     out, lse = rows.attend(params)
-    _, every = attend_scores(params, rows, partial(unmasked_scores, params, rows), longest)
+    _, every = attend_scores(params, rows, partial(unmasked_scores, params, rows))
     share = torch.nan_to_num(torch.exp(lse - every))
     return out * share[..., None], every
 
@@ -134,6 +142,13 @@ def _times(
 def _unnormalised(params: AttentionParams, rows: UnpagedAttention, lse: Tensor) -> Tensor:
     top = largest_scores(params, rows)
     return torch.ones_like(lse) if top is None else torch.nan_to_num(torch.exp(lse - top))
+
+
+def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result with ``count [T, 1]`` more keys in the sum, whose score is 0 and whose value is 0."""
+    out, lse = rows.attend(params)
+    total = torch.logaddexp(lse, count.log())
+    return out * torch.nan_to_num(torch.exp(lse - total))[..., None], total
 
 
 def _averaged(_params: AttentionParams, rows: UnpagedAttention, _lse: Tensor) -> Tensor:

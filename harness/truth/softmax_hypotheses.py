@@ -14,7 +14,7 @@ from attncheck.harness.truth.hypotheses import Hypothesis
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
-_TILES = (16, 32, 64, 128)
+_TILES = (16, 32, 64, 128, 256, 512, 1024)
 """Numbers of keys in a tile, besides the page size."""
 
 MOST_SCORES = 2**25
@@ -27,6 +27,9 @@ _FAULTS = (
 )
 """(meaning, whether the accumulator keeps old weights, whether the sum of the weights does)."""
 
+Weigh = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""``(scores [H, rows, keys], sinks [H, 1, 1] or None)`` -> weights of the keys, and the LSE ``[H, rows, 1]``."""
+
 
 def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
     """Yield the faults for each usual tile size shorter than the longest request; tiles are counted from position 0."""
@@ -38,8 +41,8 @@ def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, bloc
         if tile < longest:
             for what, spoils_acc, spoils_sum in _FAULTS:
                 meaning = f"{what} when a tile of {tile} keys raises the maximum"
-                compute = partial(attend_scores, params, rows, scores, tile, spoils_acc, spoils_sum)
-                yield Hypothesis(meaning, compute)
+                weigh = partial(_online, tile, spoils_acc, spoils_sum)
+                yield Hypothesis(meaning, partial(attend_scores, params, rows, scores, weigh))
 
 
 def masked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
@@ -73,19 +76,18 @@ def parts_of_request(rows: UnpagedAttention, request: int) -> tuple[Tensor, Tens
     return rows.query[slice(*q)].double(), rows.keys[slice(*k)].double(), rows.values[slice(*k)].double()
 
 
+def softmax_weights(s_HqK: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the right weights of the keys, ``[H, rows, keys]``, and the LSE ``[H, rows, 1]``."""
+    return _online(s_HqK.shape[-1], False, False, s_HqK, sinks)
+
+
 def attend_scores(
     params: AttentionParams,
     rows: UnpagedAttention,
     scores: Callable[[int], Tensor],
-    tile: int,
-    spoils_acc: bool = False,
-    spoils_sum: bool = False,
+    weigh: Weigh = softmax_weights,
 ) -> tuple[Tensor, Tensor]:
-    """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` from ``scores``, which maps a request to ``[H, rows, keys]``.
-
-    ``spoils_acc``, ``spoils_sum``: do not rescale the accumulator, or the sum of the weights, between tiles of ``tile``
-    keys.
-    """
+    """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` from ``scores``, which maps a request to ``[H, rows, keys]``."""
     outs, lses = [], []
     for request in range(len(rows.cu_seqlens_q) - 1):
         values_KNv = parts_of_request(rows, request)[2]
@@ -94,17 +96,25 @@ def attend_scores(
             outs.append(s_HqK.new_zeros(s_HqK.shape[1], params.num_heads, values_KNv.shape[-1]))
             lses.append(s_HqK.new_full((s_HqK.shape[1], params.num_heads), -torch.inf))
             continue
-        top_Hqt = torch.stack([part.amax(-1) for part in s_HqK.split(tile, -1)], -1).cummax(-1).values
         sinks = None if params.sinks is None else s_HqK.new_tensor(params.sinks)[:, None, None]
-        last = top_Hqt[..., -1:] if sinks is None else torch.maximum(top_Hqt[..., -1:], sinks)
-        right = torch.exp(s_HqK - last.masked_fill(last == -torch.inf, 0.0))
-        pivot = top_Hqt.masked_fill(top_Hqt == -torch.inf, 0.0).repeat_interleave(tile, -1)[..., : s_HqK.shape[-1]]
-        old = torch.exp(s_HqK - pivot)
-        total = (old if spoils_sum else right).sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + torch.exp(sinks - last)
-        weights = (old if spoils_acc else right) / total.masked_fill(total == 0, 1.0)
+        weights, lse = weigh(s_HqK, sinks)
         by_kv_head = weights.unflatten(0, (params.num_kv_heads, params.group_size))
         outs.append(torch.einsum("ngqk,knv->qngv", by_kv_head, values_KNv).flatten(1, 2))
-        lses.append((last + total.log()).squeeze(-1).transpose(0, 1))
+        lses.append(lse.squeeze(-1).transpose(0, 1))
     return torch.cat(outs), torch.cat(lses)
+
+
+def _online(
+    tile: int, spoils_acc: bool, spoils_sum: bool, s_HqK: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weigh keys as an online softmax over tiles does that does not rescale the accumulator, or the sum of weights."""
+    top_Hqt = torch.stack([part.amax(-1) for part in s_HqK.split(tile, -1)], -1).cummax(-1).values
+    last = top_Hqt[..., -1:] if sinks is None else torch.maximum(top_Hqt[..., -1:], sinks)
+    right = torch.exp(s_HqK - last.masked_fill(last == -torch.inf, 0.0))
+    pivot = top_Hqt.masked_fill(top_Hqt == -torch.inf, 0.0).repeat_interleave(tile, -1)[..., : s_HqK.shape[-1]]
+    old = torch.exp(s_HqK - pivot)
+    total = (old if spoils_sum else right).sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - last)
+    weights = (old if spoils_acc else right) / total.masked_fill(total == 0, 1.0)
+    return weights, last + total.log()

@@ -217,6 +217,39 @@ class KeepsOnlyNewRows(Miniature):
         state[:, :past] = pad(tape[:, tape.shape[1] - kept :], (past - kept, 0))
 
 
+class KeepsShortStates(Miniature):
+    """Leaves the state as it was after a sequence that is shorter than it."""
+
+    @staticmethod
+    def remember(state, tape, past, length):
+        if length >= past:
+            Miniature.remember(state, tape, past, length)
+
+
+class RemembersPadding(Miniature):
+    """Lets rows of padding behind the last sequence enter its state."""
+
+    @classmethod
+    def convolve(cls, x, weight, bias, states, query_start_loc, cache_indices, has_initial_state, **options):
+        arguments = (x, weight, bias, states, query_start_loc, cache_indices, has_initial_state)
+        last = int((cache_indices != options["pad_id"]).nonzero()[-1])
+        line, past = int(cache_indices[last]), weight.shape[1] - 1
+        before = cls.remembered(states[line], past, bool(has_initial_state[last]), x, 0)
+        y = super().convolve(*arguments, **options)
+        tape = torch.cat([before, x[int(query_start_loc[last]) :].T], dim=1)
+        cls.remember(states[line], tape, past, tape.shape[1] - past)
+        return y
+
+
+class ForgetsInChunks(Miniature):
+    """Uses no state where a sequence has several rows."""
+
+    @classmethod
+    def convolve(cls, x, weight, bias, states, query_start_loc, cache_indices, has_initial_state, **options):
+        remembers = has_initial_state & (query_start_loc.diff() == 1)
+        return super().convolve(x, weight, bias, states, query_start_loc, cache_indices, remembers, **options)
+
+
 class RemembersWhatNeverWas(Miniature):
     """Uses the state line of a new sequence, whatever it contains."""
 

@@ -46,6 +46,9 @@ CAUGHT_BY = {
     "RefusesToMerge": ("merge", "refusals", {"numerics", "lse", "containment"}),
     "ReversesTaps": ("causal_conv1d", "numerics", set()),
     "KeepsOnlyNewRows": ("causal_conv1d", "cache_write", set()),
+    "KeepsShortStates": ("causal_conv1d", "cache_write", {"containment"}),
+    "RemembersPadding": ("causal_conv1d", "cache_write", set()),
+    "ForgetsInChunks": ("causal_conv1d", "numerics", {"cache_write"}),
     "RemembersWhatNeverWas": ("causal_conv1d", "numerics", {"cache_write", "containment"}),
     "LooksAtNeighbours": ("causal_conv1d", "numerics", {"cache_write"}),
     "UpdatesPaddedLines": ("causal_conv1d", "cache_write", {"containment"}),
@@ -109,6 +112,9 @@ def test_every_miniature_is_expected_somewhere():
         ("RemembersWhatNeverWas", "states are used where has_initial_state is False"),
         ("KeepsFirstLines", "something is kept from an earlier call"),
         ("KeepsOnlyNewRows", "what it remembers must move up"),
+        ("KeepsShortStates", "the state is not stored where a sequence is shorter than it"),
+        ("RemembersPadding", "rows of padding behind the last sequence enter its state"),
+        ("ForgetsInChunks", "the state is not used where a sequence has several rows"),
         ("UpdatesPaddedLines", "-1, was taken for the last line"),
         ("WritesSpareColumns", "columns that no state uses were written"),
         ("CopiesToTheNextPage", "no pair names as a destination"),
@@ -118,3 +124,16 @@ def test_a_usual_fault_is_named(name, meaning):
     suite, check, _ = CAUGHT_BY[name]
     found = [r.meaning for r in records(suite)[name] if r.check == check and r.outcome == "failed"]
     assert any(meaning in (each or "") for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("KeepsOnlyNewRows", "what it remembers must move up"),
+        ("KeepsShortStates", "the state is not stored where a sequence is shorter than it"),
+        ("RemembersPadding", "rows of padding behind the last sequence enter its state"),
+    ],
+)
+def test_a_fault_of_states_has_one_name(name, meaning):
+    found = [r.meaning for r in records("causal_conv1d")[name] if r.check == "cache_write" and r.outcome == "failed"]
+    assert all(meaning in (each or "") for each in found), found

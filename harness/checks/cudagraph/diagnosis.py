@@ -13,8 +13,12 @@ from attncheck.harness.checks.cudagraph.probe import Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.cudagraph.session import CapturedBucket, GraphSession
 from attncheck.harness.checks.cudagraph.step_faults import step_fault
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.reports.run_file.causes import UNKNOWN
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.causes import ALTERNATIVE, UNKNOWN, likely_causes
 
 _NAMED = 3
 
@@ -40,14 +44,28 @@ class DiagnosedStep:
 
     def fault_without_graph(self, session: GraphSession, *, is_padded: bool = True) -> str | None:
         """Return what is wrong with this step if ``forward`` runs without a graph, or None if it is right."""
-        case = self.questions.case(self.probe, self.turn, is_padded=is_padded)
-        problem, truth = self.questions.problem(case), self.questions.truth(case)
+        problem, truth = self._problem_and_truth(is_padded=is_padded)
         try:
             taken = session.step(self.turn, problem, None)
         except StageError as failure:
             return failure.raised.in_words
         faults = (step_fault(problem, truth, self.conventions, one.seen, one.pool) for one in taken)
         return next((fault for fault in faults if fault is not None), None)
+
+    def cause_without_graph(self) -> str | None:
+        """Return the likely cause of a wrong output of this step without a graph, or None if none is known."""
+        problem, truth = self._problem_and_truth()
+        try:
+            taken = self.session.step(self.turn, problem, None)
+        except StageError:
+            return None
+        findings = (check_numerics(problem, truth, one.seen) for one in taken)
+        meanings = (finding.meaning for finding in findings if isinstance(finding, Broken))
+        return next((meaning for meaning in meanings if likely_causes(meaning)), None)
+
+    def _problem_and_truth(self, *, is_padded: bool = True) -> tuple[Problem, Truth]:
+        case = self.questions.case(self.probe, self.turn, is_padded=is_padded)
+        return self.questions.problem(case), self.questions.truth(case)
 
 
 def lets_nan_through(step: DiagnosedStep) -> bool:
@@ -110,4 +128,7 @@ def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
             "wrong without a graph, too, and right without padding: padding (query length 0, seq_lens "
             f"{step.conventions.pad_seq_len}, slot -1, rows of NaN) is not left alone"
         )
-    return f"{UNKNOWN}wrong without a graph, too: {fault}"
+    cause, *others = (step.cause_without_graph() or "").split(ALTERNATIVE)
+    if not cause:
+        return f"{UNKNOWN}wrong without a graph, too: {fault}"
+    return ALTERNATIVE.join((f"{cause}, without a graph, too", *others))

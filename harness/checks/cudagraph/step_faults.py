@@ -1,5 +1,7 @@
 """Describe in one line what is wrong with a capture or with one step of a graph, using the judges of other checks."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks import cache_write, containment, lse
 from attncheck.harness.checks.cudagraph.session import CapturedBucket
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.problem.problem import Problem
@@ -53,13 +55,9 @@ def step_fault(
             return written.summary + (f" ({written.meaning})" if written.meaning else "")
     elif seen.changed:
         return f"inputs were changed: {', '.join(seen.changed)}"
-    unwritten = seen.unwritten.nonzero().flatten().tolist()
-    if unwritten:
-        count = f"{len(unwritten)} of {len(seen.unwritten)} rows"
-        return f"{count} were never written, the first is row {unwritten[0]} ({problem.row_name(unwritten[0])})"
-    shares = output_shares(truth, seen)
-    if bool((shares > 1).any()):
-        return summarize(problem, shares)
+    output = check_numerics(problem, truth, replace(seen, protocol=()), explains=False)
+    if isinstance(output, Broken):
+        return output.summary
     log_sum = lse.check_lse(problem, truth, seen, conventions) if seen.lse is not None else None
     return f"LSE: {log_sum.summary}" if isinstance(log_sum, Broken) else None
 

@@ -91,7 +91,9 @@ class Convolution:
         column = int(wrong[line].any(dim=0).nonzero()[0])
         where = f"{self._problem.line_name(line)}, column {column}"
         return Broken(
-            f"{len(lines)} lines of the state are wrong, the first is {where}", figures, self._meaning_of_states(wrong)
+            f"{len(lines)} lines of the state are wrong, the first is {where}",
+            figures,
+            self._meaning_of_states(seen, wrong),
         )
 
     def containment(self) -> Finding:
@@ -165,9 +167,12 @@ class Convolution:
     def _meaning(self, seen: _Convolved) -> str | None:
         for meaning, changes in self._mistakes():
             y, _ = convolve(self._problem, self._device, **changes)
-            if is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype):
+            if self._has_rows(seen, y):
                 return meaning
         return None
+
+    def _has_rows(self, seen: _Convolved, y: Tensor) -> bool:
+        return is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype)
 
     def _mistakes(self) -> Iterator[tuple[str, dict[str, object]]]:
         problem, given = self._problem, self._problem.arguments(self._device)
@@ -176,6 +181,9 @@ class Convolution:
             yield "the taps are in reverse order: the last one belongs to the newest row", {"weight": weight.flip(1)}
             yield "states are used where has_initial_state is False", {"has_initial_state": remembers | True}
             yield "states are not used", {"has_initial_state": remembers & False}
+            lengths = problem.query_start_loc.diff().to(remembers.device)
+            meaning = "the state is not used where a sequence has several rows"
+            yield meaning, {"has_initial_state": remembers & (lengths <= 1)}
         if problem.options.activation is not None:
             yield "the activation is missing", {"activation": None}
         else:
@@ -183,17 +191,40 @@ class Convolution:
         if problem.bias is not None:
             yield "the bias is missing", {"bias": None}
 
-    def _meaning_of_states(self, wrong: Tensor) -> str | None:
+    def _state_mistakes(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (meaning, states after the call) of faults that leave the rows right."""
+        problem, right = self._problem, self._truth.states
+        starts = problem.query_start_loc.to(self._device)
+        lengths, real = starts.diff(), len(problem.lines)
+        is_short = lengths < problem.past
+        remembers = problem.has_initial_state.to(self._device)
+        meaning = "where a sequence is shorter than the state, what it remembers must move up, not be dropped"
+        yield meaning, convolve(problem, self._device, has_initial_state=remembers & ~is_short)[1]
+        kept = [line for line, short in zip(problem.lines, is_short.tolist(), strict=False) if short]
+        unstored = right.clone()
+        unstored[kept] = problem.states.to(self._device)[kept]
+        yield "the state is not stored where a sequence is shorter than it", unstored
+        longer = starts.clone()
+        longer[real:] = len(problem.x)
+        meaning = "rows of padding behind the last sequence enter its state"
+        yield meaning, convolve(problem, self._device, query_start_loc=longer)[1]
+
+    def _meaning_of_states(self, seen: _Convolved, wrong: Tensor) -> str | None:
         """Return the likely cause of wrong states. ``wrong``: bool ``[lines, C, columns]``."""
         problem = self._problem
+        if self._has_rows(seen, self._truth.y[:, 0]):
+            for meaning, states in self._state_mistakes():
+                if torch.equal(flat_bytes(states), seen.states):
+                    return meaning
+        for meaning, changes in self._mistakes():
+            y, states = convolve(problem, self._device, **changes)
+            if self._has_rows(seen, y) and torch.equal(flat_bytes(states), seen.states):
+                return meaning
         lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
-        if lines == [len(problem.states) - 1]:
+        if lines == [len(problem.states) - 1] and PAD_ID in problem.cache_indices.tolist():
             return f"the index of padding, {PAD_ID}, was taken for the last line"
         if bool(wrong[:, :, problem.past :].any()):
             return "columns that no state uses were written"
         if not set(lines) <= set(problem.lines):
             return "lines of no sequence were written"
-        lengths = (problem.query_start_loc[1:] - problem.query_start_loc[:-1]).tolist()
-        if all(lengths[problem.lines.index(line)] < problem.past for line in lines):
-            return "where a sequence is shorter than the state, what it remembers must move up, not be dropped"
         return None

@@ -71,3 +71,39 @@ def test_a_declared_reference_point_of_alibi_is_undone(make_case: Any, reference
 def test_alibi_from_elsewhere_with_sinks_has_no_meaning(make_case: Any) -> None:
     found = examine(make_case(alibi=True, sinks=True), lambda rows: rows, Conventions(alibi_reference="zero"))
     assert isinstance(found, NotExamined)
+
+
+def cause(case: Any, change: Any) -> str:
+    found = examine(case, change)
+    assert isinstance(found, Broken)
+    return str(found.meaning)
+
+
+def test_a_fault_of_the_lse_beside_a_right_output_is_one_of_the_lse_alone(make_case: Any) -> None:
+    case = make_case((1, 40), sliding_window=9, dtype="float32")
+    problem = build_problem(case, 0)
+    keys = problem.keys.double().repeat_interleave(4, dim=1)
+    without_window = (torch.einsum("thd,khd->thk", problem.query.double(), keys) / 8).logsumexp(dim=2).float()
+    assert cause(case, lambda rows: without_window).startswith("in the LSE alone: the window is ignored: ")
+
+
+def test_an_lse_of_rows_without_keys_is_named_as_one(make_case: Any) -> None:
+    assert cause(make_case(), lambda rows: torch.full_like(rows, -math.inf)).startswith(
+        "the LSE is -inf, as if no key were seen: "
+    )
+
+
+def test_an_lse_with_another_reference_point_of_alibi_is_named(make_case: Any) -> None:
+    case = make_case((1, 30), (5, 40), alibi=True)
+    shift = torch.tensor([29, *range(35, 40)])[:, None] * torch.tensor(case.layer.alibi_slopes)
+    assert cause(case, lambda rows: rows + shift).startswith(
+        "the ALiBi bias is measured from position 0, not from the query: "
+    )
+
+
+def test_a_wrong_lse_of_no_known_fault_is_described(make_case: Any) -> None:
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows[:, 2] += torch.sin(torch.arange(len(rows))) + 2
+        return rows
+
+    assert cause(make_case(), change) == "not known; wrong are only head 2"

@@ -91,3 +91,29 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[st
     assert "1 of 7" in found.summary
     assert "14" in found.summary
     assert (found.figures["rows_unwritten"], found.figures["rows_finite_wrong"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "channels", "where"),
+    [
+        (slice(None), slice(48, None), "in channels 48 to 63"),
+        (slice(5, 6), slice(None), "in head 5"),
+        (slice(0, 4), slice(0, 1), "in channel 0 of heads 0 to 3"),
+    ],
+)
+def test_rows_that_were_written_in_part_are_not_called_unwritten(
+    make_case: Any, heads: slice, channels: slice, where: str
+) -> None:
+    def attend(self: Any, *args: Any) -> None:
+        before = args[6].clone()
+        ReferenceImpl.attend(self, *args)
+        args[6][:, heads, channels] = before[:, heads, channels]
+
+    problem = build_problem(make_case((1, 9), (6, 20)), 0)
+    impl = type("Impl", (ReferenceImpl,), {"attend": attend})
+    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
+    seen = Session(backend, problem, torch.device("cpu")).run()
+    assert isinstance(seen, Observation)
+    found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
+    assert isinstance(found, Broken)
+    assert found.summary.startswith(f"7 of 7 rows were never written {where}, the first is row 0")

@@ -151,7 +151,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "the sum of the weights is not rescaled when a tile of 64 keys raises the maximum": {
         "softmax": fading(64, acc=False, total=True)
     },
-    "the partial results of splits of 64 keys are merged with wrong weights: a reference with this fault gives the same output in all rows": {
+    "the partial results of splits of 64 keys are weighed by their largest scores, not by their LSE: a reference with this fault gives the same output in all rows": {
         "softmax": merging(64, weighs=lambda part: part.max())
     },
     "neither the accumulator nor the sum of the weights is rescaled when a tile of 16 keys raises the maximum": {

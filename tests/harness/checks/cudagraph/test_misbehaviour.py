@@ -267,3 +267,16 @@ def test_what_is_wrong_over_finite_numbers_too_is_no_leak():
     finding = examined(backend_of(impl=Impl))
     assert isinstance(finding, Broken)
     assert finding.graph.notes == ()
+
+
+def test_a_fault_that_shows_without_a_graph_too_gets_a_cause():
+    class Impl(SDPAImpl):
+        def __init__(self, num_heads, head_size, scale, *args, **keywords):
+            super().__init__(num_heads, head_size, 2 * scale, *args, **keywords)
+
+    finding = examined(backend_of(impl=Impl))
+    assert isinstance(finding, Broken)
+    assert finding.meaning == (
+        "the scores are multiplied by 2: a reference with this fault gives the same output in all rows, "
+        "without a graph, too"
+    )
