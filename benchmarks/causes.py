@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from causes_faults import FAULTS
+from causes_faults import FAULTS, UNWRITTEN
 from tabulate import tabulate
 
 from attncheck.backends.declarations import required_features
@@ -45,7 +45,7 @@ from attncheck.cases.outline import keys_of
 from attncheck.harness.cli.run_execution import execute_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.reports.analysis.findings import Finding, findings
-from attncheck.reports.run_file.causes import ALTERNATIVE, likely_causes
+from attncheck.reports.run_file.causes import ALTERNATIVE, UNEXPLAINED, likely_causes
 from attncheck.reports.run_file.records import Failed
 from attncheck.reports.run_file.store import read_run
 
@@ -104,7 +104,15 @@ def _of_mutant(mutant: Mutant) -> Subject:
     case, words = mutant.case or "smoke/decode.float16", (mutant.cause or "",)
     if mutant.check not in CHECKS:
         return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",))
-    return Subject(mutant.ref, GROUPS[0], mutant.fault, words, tuple(dict.fromkeys((case, _most_like(case)))), CHECKS)
+    return Subject(
+        mutant.ref,
+        GROUPS[0],
+        mutant.fault,
+        words,
+        tuple(dict.fromkeys((case, _most_like(case)))),
+        CHECKS,
+        untrue=UNWRITTEN,
+    )
 
 
 @cache
@@ -160,8 +168,9 @@ def _of_cause(subject: Subject, cause: str) -> Verdict:
 
 
 def _described(subject: Subject, finding: Finding) -> Verdict:
-    # The title of cache_write states what is wrong, which the entry of a mutant may have as its cause.
-    if subject.group == GROUPS[0] and _has(subject.right[0], finding.title):
+    # Some titles state what is wrong, such as slots of the cache, and the entry of a mutant may have that as its cause.
+    is_of_rows = finding.title.startswith(UNEXPLAINED) or re.match(r"\d+ of \d+ rows are wrong", finding.title)
+    if subject.group == GROUPS[0] and not is_of_rows and _has(subject.right[0], finding.title):
         return "right"
     return "false" if _has(subject.untrue, finding.title) else "described"
 

@@ -18,6 +18,10 @@ Stage = Callable[["Step", Any], Any]
 """Changes the value of a stage for one request."""
 
 _FEATURES = ("sliding_window", "logits_soft_cap", "alibi", "sinks", "non_causal", "lse")
+UNWRITTEN = "never written"
+"""Words that hold of no fault here: each writes all of the output."""
+_AFTER_WEIGHTS = {"out", "values", "value_slots", "value_heads"}
+"""Stages that leave the weights of the keys as they are."""
 _PARTS = 3
 """Runs of keys that are computed apart and merged, if a fault changes partial results."""
 
@@ -55,8 +59,8 @@ class Fault:
 
     ``truth``: what is wrong, in one line. ``right``: regular expressions of words that a right cause has, all of them;
     a cause with some of them is partly right. ``partly``: an expression of words of further causes that are partly
-    right. ``untrue``: an expression of words that a description of the rows must not have. ``cases``: two cases of
-    ``smoke`` that show the fault.
+    right. ``untrue``: an expression of words that a description of the rows must not have; empty: those that never
+    hold. ``cases``: two cases of ``smoke`` that show the fault.
     """
 
     name: str
@@ -64,10 +68,15 @@ class Fault:
     truth: str
     right: tuple[str, ...]
     partly: str = "$^"
-    untrue: str = "never written|NaN|Inf"
+    untrue: str = ""
     cases: tuple[str, ...] = ("decode.float16", "extend")
     stages: dict[str, Stage] = field(default_factory=dict)
     writer: Callable[..., object] | None = None
+
+    def __post_init__(self) -> None:
+        keeps_weights = self.writer is None and self.stages.keys() <= _AFTER_WEIGHTS
+        words = self.untrue or "|".join((UNWRITTEN, "NaN", "Inf", *(["weigh too"] if keeps_weights else [])))
+        object.__setattr__(self, "untrue", words)
 
 
 def attend(stages: dict[str, Stage], query, key_cache, value_cache, metadata, params, out, output_lse=None) -> None:
@@ -653,7 +662,7 @@ _OTHERS = (
         "slopes_exchanged",
         "index",
         "the ALiBi slopes of heads 1 and 2 are exchanged",
-        (r"slope",),
+        (r"slope.*(another|other|exchanged|head 1)",),
         cases=_ALIBI,
         stages={"slopes": _slopes_exchanged},
     ),
@@ -713,7 +722,7 @@ _OTHERS = (
         "distance_one_more",
         "index",
         "ALiBi's distance is one too large: the LSE is wrong, the output is right",
-        (r"ALiBi|bias|distance",),
+        (r"(ALiBi|bias).*(distance|position|point|counted)",),
         cases=_ALIBI,
         stages={"distance": _distance_one_more},
     ),
@@ -795,8 +804,8 @@ _OTHERS = (
         "slopes_in_e4m3",
         "dtype",
         "the slopes of ALiBi are rounded to e4m3",
-        (r"slope",),
-        partly="precision is too low",
+        (r"slope.*(round|e4m3|float8|precision)",),
+        partly="precision is too low|slope",
         cases=_ALIBI,
         stages={"slopes": _slopes_in_e4m3},
     ),
@@ -812,7 +821,7 @@ _OTHERS = (
         "short_exponential",
         "dtype",
         "exponentials are approximated by a straight line between powers of two",
-        (r"expon|exp2|power",),
+        (r"exponential|exp2|powers? of two",),
         partly="precision is too low",
         cases=("decode.float16", "decode.float32"),
         stages={"exponentials": _short_exponential},
@@ -846,7 +855,6 @@ _OTHERS = (
         "the window is longer by the rows of the request plus one",
         (r"window.*(too long|too early|longer)",),
         partly="window",
-        untrue="never written",
         cases=_WINDOW,
         stages={"window": _window_and_rows},
     ),
