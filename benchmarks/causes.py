@@ -54,6 +54,14 @@ Verdict = Literal["right", "partly", "described", "false", "not caught"]
 CHECKS = ("numerics", "lse", "cache_write")
 _EVERY = 4
 GROUPS = ("mutants", "mutants of other checks", "pairs of faults", "other faults")
+_SHOWN_AT = {
+    "chunk-as-window": "smoke/local",
+    "chunks-from-the-first-row": "smoke/local",
+    "lengths-of-the-whole-step": "smoke/micro-batches",
+}
+"""Cases for mutants that ignore a tree too, which is what shows at the case of their entry."""
+_PARTLY = {"without-keys-no-new-tokens": "last visible keys are missing"}
+"""Words of causes that hold for a mutant, besides those of its entry."""
 _VERDICTS: tuple[Verdict, ...] = ("right", "partly", "described", "false", "not caught")
 _WORST_FIRST: tuple[Verdict, ...] = ("false", "right", "partly", "described")
 _FILE = Path(__file__).with_name("causes_faults.py")
@@ -101,7 +109,8 @@ def subjects(every: int) -> list[Subject]:
 
 
 def _of_mutant(mutant: Mutant) -> Subject:
-    case, words = mutant.case or "smoke/decode.float16", (mutant.cause or "",)
+    case = _SHOWN_AT.get(mutant.name) or mutant.case or "smoke/decode.float16"
+    words, partly = (mutant.cause or "",), _PARTLY.get(mutant.name, "$^")
     if mutant.check not in CHECKS:
         return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",))
     return Subject(
@@ -145,11 +154,16 @@ def judge(subject: Subject, found: Sequence[Finding]) -> Judged:
 
 
 def _causes(finding: Finding) -> tuple[str, ...]:
-    """Return the causes that the finding names, the printed title first, or () if it only describes."""
+    """Return the causes that the finding names, the printed title first, or () if it only describes.
+
+    The first likely cause has the rows that support it, as it is printed.
+    """
     example = finding.example
     if not isinstance(example, Failed) or not finding.is_explained:
         return ()
-    return tuple(dict.fromkeys((finding.title, *likely_causes(example.meaning))))
+    printed = (example.meaning or "").partition(ALTERNATIVE)[0]
+    found = tuple(dict.fromkeys((finding.title, *likely_causes(example.meaning))))
+    return tuple(printed if printed.startswith(cause) else cause for cause in found)
 
 
 def _verdict(subject: Subject, causes: Sequence[str]) -> Verdict:
