@@ -113,15 +113,8 @@ def _of_mutant(mutant: Mutant) -> Subject:
     words, partly = (mutant.cause or "",), _PARTLY.get(mutant.name, "$^")
     if mutant.check not in CHECKS:
         return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",))
-    return Subject(
-        mutant.ref,
-        GROUPS[0],
-        mutant.fault,
-        words,
-        tuple(dict.fromkeys((case, _most_like(case)))),
-        CHECKS,
-        untrue=UNWRITTEN,
-    )
+    cases = tuple(dict.fromkeys((case, _most_like(case))))
+    return Subject(mutant.ref, GROUPS[0], mutant.fault, words, cases, CHECKS, partly, UNWRITTEN)
 
 
 @cache
