@@ -60,8 +60,16 @@ _SHOWN_AT = {
     "lengths-of-the-whole-step": "smoke/micro-batches",
 }
 """Cases for mutants that ignore a tree too, which is what shows at the case of their entry."""
-_PARTLY = {"without-keys-no-new-tokens": "last visible keys are missing"}
-"""Words of causes that hold for a mutant, besides those of its entry."""
+_PARTLY = {
+    "builder-capture-clears-host-twins": "shared metadata are changed",
+    "builder-capture-shortens-lens": "shared metadata are changed",
+    "counts-its-calls": "kept from an earlier call",
+    "graph-changes-the-common-lengths": "writes to buffers of the model runner",
+    "graph-pairs-requests": "padding .* is not left alone",
+    "keeps-the-most-requests": "kept from an earlier call",
+    "without-keys-no-new-tokens": "last visible keys are missing",
+}
+"""Words of further causes that hold for a mutant, besides those of its entry."""
 _VERDICTS: tuple[Verdict, ...] = ("right", "partly", "described", "false", "not caught")
 _WORST_FIRST: tuple[Verdict, ...] = ("false", "right", "partly", "described")
 _FILE = Path(__file__).with_name("causes_faults.py")
@@ -112,7 +120,7 @@ def _of_mutant(mutant: Mutant) -> Subject:
     case = _SHOWN_AT.get(mutant.name) or mutant.case or "smoke/decode.float16"
     words, partly = (mutant.cause or "",), _PARTLY.get(mutant.name, "$^")
     if mutant.check not in CHECKS:
-        return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",))
+        return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",), partly)
     cases = tuple(dict.fromkeys((case, _most_like(case))))
     return Subject(mutant.ref, GROUPS[0], mutant.fault, words, cases, CHECKS, partly, UNWRITTEN)
 
@@ -186,9 +194,8 @@ def _of_other_check(subject: Subject, finding: Finding) -> Verdict:
     """Return right if the cause of the entry is anywhere in the example, whose parts are one statement."""
     example = finding.example
     parts = (finding.title, example.meaning, example.summary) if isinstance(example, Failed) else (finding.title,)
-    if _has(subject.right[0], "\n".join(filter(None, parts))):
-        return "right"
-    return "false" if _causes(finding) else "described"
+    verdict = _of_cause(subject, "\n".join(filter(None, parts)))
+    return verdict if verdict != "false" or _causes(finding) else "described"
 
 
 def _has(words: str, text: str) -> bool:
