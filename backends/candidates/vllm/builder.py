@@ -39,7 +39,7 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         self.config = self.their_config(vllm_config, layers, kv_cache_spec)
         self.spec = self.spec_of(next(iter(layers.values()), None), self.config, kv_cache_spec)
         made = self.their_builder(kv_cache_spec)
-        set_value_size(self.their_backend, kv_cache_spec.head_size_v or kv_cache_spec.head_size)
+        set_value_size(self.their_backend, kv_cache_spec.head_size_v)
         with current(self.config):
             self.theirs = made(self.spec, layer_names, self.config, device)
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold

@@ -38,7 +38,7 @@ def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheS
         "head_size": spec.head_size,
         "dtype": spec.dtype,
     }
-    if spec.head_size_v not in (None, spec.head_size):
+    if spec.head_size_v != spec.head_size:
         sizes["head_size_v"] = spec.head_size_v
     if not kind.has_cache:
         return specs.EncoderOnlyAttentionSpec(**sizes)

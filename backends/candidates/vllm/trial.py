@@ -167,9 +167,8 @@ class _Row:
         elif layer.sink_logits is not None:
             dtype = DTYPES[layer.sinks_dtype or layer.dtype]
             keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=dtype, device=self._device)
-        self._head_size_v = layer.value_head_size if layer.value_head_size != layer.head_size else None
-        if self._head_size_v is not None:
-            keywords["head_size_v"] = self._head_size_v
+        if layer.value_head_size != layer.head_size:
+            keywords["head_size_v"] = layer.value_head_size
         with set_current_vllm_config(self._config):
             self._impl = backend.get_impl_cls()(
                 layer.num_heads,
@@ -197,7 +196,7 @@ class _Row:
             num_kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
             dtype=cache_dtype(layer, self._cache),
-            head_size_v=self._head_size_v,
+            head_size_v=layer.value_head_size,
             sliding_window=layer.sliding_window,
             chunked_prefill_workspace_size=None if layer.mla is None else block_size,
         )
