@@ -17,7 +17,7 @@ cause, and those of Triton kernels and of the suite ``limits`` take too long on 
 
 For faults of :mod:`causes_faults`, a false cause beside a right one is false too. Regular expressions judge the texts.
 They may lack words of a right cause, so read the false ones, which are listed. ``PYTHONPATH`` selects the attncheck
-that is measured.
+that is measured; the first line has its folder.
 """
 
 import argparse
@@ -37,6 +37,7 @@ import torch
 from causes_faults import FAULTS, UNWRITTEN
 from tabulate import tabulate
 
+import attncheck
 from attncheck.backends.declarations import required_features
 from attncheck.backends.mutants.catalogue import PROVIDER, Mutant, catalogue
 from attncheck.cases.loader import load_suite
@@ -267,6 +268,7 @@ def main() -> None:
             for each in judged
         ]
         options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{Path(attncheck.__file__).parent}\n")
     print(f"{table(judged)}\n\n{listing(judged)}\n\n{time.process_time() - began:.0f} s of CPU time")
 
 

@@ -50,6 +50,14 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [each for each in found if type(each).__name__ != "DoctestModule"]
 
 
+@pytest.fixture(autouse=True)
+def own_module_path() -> Iterator[None]:
+    """Take back the folders that backends' files add to ``sys.path``, so that no test finds modules of another."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(scope="session")
 def _preloaded() -> Iterator[Preloaded | None]:
     """Yield None on other systems, and under coverage, which cannot follow forked processes."""

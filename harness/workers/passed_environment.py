@@ -66,7 +66,7 @@ def variables_read(file: Path) -> set[str]:
         for node in nodes:
             match node:
                 case (
-                    ast.Subscript(value=owner, slice=ast.Constant(str(name)))
+                    ast.Subscript(value=owner, slice=ast.Constant(str(name)), ctx=ast.Load())
                     | ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[ast.Constant(str(name)), *_])
                     | ast.Call(func=owner, args=[ast.Constant(str(name)), *_])
                     | ast.Compare(left=ast.Constant(str(name)), comparators=[owner])

@@ -42,7 +42,7 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Minimal(AttentionBackend):
-    """The four members that have no default."""
+    """The three members that have no default, and a shape of its own."""
 
     @staticmethod
     def get_name():

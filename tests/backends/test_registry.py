@@ -151,8 +151,7 @@ def test_a_class_in_a_file(file):
     assert load(f"{path}:Good").backend is loaded.backend
 
 
-def test_a_file_imports_the_modules_beside_it(file, refusal, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def test_a_file_imports_the_modules_beside_it(file, refusal):
     path = file(GOOD)
     path.write_text(f"import a_neighbour_of_the_file\n{path.read_text()}")
     beside = f"a_neighbour_of_the_file is neither installed nor beside {path.name}"

@@ -38,7 +38,7 @@ def test_the_variables_that_a_file_and_the_modules_beside_it_look_up_are_named(t
     (tmp_path / "mine.py").write_text(
         "import helper.part\nfrom os import environ, getenv\nimport os  # os.getenv('COMMENT')\n"
         "a = os.environ['ITEM']; b = os.environ.get('GET', ''); c = environ.pop('POP'); d = 'IN' in environ\n"
-        "e = os.getenv('GETENV'); f = getenv('BARE'); g = {}.get('OTHER'); h = os.environ[a]\n"
+        "e = os.getenv('GETENV'); f = getenv('BARE'); g = {}.get('OTHER'); os.environ[a] = os.environ['STORED'] = ''\n"
     )
     (tmp_path / "helper.py").write_text("import mine, os\nos.getenv('HELPER')\n")
     (tmp_path / "stranger.py").write_text("import os\nos.getenv('STRANGER')\n")
