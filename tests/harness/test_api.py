@@ -190,7 +190,7 @@ def test_an_examination_demands_and_shows_itself(suite: str) -> None:
     assert isinstance(caught.value, attncheck.ExaminationFailedError)
     assert str(caught.value).splitlines()[0] == "failed: 1 backend, 1 case: 1 failed"
     for text in (str(caught.value), repr(wrong), str(wrong)):
-        assert "likely cause: the output is all zeros" in text
+        assert "perhaps: the output is all zeros" in text
     assert "# attncheck report" in wrong._repr_markdown_()
     assert wrong._repr_html_().startswith("<pre>")
     assert "&lt;b&gt;" in wrong._repr_html_()

@@ -43,4 +43,4 @@ def test_an_attention_that_is_wrong_is_found(shell, folder, tmp_path):
     command = "attncheck run --backend vllm:./mine.py:Mine --case extend --check numerics"
     code, printed = shell(f"VLLM_LOGGING_LEVEL=ERROR {command}", tmp_path)
     assert code == 1, printed
-    assert "likely cause: " in printed
+    assert "perhaps: " in printed

@@ -132,7 +132,7 @@ def test_a_module_has_an_item_for_each_case_and_check(folder: pytest.Pytester) -
             "test_mine.py::test_right[[]decode-numerics[]] PASSED*",
             "test_mine.py::test_right[[]decode-refusals[]] PASSED*",
             "test_mine.py::TestNothing::test_nowhere[[]decode-numerics[]] FAILED*",
-            "*likely cause: the output is all zeros*",
+            "*perhaps: the output is all zeros*",
             "backend './nowhere.py:Nowhere': cannot read nowhere.py: No such file or directory*",
             "attncheck: error: known.yaml:2:*no case of this run's suites is called small/*",
         ]
