@@ -39,6 +39,9 @@ from attncheck.reports.run_file.causes import EVIDENCE, ON_EARLIER, UNKNOWN, wit
 _FEW_WORK = 2**31
 """Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
 
+_SLACK = 1.25
+"""Budgets by which an output may differ from that of a fault; with more, a lost key fits what only weakens it."""
+
 _LSE_SLACK = 4.0
 """Budgets by which an LSE may differ from that of a fault."""
 
@@ -254,7 +257,7 @@ def _slack(out: Tensor, right: Tensor) -> Tensor:
     """Return the budgets by which the output of a fault may be missed: more if it is larger than the truth."""
     size, usual = torch.linalg.vector_norm(out, dim=-1), torch.linalg.vector_norm(right, dim=-1)
     # The budget was computed for an output of the size of the truth.
-    slack: Tensor = 2 * (size / usual.clamp(min=1e-30)).clamp(min=1.0)
+    slack: Tensor = _SLACK * (size / usual.clamp(min=1e-30)).clamp(min=1.0)
     return slack
 
 

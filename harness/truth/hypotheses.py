@@ -9,7 +9,7 @@ modifier that hides keys also needs toggles that move its edge.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -165,7 +165,10 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
         yield _moved_mask("the mask is that of the next row: a key too late", rows, params, 1)
         yield _moved_mask("the mask is that of the row before: a key too early", rows, params, -1)
     yield from _windows_of_other_rows(params, rows)
-    for meaning, hidden in _lost_keys(rows, block_size):
+    lost = (
+        _lost_keys(rows, block_size) if params.causal else chain(_lost_keys(rows, block_size), _lengths_of_others(rows))
+    )
+    for meaning, hidden in lost:
         yield masked(meaning, rows, params, hidden)
     if 1 < params.num_kv_heads < params.num_heads:
         heads = torch.arange(params.num_heads, device=rows.keys.device)
@@ -241,11 +244,22 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     yield "the key of the row itself is missing", lambda _r, q, k: k >= q
     yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
     yield "the first key is missing", lambda _r, _q, k: k < 1
-    for name, step in (("before", -1), ("behind", 1)):
-        others = [key_lens[min(max(r + step, 0), len(key_lens) - 1)] for r in range(len(key_lens))]
-        yield f"keys are missing behind the seq_len of the request {name}", partial(is_behind, others)
-    yield "keys are missing behind the seq_len of request 0", lambda _r, _q, k: k >= key_lens[0]
     yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
+
+
+def _lengths_of_others(rows: UnpagedAttention) -> Iterator[tuple[str, HiddenKeys]]:
+    """Yield (meaning, predicate that hides a key) of using the length of another request.
+
+    For layers without a causal mask, which a wrong length would move.
+    """
+    lengths = rows.num_keys.tolist()
+    others = {
+        "request 0": [lengths[0]] * len(lengths),
+        "the request before": [lengths[0], *lengths[:-1]],
+        "the next request": [*lengths[1:], lengths[-1]],
+    }
+    for name, ends in others.items():
+        yield f"keys are missing behind the length of {name}", partial(is_behind, ends)
 
 
 def is_behind(ends: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def _joined(parts: list[_Keys]) -> _Keys:
 def _properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Property]]:
     """Yield (property in words, predicate) of properties that keys may share. ``found``: the blamed keys.
 
-    A property that repeats needs a request in which at least two keys, or runs of keys, have it.
+    A property that repeats needs a request in which two keys have it, or which goes on behind the second run.
     """
     size = problem.cache.block_size
     yield "of the context", lambda k: k.key < k.cached
@@ -199,7 +199,7 @@ def _properties(problem: Problem, found: _Keys) -> Iterator[tuple[str, Property]
         yield f"whose position is a multiple of {step}", partial(_is_at, step, 0)
         yield f"whose position is {step - 1} modulo {step}", partial(_is_at, step, step - 1)
         yield f"of the last, partly filled tile of {step}", partial(_is_in_last_tile, step)
-    for step in (each for each in dict.fromkeys((size, *_STEPS)) if longest > 3 * each):
+    for step in (each for each in dict.fromkeys((size, *_STEPS)) if longest > 2 * each):
         yield f"of every second run of {step} positions", partial(_is_in_run, step, 1)
         yield f"of every second run of {step} positions, the first among them", partial(_is_in_run, step, 0)
     least, most = int(found.key.min()), int(found.key.max())

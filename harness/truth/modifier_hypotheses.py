@@ -171,7 +171,7 @@ def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor
     wrong = shares > 1
     fitted = torch.where(is_determined & wrong, found, torch.nan).nanmedian(dim=0).values
     fitted = torch.where(wrong.any(dim=0), fitted, fitted.new_tensor(params.sinks))
-    has_evidence = bool(((wrong & is_determined).sum(dim=0) >= _FEWEST_ROWS)[wrong.any(dim=0)].all())
+    has_evidence = bool((wrong.sum(dim=0) >= _FEWEST_ROWS)[wrong.any(dim=0)].all())
     if has_evidence and bool(torch.isfinite(fitted).all()):
         yield _sinks_in_words(fitted.tolist(), params.sinks), bare * torch.sigmoid(lse - fitted)[..., None]
 

@@ -37,6 +37,7 @@ class Kernel(ReferenceImpl):
     seen: Callable[[int, int], range] = staticmethod(lambda position, keys: range(position + 1))
     factor = 0.125
     key_from, value_from = 0, 1
+    behind = 0  # slots that are held behind the last key
 
     def attend(self, *args: Any) -> None:
         _, query, _, _, caches, metadata, output, _ = args
@@ -44,7 +45,8 @@ class Kernel(ReferenceImpl):
         size, table = caches[0].shape[1], metadata.common.block_table_tensor.long()
         starts, lengths = metadata.common.query_start_loc.tolist(), metadata.common.seq_lens.tolist()
         for request, keys in enumerate(lengths):
-            slots = torch.tensor([self.slot(table, request, position, size) for position in range(keys)])
+            held = range(min(keys + self.behind, table.shape[1] * size))
+            slots = torch.tensor([self.slot(table, request, position, size) for position in held])
             key, value = flat[self.key_from][slots], flat[self.value_from][slots]
             for row in range(starts[request], starts[request + 1]):
                 seen = list(self.seen(keys - starts[request + 1] + row, keys))
@@ -54,11 +56,11 @@ class Kernel(ReferenceImpl):
                     output[row, head] = self.softmax(scores, value[seen, read]).float() if seen else 0.0
 
 
-def finding(make_case: Any, **members: Any) -> Finding:
+def finding(make_case: Any, batch: Any = BATCH, causal: bool = True, **members: Any) -> Finding:
     wrapped = {name: staticmethod(each) if callable(each) else each for name, each in members.items()}
     impl = type("Impl", (Kernel,), wrapped)
     plain = {"features": frozenset(), "get_impl_cls": staticmethod(lambda: impl)}
-    problem = build_problem(make_case(*BATCH, dtype="float32"), 0)
+    problem = build_problem(make_case(*batch, dtype="float32", causal=causal), 0)
     seen = Session(type("Mine", (ReferenceBackend,), plain), problem, CPU).run()
     assert isinstance(seen, Observation), seen
     return numerics.check_numerics(problem, truth_of(problem, CPU), seen)
@@ -171,3 +173,15 @@ def test_a_fault_of_another_kind_gets_none_of_these_names(make_case: Any) -> Non
     found = finding(make_case, softmax=lambda scores, values: (scores * scores.abs()).softmax(0) @ values)
     assert isinstance(found, Broken)
     assert likely_causes(found.meaning) == (), found
+
+
+def test_a_page_behind_a_full_one_is_named(make_case: Any) -> None:
+    found = finding(make_case, ((1, 48), (1, 70)), behind=16, seen=lambda q, n: range(n + 16 if n % 16 == 0 else n))
+    assert isinstance(found, Broken)
+    assert likely_causes(found.meaning)[0] == "where the last page is full, the next one is seen by every row"
+
+
+def test_the_length_of_another_request_is_named(make_case: Any) -> None:
+    found = finding(make_case, ((3, 33), (5, 90), (2, 60)), causal=False, seen=lambda q, n: range(min(n, 33)))
+    assert isinstance(found, Broken)
+    assert likely_causes(found.meaning)[0] == "keys are missing behind the length of request 0"
