@@ -15,6 +15,7 @@ from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.causes import (
+    EVIDENCE,
     ON_EARLIER,
     UNEXPLAINED,
     UNKNOWN,
@@ -69,7 +70,7 @@ class Finding:
 
     ``example``: the record to show, that of the smallest case. ``case``: its case, or None if the run file does not
     describe it. ``contrast``: what the cases have in common that passing ones do not have, or None if nothing was
-    found. ``is_confirmed``: whether the cause fits two cases that differ in the batch or the layer.
+    found. ``is_confirmed``: whether a check observed the cause, or it fits two cases of another batch or layer.
     """
 
     backend: str
@@ -173,7 +174,7 @@ def stated_cause(record: Failed, finding: Finding | None = None) -> str:
     if not (causes := _causes(record)):
         return f"the cause is {meaning}" if meaning.startswith(UNKNOWN) else meaning
     if finding is None or finding.words not in causes:
-        return perhaps(meaning)
+        return perhaps(meaning) if _is_inferred(record) else f"likely cause: {meaning}"
     meaning = finding.meaning_of(record)
     return f"likely cause: {meaning}" if finding.is_confirmed else perhaps(meaning)
 
@@ -182,6 +183,12 @@ def _causes(record: Record) -> tuple[str, ...]:
     """Return the likely causes of a failure without their figures, or () if the check set the finding itself."""
     causes = tuple(map(without_figures, likely_causes(record.meaning))) if isinstance(record, Failed) else ()
     return causes if causes and isinstance(record, Failed) and record.finding == causes[0] else ()
+
+
+def _is_inferred(record: Short) -> bool:
+    """Return whether the cause is a reference with a fault that fits; other causes are what a check observed."""
+    meaning = record.meaning if isinstance(record, Failed) else None
+    return record.check in _FITTED or EVIDENCE in (meaning or "")
 
 
 def _distance(check: str) -> int:
@@ -299,9 +306,11 @@ def _split(
             return isinstance(record, XPassed), is_of_another, causes[:1] != (words,), _size(keys[_case(record)])
 
         example = min(records, key=rank)
-        confirming = {_differing(record, keys[_case(record)]) for record in records if words in _causes(record)}
+        named = [record for record in records if words in _causes(record)]
+        confirming = {_differing(record, keys[_case(record)]) for record in named}
+        is_confirmed = len(confirming) > 1 or not any(map(_is_inferred, named))
         case = described.get(_case(example))
-        return Finding(backend, words, tuple(records), example, case, contrast, len(confirming) > 1)
+        return Finding(backend, words, tuple(records), example, case, contrast, is_confirmed)
 
     if words == UNEXPLAINED:
         parts = parts_of([keys[case] for case in wrong], right)
