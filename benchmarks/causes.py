@@ -46,7 +46,7 @@ from attncheck.cases.outline import keys_of
 from attncheck.harness.cli.run_execution import execute_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.reports.analysis.findings import Finding, findings
-from attncheck.reports.run_file.causes import ALTERNATIVE, UNEXPLAINED, likely_causes
+from attncheck.reports.run_file.causes import ALTERNATIVE, UNEXPLAINED, likely_causes, perhaps
 from attncheck.reports.run_file.records import Failed
 from attncheck.reports.run_file.store import read_run
 
@@ -163,9 +163,9 @@ def _causes(finding: Finding) -> tuple[str, ...]:
     example = finding.example
     if not isinstance(example, Failed) or not finding.is_explained:
         return ()
-    printed = (example.meaning or "").partition(ALTERNATIVE)[0]
-    found = tuple(dict.fromkeys((finding.title, *likely_causes(example.meaning))))
-    return tuple(printed if printed.startswith(cause) else cause for cause in found)
+    meaning = finding.meaning_of(example)
+    printed = meaning.partition(ALTERNATIVE)[0]
+    return (printed if finding.is_confirmed else perhaps(printed), *likely_causes(meaning)[1:])
 
 
 def _verdict(subject: Subject, causes: Sequence[str]) -> Verdict:
