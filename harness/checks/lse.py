@@ -34,7 +34,7 @@ def check_lse(problem: Problem, truth: Truth, seen: Observation, conventions: Co
     rows = [] if seen.lse_unwritten is None else seen.lse_unwritten.nonzero().flatten().tolist()
     if rows:
         return Broken(
-            f"{len(rows)} of {len(shares)} rows were never written, the first is row {rows[0]} "
+            f"{len(rows)} of {len(shares)} rows were never written, or only added to, the first is row {rows[0]} "
             f"({problem.row_name(rows[0])})",
             figures,
         )

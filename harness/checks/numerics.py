@@ -95,13 +95,13 @@ def check_numerics(
     figures = {"rows": shares.shape[0], "heads": shares.shape[1]} | wrong_figures(shares, values, seen.unwritten)
     unwritten = seen.unwritten.nonzero().flatten().tolist()
     if unwritten:
-        # A byte has no NaN that no computation produces.
-        what = "were never written" if truth.codes is None else "were never written, or hold NaN"
+        # A byte has no NaN that no computation produces. The NaN of other dtypes is kept by a sum.
+        what = "only added to" if truth.codes is None else "hold NaN"
         written = shares.masked_fill(seen.unwritten.to(shares.device)[:, None], 0.0)
         others = f"; among the others: {summarize(problem, written)}" if bool((written > 1).any()) else ""
         return Broken(
-            f"{len(unwritten)} of {shares.shape[0]} rows {what}{_unwritten_part(seen)}, the first is "
-            f"row {unwritten[0]} ({problem.row_name(unwritten[0])}){others}",
+            f"{len(unwritten)} of {shares.shape[0]} rows were never written{_unwritten_part(seen)}, or {what}, "
+            f"the first is row {unwritten[0]} ({problem.row_name(unwritten[0])}){others}",
             figures,
             _unsaturated(truth, seen),
             seen.protocol,

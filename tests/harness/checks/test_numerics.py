@@ -86,7 +86,7 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[st
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
-        "1 of 7 rows were never written, the first is row 1 (request 1, position 14); among the others: 1 of 7 rows are wrong, the first is row 3 (request 1, position 16), in all heads; the largest error is ..."
+        "1 of 7 rows were never written, or only added to, the first is row 1 (request 1, position 14); among the others: 1 of 7 rows are wrong, the first is row 3 (request 1, position 16), in all heads; the largest error is ..."
     )
     assert "1 of 7" in found.summary
     assert "14" in found.summary
@@ -116,4 +116,4 @@ def test_rows_that_were_written_in_part_are_not_called_unwritten(
     assert isinstance(seen, Observation)
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
-    assert found.summary.startswith(f"7 of 7 rows were never written {where}, the first is row 0")
+    assert found.summary.startswith(f"7 of 7 rows were never written {where}, or only added to, the first is row 0")
