@@ -123,7 +123,7 @@ def _of_mutant(mutant: Mutant) -> Subject:
     if mutant.check not in CHECKS:
         return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",), partly)
     cases = tuple(dict.fromkeys((case, _most_like(case))))
-    return Subject(mutant.ref, GROUPS[0], mutant.fault, words, cases, CHECKS, partly, UNWRITTEN)
+    return Subject(mutant.ref, GROUPS[0], mutant.fault, words, cases, CHECKS, partly, f"{UNWRITTEN}(?!.*added to)")
 
 
 @cache

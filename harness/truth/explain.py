@@ -34,7 +34,7 @@ from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.wrong_rows import pattern
-from attncheck.reports.run_file.causes import EVIDENCE, ON_EARLIER, UNKNOWN, without_figures
+from attncheck.reports.run_file.causes import ALTERNATIVE, EVIDENCE, ON_EARLIER, UNKNOWN, without_figures
 
 _FEW_WORK = 2**31
 """Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
@@ -143,7 +143,8 @@ def explain_lse(
     """Return one line that explains a wrong LSE, or None.
 
     ``got``: natural LSE, float64 ``[T, H]``. ``others``: (meaning, LSE) of faults of the LSE alone, which are tried
-    first. ``output_holds``: whether the output is right. Then the line names no fault of the output.
+    first. ``output_holds``: whether the output is right. Then the line names no fault of the output. If the output is
+    wrong, and several faults of it give this LSE, only the output can decide: the line names none.
     """
     shares = _lse_error(got, truth.lse, truth)
 
@@ -164,8 +165,11 @@ def explain_lse(
     described = f"{UNKNOWN}{where}" if where else None
     if (meaning := best(others)) or _too_much_work(truth):
         return meaning or described
+    meaning = best(map(in_lse, _explanations(problem, truth)))
+    if meaning and ALTERNATIVE in meaning and not output_holds:
+        return described
     return (
-        best(map(in_lse, _explanations(problem, truth)))
+        meaning
         or _imprecision(
             truth,
             problem.dtype,
