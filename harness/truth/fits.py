@@ -30,6 +30,9 @@ Where scores are capped, the budget of the truth is too small for the answer.
 _AS_NEAR, _NEAR = 2.0, 0.1
 """Answers fit equally well up to this factor of the smallest error, plus ``_NEAR`` budgets a row and head (2-norm)."""
 
+_PARTIAL = 4
+"""Rank from which on an answer fits the wrong rows alone, and would show in others: several such exclude none."""
+
 _MOST_NAMED = 3
 """Maximum number of answers named if several fit equally well."""
 
@@ -84,13 +87,15 @@ def best_fit(problem: Problem, misfits: Iterable[Misfit], shares: Tensor) -> str
             if where == _EVERYWHERE:
                 rank = {"": 0, "number": 1, "rows": 3}[misfit.fitted]
             else:
-                rank = 5 if misfit.fitted else 4 - 2 * is_separated
+                rank = _PARTIAL + 1 if misfit.fitted else _PARTIAL - 2 * is_separated
             ranked.setdefault(rank, []).append(_Fit(misfit.meaning, where, _size(misfit.against[wrong])))
     if not ranked:
         return _by_kind(problem, tried, shares)
     best = ranked[min(ranked)]
     most = _AS_NEAR * min(fit.off for fit in best) + _NEAR * math.sqrt(int(wrong.sum()))
     first, *others = [fit for fit in best if fit.off <= most][:_MOST_NAMED]
+    if others and min(ranked) >= _PARTIAL:
+        return None
     return f"{first.meaning}{EVIDENCE} {first.where}" + "".join(f"{ALTERNATIVE}{fit.meaning}" for fit in others)
 
 

@@ -172,8 +172,12 @@ def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor
     fitted = torch.where(is_determined & wrong, found, torch.nan).nanmedian(dim=0).values
     fitted = torch.where(wrong.any(dim=0), fitted, fitted.new_tensor(params.sinks))
     has_evidence = bool((wrong.sum(dim=0) >= _FEWEST_ROWS)[wrong.any(dim=0)].all())
-    if has_evidence and bool(torch.isfinite(fitted).all()):
-        yield _sinks_in_words(fitted.tolist(), params.sinks), bare * torch.sigmoid(lse - fitted)[..., None]
+    if (
+        has_evidence
+        and bool(torch.isfinite(fitted).all())
+        and (words := _sinks_in_words(fitted.tolist(), params.sinks))
+    ):
+        yield words, bare * torch.sigmoid(lse - fitted)[..., None]
 
 
 def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -199,10 +203,11 @@ def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def _sinks_in_words(found: list[float], right: tuple[float, ...]) -> str:
+    """Return which sinks differ; "" if none does."""
     named = [
         f"head {head}: {new:.3g}, not {old:.3g}"
         for head, (new, old) in enumerate(zip(found, right, strict=True))
         if abs(new - old) > _LIKE
     ]
     more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return f"the sinks are others ({', '.join(named[:3])}{more})"
+    return f"the sinks are others ({', '.join(named[:3])}{more})" if named else ""
