@@ -33,8 +33,8 @@ RIGHT_BY_NATURE = {
 def no_explanations():
     """Checks judge alone: to explain a failure takes five times as long, and ``harness/truth/test_explain.py`` does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "explain", lambda *_: None)
-        patch.setattr(lse, "explain_lse", lambda *_: None)
+        patch.setattr(numerics, "explain", lambda *_, **__: None)
+        patch.setattr(lse, "explain_lse", lambda *_, **__: None)
         yield
 
 
