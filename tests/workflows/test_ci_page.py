@@ -72,7 +72,7 @@ def test_the_known_fault_is_expected_and_its_end_is_noticed(run):
     code, printed = run(expect)
     assert code == 1, printed
     assert "xpassed" in printed
-    first = re.search(r"^def attend\(.*\n(    \"\"\".*\n)?", right, re.MULTILINE)[0]
+    first = re.search(r"^def attend\([^)]*\) -> None:\n(    \"\"\".*\n)?", right, re.MULTILINE)[0]
     path.write_text(right.replace(first, first + FAULT), encoding="utf-8")
     code, printed = run(expect)
     assert code == 0, printed
