@@ -59,8 +59,8 @@ class Fault:
 
     ``truth``: what is wrong, in one line. ``right``: regular expressions of words that a right cause has, all of them;
     a cause with some of them is partly right. ``partly``: an expression of words of further causes that are partly
-    right. ``untrue``: an expression of words that a description of the rows must not have; empty: those that never
-    hold. ``cases``: two cases of ``smoke`` that show the fault.
+    right. ``untrue``: an expression of words that do not hold of this fault; if it is empty, words that hold of no
+    fault here are used. ``cases``: two cases of ``smoke`` that show the fault.
     """
 
     name: str
@@ -166,7 +166,7 @@ def _part(stages, step, scores, values) -> tuple[Tensor, Tensor]:
     return out, finite[..., 0] + total.log()
 
 
-# The known faults, of which pairs are made: name, words of the right cause, the stage and its change.
+# Faults that have a hypothesis. Each pair joins two of them. A row: name, fault, words of its cause, changes by stage.
 
 
 def _query_of_the_row_before(_step: Step, query: Tensor) -> Tensor:

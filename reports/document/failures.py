@@ -229,7 +229,7 @@ def story_items(
 ) -> tuple[Item, ...]:
     """Return what happened to a record that did not pass, its likely cause, and the command that repeats it.
 
-    ``finding``: the one that the record is in. ``most_details``: the maximum lines of details of a failure; None: all.
+    ``finding``: the finding of the record. ``most_details``: maximum lines of details of a failure, or None for all.
     """
     lines = [phrases.what_happened(record)]
     if isinstance(record, Failed):

@@ -70,7 +70,7 @@ def by_sums(scores: Tensor) -> Tensor:
 
 
 def of_kv_heads(heads: list[int]) -> Callable[[Row], Tensor]:
-    """Values of other KV heads beside the right keys: one query head of each stands for its KV head."""
+    """Return attention with the right keys, and with values of other KV heads."""
     return lambda row: torch.einsum("hk,hkv->hv", row.scores.softmax(1), row.values[[4 * head for head in heads]])
 
 
