@@ -160,7 +160,8 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
     wrong = shares > 1
     rows = wrong.any(dim=1).nonzero().flatten().tolist()
     heads = wrong.any(dim=0).nonzero().flatten().tolist()
-    which = "all heads" if len(heads) == shares.shape[1] else f"heads {_abridged(heads)}"
+    named = f"{'head' if len(heads) == 1 else 'heads'} {_abridged(heads)}"
+    which = "all heads" if len(heads) == shares.shape[1] else named
     worst = int(shares.argmax())
     row, head = divmod(worst, shares.shape[1])
     size = float(shares[row, head])
@@ -175,10 +176,10 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
         others = f"; among the finite values: {summarize(problem, finite)}"
     elif size == math.inf and bool(torch.isfinite(shares).any()):
         others = "; all finite values are right"
+    are = "is" if len(rows) == 1 else "are"
     return (
-        f"{len(rows)} of {shares.shape[0]} rows are wrong, the first is row {rows[0]} ({problem.row_name(rows[0])}), "
-        f"in {which}; "
-        f"{amount} at row {row}, head {head}{others}"
+        f"{len(rows)} of {shares.shape[0]} rows {are} wrong, the first is row {rows[0]} "
+        f"({problem.row_name(rows[0])}), in {which}; {amount} at row {row}, head {head}{others}"
     )
 
 

@@ -33,13 +33,10 @@ def faulty_writes(problem: Problem, rows: tuple[Tensor, Tensor], held: tuple[Ten
         yield meaning, both, other
     yield from ((meaning, made, slots) for meaning, made in _other_rows(key, value))
     yield from ((meaning, made, slots) for meaning, made in _other_numbers(problem, key, value))
-    for count, name in ((1, "row"), (2, "2 rows"), (3, "3 rows")):
+    for count in (1, 2, 3):
         if len(slots) > count:
-            yield (
-                f"the last {name} of the step {'is' if count == 1 else 'are'} not written",
-                both,
-                _without(slots, slice(-count, None)),
-            )
+            meaning = f"rows at the end of the step are not written, {count} of them"
+            yield meaning, both, _without(slots, slice(-count, None))
     yield "only the first row of the step is written", both, _without(slots, slice(1, None))
     for step in (4, 8, 16, 32, 64, 128):
         if len(slots) % step and len(slots) > step:

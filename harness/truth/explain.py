@@ -34,7 +34,7 @@ from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.wrong_rows import pattern
-from attncheck.reports.run_file.causes import ALTERNATIVE, EVIDENCE, ON_EARLIER, UNKNOWN, without_figures
+from attncheck.reports.run_file.causes import ALTERNATIVE, ON_EARLIER, SIZE, UNKNOWN, likely_causes, without_figures
 
 _FEW_WORK = 2**31
 """Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
@@ -154,7 +154,7 @@ def explain_lse(
             Misfit(meaning, _lse_error(got, lse, truth), _lse_error(truth.lse, lse, truth), slack)
             for meaning, lse in answers
         )
-        return best_fit(problem, misfits, shares)
+        return best_fit(problem, misfits, shares, "LSE")
 
     def in_lse(hypothesis: Hypothesis) -> tuple[str, Tensor]:
         out, lse = hypothesis.compute()
@@ -183,7 +183,7 @@ def explain_lse(
 
 def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> tuple[str, ...]:
     """Return the declared features that a cause returned by :func:`explain` concerns; empty if none."""
-    words = (meaning or "").partition(EVIDENCE)[0]
+    (words, *_) = likely_causes(meaning) or ("",)
     if not words or _too_much_work(truth):
         return ()
     if words.startswith(WINDOW_START):
@@ -311,6 +311,4 @@ def _imprecision(
         seen, own = (x[concerned].clamp(min=1e-9, max=1e100).log2() for x in (shares, loss))
         if float(((seen - own).abs() <= math.log2(_ALIKE)).double().mean()) >= _MOST:
             found.append((float((seen - own).abs().mean()), hypothesis.meaning))
-    return (
-        f"the precision is too low: the error has the size of that with {min(found)[1]}, for example" if found else None
-    )
+    return f"the precision is too low{SIZE} {min(found)[1]}, for example" if found else None

@@ -73,10 +73,13 @@ class _Fit:
     off: float
 
 
-def best_fit(problem: Problem, misfits: Iterable[Misfit], shares: Tensor) -> str | None:
+def best_fit(
+    problem: Problem, misfits: Iterable[Misfit], shares: Tensor, of: Literal["output", "LSE"] = "output"
+) -> str | None:
     """Return the best answer that fits all wrong rows, with others that fit as well, or None.
 
     Answers rank by how little was fitted, and by where they fit: in all rows, or only in rows with a common property.
+    ``of``: what is compared.
     """
     wrong = shares > 1
     ranked: dict[int, list[_Fit]] = {}
@@ -90,13 +93,15 @@ def best_fit(problem: Problem, misfits: Iterable[Misfit], shares: Tensor) -> str
                 rank = _PARTIAL + 1 if misfit.fitted else _PARTIAL - 2 * is_separated
             ranked.setdefault(rank, []).append(_Fit(misfit.meaning, where, _size(misfit.against[wrong])))
     if not ranked:
-        return _by_kind(problem, tried, shares)
+        return _by_kind(problem, tried, shares, of)
     best = ranked[min(ranked)]
     most = _AS_NEAR * min(fit.off for fit in best) + _NEAR * math.sqrt(int(wrong.sum()))
     first, *others = [fit for fit in best if fit.off <= most][:_MOST_NAMED]
     if others and min(ranked) >= _PARTIAL:
         return None
-    return f"{first.meaning}{EVIDENCE} {first.where}" + "".join(f"{ALTERNATIVE}{fit.meaning}" for fit in others)
+    return f"{first.meaning}{EVIDENCE.format(of)} {first.where}" + "".join(
+        f"{ALTERNATIVE}{fit.meaning}" for fit in others
+    )
 
 
 _EVERYWHERE = "all rows"
@@ -121,7 +126,7 @@ def _where(problem: Problem, misfit: Misfit, shares: Tensor) -> tuple[str, bool]
     return (f"{text}, {which_heads(problem, heads)}", False) if bool(spared_heads.any()) else (text, is_separated)
 
 
-def _by_kind(problem: Problem, misfits: list[Misfit], shares: Tensor) -> str | None:
+def _by_kind(problem: Problem, misfits: list[Misfit], shares: Tensor, of: str) -> str | None:
     """Return one answer for each kind of request with wrong rows, if different answers fit different kinds."""
     wrong, found = shares > 1, []
     kinds: dict[str, list[int]] = {}
@@ -137,7 +142,7 @@ def _by_kind(problem: Problem, misfits: list[Misfit], shares: Tensor) -> str | N
     if len(found) < 2:
         return None
     named = [f"{each.meaning} in rows with {kind}" for kind, each in found if each is not None]
-    return f"{'; '.join(named)}{EVIDENCE} all wrong rows" if len(named) == len(found) else None
+    return f"{'; '.join(named)}{EVIDENCE.format(of)} all wrong rows" if len(named) == len(found) else None
 
 
 def _size(shares: Tensor) -> float:

@@ -164,7 +164,7 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     if rows.tree is None and (params.causal or max(params.window) >= 0):
         yield _moved_mask("the mask is that of the next row: a key too late", rows, params, 1)
         yield _moved_mask("the mask is that of the row before: a key too early", rows, params, -1)
-    yield from _windows_of_other_rows(params, rows)
+    yield from _windows_of_other_rows(params, rows, block_size)
     lost = (
         _lost_keys(rows, block_size) if params.causal else chain(_lost_keys(rows, block_size), _lengths_of_others(rows))
     )
@@ -262,6 +262,11 @@ def _lengths_of_others(rows: UnpagedAttention) -> Iterator[tuple[str, HiddenKeys
         yield f"keys are missing behind the length of {name}", partial(is_behind, ends)
 
 
+def _is_before(starts: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
+    """Return where keys have positions below ``starts[request]``."""
+    return keys < starts[request]
+
+
 def is_behind(ends: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
     """Return where keys have positions of at least ``ends[request]``."""
     return keys >= ends[request]
@@ -278,7 +283,7 @@ def _moved_mask(meaning: str, rows: UnpagedAttention, params: AttentionParams, s
     return masked(meaning, rows, every, lambda _r, q, k: ~visible(params, q + shift, k))
 
 
-def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
     """Yield the faults of using one row's window for a whole tile of rows."""
     left, right = params.window
     if left < 0:
@@ -287,14 +292,14 @@ def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention) -> I
     if max(num_rows) < 2:
         return
     every = replace(params, window=(-1, right))
-    for which, last in (("first", 0), ("last", 1)):
-
-        def hidden(r: int, _q: Tensor, k: Tensor, last: int = last) -> Tensor:
-            first_key: int = num_keys[r] - (1 if last else num_rows[r]) - left
-            return k < first_key
-
-        meaning = f"the window of all rows of a request begins where that of its {which} row does"
-        yield masked(meaning, rows, every, hidden)
+    first = [max(keys - own - left, 0) for keys, own in zip(num_keys, num_rows, strict=True)]
+    last = [max(keys - 1 - left, 0) for keys in num_keys]
+    begins = "the window of all rows of a request begins"
+    yield masked(f"{begins} where that of its first row does", rows, every, partial(_is_before, first))
+    yield masked(f"{begins} where that of its last row does", rows, every, partial(_is_before, last))
+    # A kernel that skips whole pages masks each row as well.
+    pages = [key // block_size * block_size for key in last]
+    yield masked(f"{begins} at the page where that of its last row does", rows, params, partial(_is_before, pages))
 
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:

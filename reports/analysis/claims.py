@@ -6,11 +6,11 @@ separates its cases from the passing ones, of which there are at least as many.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.analysis.findings import Finding
-from attncheck.reports.analysis.support import REFUSALS, answered_cases
+from attncheck.reports.analysis.support import CountedCase, CountedCases
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
 from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of, is_out_of_time
 
@@ -40,37 +40,40 @@ class FalseClaim:
         return f"{self.capability} ({self.wrong} of {self.examined} {'case' if self.examined == 1 else 'cases'} wrong)"
 
 
-def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[FalseClaim, ...]:
+def false_claims(found: Sequence[Finding], records: Sequence[Record], counted: CountedCases) -> tuple[FalseClaim, ...]:
     """Return the false claims that the findings prove, backend by backend, those with most wrong cases first.
 
-    ``records``: all records of the run. Findings on undeclared cases concern no claim.
+    ``records``: all records of the run. ``counted``: their cases. Findings on undeclared cases concern no claim.
     """
     claims: list[FalseClaim] = []
     for backend in dict.fromkeys(finding.backend for finding in found):
-        needs = _needs(records, backend)
+        cases = {name: case for (owner, name), case in counted.items() if owner == backend and case.is_declared}
         false: set[str] = set()
-        short: set[tuple[str, str]] = set()
         for finding in found:
             if finding.backend != backend or isinstance(finding.example, XPassed) or is_out_of_time(finding.example):
                 continue
-            false.update(concerned(finding, needs))
-            short.update((record.suite, record.case_id) for record in finding.records)
-        needing = {name: [case for case, own in needs.items() if name in own] for name in false}
-        own = [FalseClaim(backend, name, len(short.intersection(cases)), len(cases)) for name, cases in needing.items()]
+            false.update(_concerned(finding, cases))
+        needing = {name: [case for case in cases.values() if name in case.needs] for name in false}
+        own = [
+            FalseClaim(backend, name, sum(case.count == "short" for case in needed), len(needed))
+            for name, needed in needing.items()
+        ]
         claims += sorted(own, key=lambda claim: (-claim.wrong, claim.capability))
         claims += [] if "lse" in false else _lse_claim(records, backend)
         claims += _level_claims(records, backend)
     return tuple(claims)
 
 
-def concerned(finding: Finding, needs: Mapping[tuple[str, str], frozenset[str]]) -> set[str]:
+def _concerned(finding: Finding, declared: Mapping[str, CountedCase]) -> set[str]:
     """Return the capabilities that a finding concerns.
 
-    ``needs``: by (suite, id), the needs of every case that was examined as declared; other cases are ignored.
+    ``declared``: every case that was examined as declared, by name. Cases whose outputs are right are ignored: what
+    fails there is another layer, or memory.
     """
-    cases = frozenset((r.suite, r.case_id) for r in finding.records if r.check != REFUSALS) & needs.keys()
+    cases = {name for name in finding.cases if name in declared and declared[name].count == "short"}
     if not cases:
         return set()
+    needs = {name: frozenset(case.needs) for name, case in declared.items()}
     named = {name for record in finding.records if isinstance(record, Failed) for name in record.concerns}
     found = named or _distinctive_features(cases, needs, finding)
     key = _distinctive_key(finding)
@@ -78,9 +81,7 @@ def concerned(finding: Finding, needs: Mapping[tuple[str, str], frozenset[str]])
     return {name for name in found if any(name in needs[case] for case in cases)} | forms
 
 
-def _distinctive_features(
-    cases: frozenset[tuple[str, str]], needs: Mapping[tuple[str, str], frozenset[str]], finding: Finding
-) -> set[str]:
+def _distinctive_features(cases: Collection[str], needs: Mapping[str, frozenset[str]], finding: Finding) -> set[str]:
     """Return the features that all ``cases`` need, and that other cases need too rarely for chance."""
     passing = finding.contrast.right if finding.contrast else 0
     shared = frozenset.intersection(*(needs[case] for case in cases))
@@ -134,10 +135,3 @@ def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:
         )
         for declared, found in reached.items()
     ]
-
-
-def _needs(records: Sequence[Record], backend: str) -> dict[tuple[str, str], frozenset[str]]:
-    """Return the needs of each case of the backend that was examined as declared."""
-    own = [record for record in records if record.backend == backend]
-    declared = answered_cases(own)
-    return {(r.suite, r.case_id): frozenset(r.needs) for r in own if (r.suite, r.case_id) in declared}

@@ -77,7 +77,7 @@ class Condition:
         if self.bound == _GIVEN:
             return f"{self.key} is given"
         if len(self.values) == 1 and self.values[0] is True:
-            return self.key
+            return self.key if " " in self.key else f"{self.key} is given"
         if self.values == (None,):
             has = "batch has a "
             return self.key.replace(has, "batch has no ") if self.key.startswith(has) else f"{self.key} is not given"

@@ -15,18 +15,20 @@ from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.causes import (
-    EVIDENCE,
     ON_EARLIER,
     UNEXPLAINED,
     UNKNOWN,
     cause_line,
     cause_of_end,
     died_at,
+    is_fitted,
     likely_causes,
     perhaps,
     raised_at,
     restricted,
+    restriction,
     symptom,
+    with_ranges,
     without_figures,
 )
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
@@ -61,6 +63,9 @@ _WRONG_ANSWER = "accepts it without an error, and its output is wrong"
 _FITTED = ("numerics", "lse")
 """Checks whose causes are references with a fault; other checks state what they observed."""
 
+_WRITE = "cache_write"
+"""The check whose failure may make every other check of its case fail."""
+
 Short = Failed | Errored | Ended | XFailed | XPassed
 
 
@@ -70,7 +75,8 @@ class Finding:
 
     ``example``: the record to show, that of the smallest case. ``case``: its case, or None if the run file does not
     describe it. ``contrast``: what the cases have in common that passing ones do not have, or None if nothing was
-    found. ``is_confirmed``: whether a check observed the cause, or it fits two cases of another batch or layer.
+    found. ``is_confirmed``: whether a check observed the cause, or it fits two cases of another batch or layer with the
+    same figures.
     """
 
     backend: str
@@ -124,15 +130,19 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """The cause, with the figures of the example."""
+        """The cause or the symptom, with the figures and the rows that all its records share."""
         match self.example:
-            case Failed() if self.words in _causes(self.example):
-                cause = likely_causes(self.meaning_of(self.example))[0]
+            case Failed() if named := self._named:
+                cause = with_ranges(dict.fromkeys(cause for cause, _ in named))
+                restrictions = {restriction(meaning) for _, meaning in named}
+                if len(restrictions) == 1 and (rows := restrictions.pop()):
+                    cause += f", in rows {rows}"
                 return cause if self.is_confirmed else perhaps(cause)
-            case Failed(meaning=str(meaning)) if self.words == UNEXPLAINED and meaning.startswith(UNKNOWN):
-                return f"{UNEXPLAINED}: {meaning.removeprefix(UNKNOWN)}"
-            case Failed() if without_figures(seen := symptom(self.example.summary)) == self.words:
-                return joined(seen)
+            case Failed() if self.words == UNEXPLAINED:
+                return ": ".join(filter(None, [UNEXPLAINED, self._description]))
+            case Failed() if without_figures(symptom(self.example.summary)) == self.words:
+                alike = [symptom(r.summary) for r in self.records if isinstance(r, Failed)]
+                return joined(with_ranges(dict.fromkeys(each for each in alike if without_figures(each) == self.words)))
             case Errored():
                 first = next(iter(self.example.message.strip().splitlines()), "")
                 place = self.words.removesuffix(
@@ -141,6 +151,21 @@ class Finding:
                 return f"{place}: {first}" if first else self.words
             case _:
                 return self.words
+
+    @property
+    def _named(self) -> list[tuple[str, str]]:
+        """The cause of each record that names it, and the meaning that it begins."""
+        named = [r for r in self.records if isinstance(r, Failed) and self.words in _causes(r)]
+        meanings = map(self.meaning_of, named)
+        return [(likely_causes(meaning)[0], meaning) for meaning in meanings]
+
+    @property
+    def _description(self) -> str:
+        """What descriptions of all cases share, in words; "" if nothing."""
+        meanings = [r.meaning or "" for r in self.records if isinstance(r, Failed) and r.check == "numerics"]
+        clauses = [meaning.removeprefix(UNKNOWN).split("; ") for meaning in meanings]
+        shared = [each for each in clauses[0] if all(each in others for others in clauses)] if clauses else []
+        return "; ".join(each for each in shared if each != ON_EARLIER)
 
 
 def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...]:
@@ -168,13 +193,16 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
 def stated_cause(record: Failed, finding: Finding | None = None) -> str:
     """Return the cause of a failure as all reports print it, or "" if the check names none.
 
-    ``finding``: the one that the record is in. A cause that is not confirmed there, or by no finding, is "perhaps".
+    ``finding``: the one that the record is in. A cause that is not confirmed there, or by no finding, is "perhaps". A
+    cause of its own that the finding does not have may be how the other fault shows.
     """
     meaning = record.meaning or ""
     if not (causes := _causes(record)):
         return f"the cause is {meaning}" if meaning.startswith(UNKNOWN) else meaning
-    if finding is None or finding.words not in causes:
+    if finding is None:
         return perhaps(meaning) if _is_inferred(record) else f"likely cause: {meaning}"
+    if finding.words not in causes:
+        return f"it may follow from another fault: {finding.title}"
     meaning = finding.meaning_of(record)
     return f"likely cause: {meaning}" if finding.is_confirmed else perhaps(meaning)
 
@@ -185,14 +213,15 @@ def _causes(record: Record) -> tuple[str, ...]:
     return causes if causes and isinstance(record, Failed) and record.finding == causes[0] else ()
 
 
-def _is_inferred(record: Short) -> bool:
-    """Return whether the cause is a reference with a fault that fits; other causes are what a check observed."""
-    meaning = record.meaning if isinstance(record, Failed) else None
-    return record.check in _FITTED or EVIDENCE in (meaning or "")
+def _is_inferred(record: Record) -> bool:
+    """Return whether the cause is a fault that was tried and fits; other causes are what a check observed."""
+    return record.check in _FITTED or (isinstance(record, Failed) and is_fitted(record.meaning))
 
 
-def _distance(check: str) -> int:
-    return _OF_THE_OUTPUT.index(check) if check in _OF_THE_OUTPUT else len(_OF_THE_OUTPUT)
+def _distance(record: Record) -> int:
+    """Return how far from the fault a check sees a wrong output; a cache that is written wrongly comes first."""
+    order = (_WRITE, *_OF_THE_OUTPUT)
+    return order.index(record.check) if record.check in order else len(order)
 
 
 def _may_follow(record: Record) -> bool:
@@ -206,64 +235,58 @@ def _may_follow(record: Record) -> bool:
 
 def _words(short: Sequence[Short]) -> list[str]:
     """Return the words of the finding of each record."""
-    named = {(record.backend, cause, record.case) for record in short for cause in _causes(record)}
-    votes = Counter((backend, cause) for backend, cause, _ in named)
+    votes = Counter((b, cause) for b, cause, _ in {(r.backend, c, r.case) for r in short for c in _causes(r)})
     ends: dict[tuple[str, str, str], Ended] = {}
-    fitted: dict[tuple[str, str], Failed] = {}
-    for record in short:
-        place = (record.backend, record.case)
+    sources: dict[tuple[str, str], list[Short]] = {}
+    for record in sorted(short, key=_distance):
         if isinstance(record, Ended):  # what ends the process in several checks of a case is one finding
-            ends.setdefault((*place, cause_of_end(record.cause, "", "")), record)
-        elif isinstance(record, Failed) and record.check in _FITTED and _causes(record):
-            fitted[place] = min(fitted.get(place, record), record, key=lambda each: _distance(each.check))
-    titles = _titles([r for r in short if isinstance(r, Failed) and (r.backend, r.case) not in fitted])
+            ends.setdefault((record.backend, record.case, cause_of_end(record.cause, "", "")), record)
+        elif isinstance(record, Failed) and (record.check == _WRITE or (record.check in _FITTED and _causes(record))):
+            sources.setdefault((record.backend, record.case), []).append(record)
+    # A cause that shows only behind another fault of its cases may be how that one shows.
+    proven = {(backend, cause) for (backend, _), (first, *_) in sources.items() for cause in _causes(first)}
+    titles = _unexplained([r for r in short if isinstance(r, Failed) and (r.backend, r.case) not in sources])
     found = []
     for record in short:
         blamed: Short = record
+        own = sources.get((record.backend, record.case), [])
+        faults = [r for r in own if r is own[0] or any((r.backend, cause) in proven for cause in _causes(r))]
         if isinstance(record, Ended):
             blamed = ends[record.backend, record.case, cause_of_end(record.cause, "", "")]
-        elif _may_follow(record) and not (record.check in _FITTED and _causes(record)):
-            blamed = fitted.get((record.backend, record.case), record)
+        elif faults and record not in faults and (record in own or _may_follow(record)):
+            blamed = min(faults, key=lambda each: (each.check == _WRITE, _distance(each)))
         # Of several causes that fit, take the one that fits most cases of the backend.
         shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)
         found.append(record.reason if isinstance(record, XFailed) else titles.get(record.key, shared))
     return found
 
 
-def _titles(failed: Sequence[Failed]) -> dict[RecordKey, str]:
-    """Return the words of failures that may follow a wrong output; if they share a case or words, the same ones.
+def _unexplained(failed: Sequence[Failed]) -> dict[RecordKey, str]:
+    """Return the words of failures that may follow a wrong output that nothing explains, by key.
 
-    ``failed``: failures in cases without a fitted cause.
+    ``failed``: failures in cases without a named fault. Cases of one backend form one finding if their outputs are
+    wrong, or if another check fails in them as it does in such a case.
     """
-    above: dict[tuple[str, str], tuple[str, str]] = {}
-
-    def top(link: tuple[str, str]) -> tuple[str, str]:
-        while above.setdefault(link, link) != link:
-            link = above[link]
-        return link
-
-    alike = {record.key: record for record in failed if _may_follow(record)}
-    unexplained = {record.backend for record in alike.values() if record.finding == UNEXPLAINED}
-    # A wrong answer to an undeclared case, or in a later step, shows nothing new where a backend is wrong anyway.
-    later = {
-        record.key: record
-        for record in failed
-        if record.backend in unexplained and (record.check == "invariance" or _WRONG_ANSWER in record.finding)
-    }
-    for key, record in (alike | later).items():
-        words = UNEXPLAINED if key in later else record.finding
-        above[top((record.backend, record.case))] = top((record.backend, words))
-    groups: dict[tuple[str, str], list[Failed]] = {}
-    for record in (alike | later).values():
-        groups.setdefault(top((record.backend, record.case)), []).append(record)
+    following = [record for record in failed if _may_follow(record)]
+    cases: dict[tuple[str, str], list[Failed]] = {}
+    for record in following:
+        cases.setdefault((record.backend, record.case), []).append(record)
     titles: dict[RecordKey, str] = {}
-    for members in groups.values():
-        counts = Counter(words for words, _ in {(record.finding, record.case) for record in members})
-        # What `containment` reads says more than that no fault is known, if it does so in most of the cases.
-        most = len({record.case for record in members}) / 2
-        read = [r for r in members if r.check == "containment" and _causes(r) and counts[r.finding] >= most]
-        nearest = min(read or members, key=lambda each: (_distance(each.check), -counts[each.finding]))
+    for members in cases.values():
+        nearest = min(members, key=_distance)
         titles |= dict.fromkeys((record.key for record in members), nearest.finding)
+    wrong = {place for place, members in cases.items() if any(r.finding == UNEXPLAINED for r in members)}
+    for backend in {backend for backend, _ in wrong}:
+        shown = {r.finding for r in following if r.backend == backend and (backend, r.case) in wrong}
+        own = [members for (name, _), members in cases.items() if name == backend]
+        alike = [members for members in own if shown & {r.finding for r in members}]
+        group = [record for members in alike for record in members]
+        # What `containment` reads says more than that no fault is known, if it does so in most of the cases.
+        read = Counter(r.finding for r in group if r.check == "containment" and _causes(r))
+        words = next((words for words, count in read.most_common(1) if 2 * count >= len(alike)), UNEXPLAINED)
+        # A wrong answer to an undeclared case, or in a later step, shows nothing new where a backend is wrong anyway.
+        later = [r for r in failed if r.backend == backend and (r.check == "invariance" or _WRONG_ANSWER in r.finding)]
+        titles |= dict.fromkeys((record.key for record in (*group, *later)), words)
     return titles
 
 
@@ -276,7 +299,7 @@ def _rank(finding: Finding) -> int:
         return 3  # it may follow from what other checks found, such as a cache that is not written
     if not finding.is_explained:
         return 2
-    is_written_wrongly = isinstance(finding.example, Failed) and finding.example.check == "cache_write"
+    is_written_wrongly = isinstance(finding.example, Failed) and finding.example.check == _WRITE
     return 0 if is_written_wrongly else 1  # an output may be wrong because the cache is
 
 
@@ -292,9 +315,10 @@ def _split(
     ``own``: the records of the backend to compare them with.
     """
     checks = {record.check for record in members}
+    nearest = min(members, key=_distance).check
     wrong = list(dict.fromkeys(map(_case, members)))
     keys = {_case(record): keys_of_record(record, described) for record in (*members, *own)}
-    right = [keys[case] for case in _passing(own, checks)]
+    right = [keys[case] for case in _passing(own, checks, nearest)]
     is_late = is_out_of_time(members[0])  # then the order of the cases decides, and what they have in common is chance
     contrast = None if is_late else contrast_of([keys[case] for case in wrong], right)
 
@@ -306,9 +330,11 @@ def _split(
             return isinstance(record, XPassed), is_of_another, causes[:1] != (words,), _size(keys[_case(record)])
 
         example = min(records, key=rank)
-        named = [record for record in records if words in _causes(record)]
+        named = [record for record in records if isinstance(record, Failed) and words in _causes(record)]
         confirming = {_differing(record, keys[_case(record)]) for record in named}
-        is_confirmed = len(confirming) > 1 or not any(map(_is_inferred, named))
+        figures = {cause for r in named for cause in likely_causes(r.meaning) if without_figures(cause) == words}
+        is_fit = any(map(_is_inferred, named))
+        is_confirmed = not is_fit or (len(confirming) > 1 and len(figures) == 1)
         case = described.get(_case(example))
         return Finding(backend, words, tuple(records), example, case, contrast, is_confirmed)
 
@@ -333,14 +359,21 @@ def _differing(record: Record, keys: Keys) -> frozenset[tuple[str, Value]] | str
     return frozenset(pair for pair in found if pair[0] != "layer.dtype") if found else record.case
 
 
-def _passing(own: Sequence[Record], checks: set[str]) -> list[tuple[str, str]]:
-    """Return the cases that passed all of the checks that examined them; a refusal examines nothing."""
+def _passing(own: Sequence[Record], checks: set[str], nearest: str) -> list[tuple[str, str]]:
+    """Return the cases that passed ``nearest`` and all other ``checks`` that examined them.
+
+    A refusal examines nothing.
+    """
     outcomes: dict[tuple[str, str], list[Record]] = {}
     for record in own:
         is_refused = isinstance(record, Passed) and any(note.startswith(REFUSED) for note in record.notes)
         if record.check in checks and record.outcome in EXAMINED and not is_refused:
             outcomes.setdefault(_case(record), []).append(record)
-    return [case for case, records in outcomes.items() if all(isinstance(record, Passed) for record in records)]
+    return [
+        case
+        for case, records in outcomes.items()
+        if all(isinstance(record, Passed) for record in records) and any(record.check == nearest for record in records)
+    ]
 
 
 def keys_of_record(record: Record, described: Mapping[tuple[str, str], CaseInfo]) -> Keys:

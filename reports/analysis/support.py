@@ -7,7 +7,7 @@ and does not pass counts in the row of each. This module computes rows; ``docume
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,6 +133,11 @@ class CountedCase:
     needs: tuple[str, ...]
     reasons: frozenset[str]
 
+    @property
+    def is_declared(self) -> bool:
+        """Whether the case was examined as declared."""
+        return self.count in _AS_DECLARED
+
 
 CountedCases = Mapping[tuple[str, str], CountedCase]
 """Cases by backend and ``suite/id``."""
@@ -147,11 +152,17 @@ def counted_cases(records: Iterable[Record]) -> CountedCases:
     return {
         key: CountedCase(
             _became(members),
-            members[0].needs,
+            _needs(members),
             frozenset(reason for record in members if isinstance(record, Unsupported) for reason in record.reasons),
         )
         for key, members in cases.items()
     }
+
+
+def _needs(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return what a case of one backend needs: ``lse``, too, where the LSE was compared, though no path needs it."""
+    has_lse = any(record.check == "lse" and record.outcome in EXAMINED for record in records)
+    return tuple(sorted({*records[0].needs, *(["lse"] if has_lse else [])}))
 
 
 def support_rows(
@@ -167,7 +178,7 @@ def support_rows(
     """
     declared = {backend.name: set(backend.features) for backend in header.backends}
     for (backend, _), case in cases.items():
-        if case.count in _AS_DECLARED:
+        if case.is_declared:
             declared[backend].update(case.needs)
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for (backend, _), case in cases.items():
@@ -175,7 +186,7 @@ def support_rows(
             continue
         named = [feature for feature in case.needs if any(_is_named(feature, reason) for reason in case.reasons)]
         outside = named or [feature for feature in case.needs if feature not in declared[backend]]
-        concerned = case.needs if case.count in _AS_DECLARED else outside
+        concerned = case.needs if case.is_declared else outside
         for feature in case.needs:
             counts[backend, feature][case.count] += feature in concerned
     order = list(declared)

@@ -11,7 +11,7 @@ from attncheck.reports.analysis.summary import CaseResult, OutcomeCounts, RunVer
 from attncheck.reports.analysis.support import CountedCases, SupportRow, counted_cases, support_rows
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
+from attncheck.reports.run_file.records import UTILITIES, Record
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class RunFindings:
 def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
     """Return findings, verdicts and support of every backend that has a record, in the header's order."""
     found = findings(records, header)
-    claims = false_claims(found, records)
+    cases = counted_cases(records)
+    claims = false_claims(found, records, cases)
     by_backend: dict[str, list[Record]] = {info.name: [] for info in header.backends}
     for record in records:
         if record.check != UTILITIES:
             by_backend.setdefault(record.backend, []).append(record)
     false = {name: {claim.capability for claim in claims if claim.backend == name} for name in by_backend}
-    cases = counted_cases(records)
     support = support_rows(cases, header, false)
     rows = level_rows(records)
     declared = {info.name: set(info.features) for info in header.backends}
@@ -70,7 +70,9 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
     for name, own in by_backend.items():
         if not own:
             continue
-        needed = {need for record in own if record.outcome in EXAMINED for need in record.needs}
+        needed = {
+            need for (owner, _), case in cases.items() if owner == name for need in case.needs if case.is_declared
+        }
         verdicts.append(
             BackendVerdict(
                 name,

@@ -11,18 +11,24 @@ fault of a GPU is noticed.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
 
 UNEXPLAINED = "wrong rows, and no known fault explains them"
 
-EVIDENCE = ": a reference with this fault gives the same output in"
-"""Separates a likely cause from the rows that support it."""
+EVIDENCE = ": a reference with this fault gives the same {} in"
+"""Separates a likely cause from the rows that support it, after the name of what was compared."""
 
-_EVIDENCE = re.compile(rf"{EVIDENCE}|: its truth fits")
-"""The same, also in run files of earlier versions."""
+SIZE = ": the error has the size of that with"
+"""Separates the cause of an error of rounding from an arithmetic that is as coarse."""
+
+_EVIDENCE = re.compile(rf"{EVIDENCE.format('(?:output|LSE)')}|{SIZE}|: its truth fits")
+"""Both, and what run files of earlier versions have instead."""
+
+_RESTRICTED = re.compile(r"wrong rows?, (?:all )?([^;]*)")
+"""The end of the evidence if the cause fits some rows alone: what only these have in common."""
 
 ALTERNATIVE = "; also possible: "
 """Separates a likely cause from others that fit as well."""
@@ -39,7 +45,7 @@ UNKNOWN = "not known; "
 ON_EARLIER = "faults were tried on earlier cases alone"
 """Last words of the meaning of a failure for which not all faults were tried."""
 
-_SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows(?:, first: | are wrong, the first is )")
+_SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows(?:, first: | (?:is|are) wrong, the first is )")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
 _DETAIL = re.compile(r", first: |, the first(?: is |: )|; worst | at row \d| reaches? \d+ of ")
 _NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d+)?)*(?![\w])")
@@ -77,6 +83,36 @@ def likely_causes(meaning: str | None) -> tuple[str, ...]:
         return ()
     first, *others = _ALTERNATIVE.split(meaning)
     return (_EVIDENCE.split(first)[0], *others)
+
+
+def is_fitted(meaning: str | None) -> bool:
+    """Return whether the first cause of a meaning is a fault that was tried, and not what a check observed."""
+    return _EVIDENCE.search(_ALTERNATIVE.split(meaning or "")[0]) is not None
+
+
+def restriction(meaning: str) -> str:
+    """Return what the only rows that a cause fits have in common, in words, or "" if it fits all rows."""
+    found = _RESTRICTED.search(_ALTERNATIVE.split(meaning)[0])
+    return found[1] if found else ""
+
+
+def with_ranges(texts: Collection[str]) -> str:
+    """Return texts that are equal up to their figures as one: ``the last 1 to 3 rows``.
+
+    A figure that differs and is no whole number between spaces, or is the end of a range, becomes ``N``.
+    """
+    found = [list(_NUMBERS.finditer(text)) for text in texts]
+    first, *_ = texts
+    words, at = "", 0
+    for same in zip(*found, strict=True):
+        match, figures = same[0], {each[0] for each in same}
+        before, after = first[at : match.start()], first[match.end() :]
+        figure = match[0] if len(figures) == 1 else "N"
+        is_count = before.endswith(" ") and not before.endswith(" to ") and not after.startswith(" to ")
+        if len(figures) > 1 and is_count and all(each.isdecimal() for each in figures):
+            figure = f"{min(figures, key=int)} to {max(figures, key=int)}"
+        words, at = f"{words}{before}{figure}", match.end()
+    return words + first[at:]
 
 
 def perhaps(cause: str) -> str:
