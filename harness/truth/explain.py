@@ -6,6 +6,7 @@ some batches a fault leaves the output right, and would "explain" any error.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -66,8 +67,9 @@ def explain(
     """Return one line that explains ``output``, or None.
 
     ``output``: ``[T, H, Dv]``, as codes if the layer quantises it. ``shares``: its errors in budgets, ``[T, H]``. If
-    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others. ``first``: causes to try
-    before all others; if one fits, whatever its figures, no other is tried. ``only_first``: try no others at all.
+    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others. ``first``: causes of
+    earlier cases; if one that occurs twice fits, or that was fitted and has other figures, no other is tried.
+    ``only_first``: try no others at all.
     """
     values = output_values(output, truth.codes)
     is_finite = torch.isfinite(values).all(dim=-1)
@@ -106,15 +108,16 @@ def explain(
         yield from misfits(other_factors(problem, truth, values, shares, first), "number")
         fitted = {cause for cause in wanted if not cause.endswith(FACTOR)}
         for hypothesis in _explanations(problem, truth):
-            if without_figures(hypothesis.meaning) in wanted:
-                fitted.discard(without_figures(hypothesis.meaning))
+            fitted.discard(without_figures(hypothesis.meaning))
+            if counts[hypothesis.meaning] > 1:
                 yield from misfits([(hypothesis.meaning, hypothesis.compute()[0])])
         if fitted:
             yield from misfits(fitted_by_row(), "rows")
-            yield from misfits(lost_keys(problem, truth, values, shares))
+            yield from misfits(lost_keys(problem, truth, values, shares), "rows")
 
+    counts = Counter(first)
     if wanted := set(map(without_figures, first)):
-        again = (each for each in earlier() if without_figures(each.meaning) in wanted)
+        again = (each for each in earlier() if not each.fitted or without_figures(each.meaning) in wanted)
         found = next((each for each in again if each.explains(shares, shares > 1)), None)
         if found is not None:
             return best_fit(problem, [found], shares)
@@ -124,7 +127,7 @@ def explain(
     factors = misfits(other_factors(problem, truth, values, shares), "number")
     return (
         best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)
-        or best_fit(problem, misfits(lost_keys(problem, truth, values, shares)), shares)
+        or best_fit(problem, misfits(lost_keys(problem, truth, values, shares), "rows"), shares)
         or _imprecision(truth, problem.dtype, shares, values - truth.out, lambda answer: loss(answer[0].double()))
         or _described(problem, truth, values, shares)
     )

@@ -262,7 +262,7 @@ def _lengths_of_others(rows: UnpagedAttention) -> Iterator[tuple[str, HiddenKeys
         yield f"keys are missing behind the length of {name}", partial(is_behind, ends)
 
 
-def _is_before(starts: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
+def is_before(starts: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
     """Return where keys have positions below ``starts[request]``."""
     return keys < starts[request]
 
@@ -295,11 +295,11 @@ def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention, bloc
     first = [max(keys - own - left, 0) for keys, own in zip(num_keys, num_rows, strict=True)]
     last = [max(keys - 1 - left, 0) for keys in num_keys]
     begins = "the window of all rows of a request begins"
-    yield masked(f"{begins} where that of its first row does", rows, every, partial(_is_before, first))
-    yield masked(f"{begins} where that of its last row does", rows, every, partial(_is_before, last))
+    yield masked(f"{begins} where that of its first row does", rows, every, partial(is_before, first))
+    yield masked(f"{begins} where that of its last row does", rows, every, partial(is_before, last))
     # A kernel that skips whole pages masks each row as well.
     pages = [key // block_size * block_size for key in last]
-    yield masked(f"{begins} at the page where that of its last row does", rows, params, partial(_is_before, pages))
+    yield masked(f"{begins} at the page where that of its last row does", rows, params, partial(is_before, pages))
 
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:

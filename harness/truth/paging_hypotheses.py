@@ -5,7 +5,7 @@ kernel can be computed. Like :mod:`attncheck.harness.truth.hypotheses`, these ex
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -16,7 +16,7 @@ from torch import Tensor
 from attncheck.harness.problem.foreign_slots import STALE_ROWS, rows_in_pool, stale_rows
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.truth.hypotheses import Hypothesis, is_behind, masked
+from attncheck.harness.truth.hypotheses import Hypothesis, is_before, is_behind, masked
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, visible
 
@@ -55,8 +55,8 @@ def paging_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
         if found is not None:
             keys, values = (part.to(rows.keys) for part in found)
             yield Hypothesis(meaning, partial(replace(rows, keys=keys, values=values).attend, params))
-            yield Hypothesis(f"of keys alone: {meaning}", partial(replace(rows, keys=keys).attend, params))
-            yield Hypothesis(f"of values alone: {meaning}", partial(replace(rows, values=values).attend, params))
+            yield Hypothesis(f"{meaning}, for keys alone", partial(replace(rows, keys=keys).attend, params))
+            yield Hypothesis(f"{meaning}, for values alone", partial(replace(rows, values=values).attend, params))
     yield from _stale_keys(problem, params, rows)
     yield from _keys_behind(problem, params, rows)
 
@@ -254,8 +254,4 @@ def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
         if any(n > width for n, width in zip(lengths, wide, strict=True)):
             begins = [max(n - 1, 0) // width * width for n, width in zip(lengths, wide, strict=True)]
             yield f"only the first {what} is read", partial(is_behind, wide)
-            yield f"only the last {what} is read", partial(_is_before, begins)
-
-
-def _is_before(begins: Sequence[int], request: int, _rows: Tensor, keys: Tensor) -> Tensor:
-    return keys < begins[request]
+            yield f"only the last {what} is read", partial(is_before, begins)

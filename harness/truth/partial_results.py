@@ -13,21 +13,15 @@ from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
 _SPLITS = (32, 64, 128, 256, 512, 1024)
-"""Keys in a split, if a kernel fixes this number."""
-
-_NUMBERS = (2, 4, 8, 16)
-"""Numbers of splits of every request, each of whole tiles of ``_TILE`` keys."""
-
-_TILE = 64
+"""Numbers of keys in a split."""
 
 LogWeight = Callable[[Tensor, Tensor], Tensor]
 """``(LSE, largest score)`` of every split, ``[H, rows, splits]`` -> the logarithm of its weight."""
 
 
 def merging_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield the faults for each usual way to split the keys; none if there are too many scores to hold at once."""
-    lengths = rows.num_keys.tolist()
-    longest = max(lengths)
+    """Yield the faults for each usual size of a split; none if there are too many scores to hold at once."""
+    longest = int(rows.num_keys.max())
     if int(rows.num_rows.max()) * longest * params.num_heads > MOST_SCORES:
         return
     first = torch.arange(params.num_heads, device=rows.keys.device) // params.group_size * params.group_size
@@ -43,40 +37,18 @@ def merging_explanations(params: AttentionParams, rows: UnpagedAttention) -> Ite
     if params.group_size > 1:
         faults["merged by the LSE of the first head of each group"] = lambda lse, _top: lse[first]
     scores = cache(partial(masked_scores, params, rows))
-    tried = set()
-    for name, split_of in _cuts():
-        splits = tuple(split_of(number) for number in lengths)
-        if splits in tried or all(split >= number for split, number in zip(splits, lengths, strict=True)):
-            continue
-        tried.add(splits)
+    for split in _SPLITS:
+        if split >= longest:
+            break
         for how, log_weight in faults.items():
-            weigh = partial(_weigh, split_of, log_weight)
-            meaning = f"the partial results of {name} are {how}"
+            weigh = partial(_weigh, split, log_weight)
+            meaning = f"the partial results of splits of {split} keys are {how}"
             yield Hypothesis(meaning, partial(attend_scores, params, rows, scores, weigh))
 
 
-def _cuts() -> Iterator[tuple[str, Callable[[int], int]]]:
-    """Yield (splits in words, function from the number of keys of a request to those of a split)."""
-    for split in _SPLITS:
-        yield f"splits of {split} keys", partial(_fixed, split)
-    for number in _NUMBERS:
-        yield f"{number} splits of the keys, in tiles of {_TILE},", partial(_whole_tiles, number)
-
-
-def _fixed(split: int, _num_keys: int) -> int:
-    return split
-
-
-def _whole_tiles(number: int, num_keys: int) -> int:
-    return max(math.ceil(num_keys / number / _TILE), 1) * _TILE
-
-
-def _weigh(
-    split_of: Callable[[int], int], log_weight: LogWeight, s_HqK: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _weigh(split: int, log_weight: LogWeight, s_HqK: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return weights of the keys, and LSE, as ``attend_scores`` needs them. A sink is one more part."""
     num_keys = s_HqK.shape[-1]
-    split = split_of(num_keys)
     parts = s_HqK.split(split, -1)
     lse_HqP = torch.stack([part.logsumexp(-1) for part in parts], -1)
     weight_HqP = log_weight(lse_HqP, torch.stack([part.amax(-1) for part in parts], -1))

@@ -13,7 +13,7 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.wrong_rows import places
 
 _ALIKE = 0.05
-"""Relative difference below which a channel counts as equal to another one, and factors count as one."""
+"""Relative difference below which a channel counts as equal to another one."""
 
 _WIDTHS = (8, 16, 32, 64, 128, 256)
 """Numbers of channels that a kernel may assume for a head, or for a tile of a head."""
@@ -21,8 +21,8 @@ _WIDTHS = (8, 16, 32, 64, 128, 256)
 _MOST_ROWS = 512
 """Rows of a step up to which the source of a wrong row is searched for."""
 
-_FEWEST, _FEWEST_ROWS = 8, 3
-"""Wrong rows and heads from which on a match of channels is no coincidence, and wrong rows that a factor must fit."""
+_FEWEST = 8
+"""Wrong rows and heads from which on a match of channels is no coincidence."""
 
 _NAMED = 3
 """Places that a message names one by one."""
@@ -170,19 +170,10 @@ def _rows(problem: Problem, truth: Truth, values: Tensor, wrong: Tensor) -> Iter
 
 
 def rescaled(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (meaning, output) of the right output times a factor: one for all wrong rows, and one per head."""
+    """Yield (meaning, output) of the right output times a factor, one for all wrong rows and heads."""
     wrong = shares > 1
     if int(wrong.sum()) < 2:
         return
     own = (truth.out**2).sum(dim=-1).clamp(min=1e-300)
-    factor = torch.where(wrong, (values * truth.out).sum(dim=-1) / own, torch.nan)
-    common = float(factor.nanmedian())
-    yield f"the output is the right one times {common:.3g}", truth.out * common
-    heads = wrong.any(dim=0).nonzero().flatten().tolist()
-    if int(wrong.sum(dim=0)[heads].min()) < _FEWEST_ROWS:
-        return
-    each = factor.nanmedian(dim=0).values.nan_to_num(nan=common)
-    if float((each - common).abs().max()) > _ALIKE * abs(common):
-        named = ", ".join(f"head {head} times {float(each[head]):.3g}" for head in heads[:_NAMED])
-        more = f", ... ({len(heads)} in all)" if len(heads) > _NAMED else ""
-        yield f"each head of the output has a factor of its own: {named}{more}", truth.out * each[:, None]
+    factor = float(((values * truth.out).sum(dim=-1) / own)[wrong].median())
+    yield f"the output is the right one times {factor:.3g}", truth.out * factor

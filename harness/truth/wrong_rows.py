@@ -16,6 +16,8 @@ _STEPS = (128, 64, 32, 16, 8, 4, 2)
 _FEWEST = 8
 """Rows, wrong and right ones together, from which on a distance at which they repeat is no coincidence."""
 
+_CLEAR = 2.0
+"""Budgets that an error must reach in each named row, head or channel: of errors near 1 budget, chance chooses some."""
 
 _REPEATED = "whose "
 """Prefix of the phrases that state a distance at which rows repeat."""
@@ -26,17 +28,23 @@ def pattern(problem: Problem, truth: Truth, error: Tensor, shares: Tensor) -> st
 
     ``error`` ``[T, H, Dv]``: difference of the output from the truth. ``shares`` ``[T, H]``: the same in budgets.
     """
-    wrong = (shares > 1).cpu()
-    rows, heads = wrong.any(dim=1), wrong.any(dim=0)
-    channels = (error.abs() > truth.budget.peak[..., None])[shares > 1].any(dim=0)
+    of_rows, of_heads = shares.amax(dim=1).cpu(), shares.amax(dim=0).cpu()
+    of_channels = (error.abs() / truth.budget.peak[..., None])[shares > 1].amax(dim=0).cpu()
+    rows, heads, channels = (each > 1 for each in (of_rows, of_heads, of_channels))
     found = []
-    if not bool(rows.all()) and (phrase := shared_by(problem, rows, ~rows)):
+    if _is_clear(of_rows) and (phrase := shared_by(problem, rows, ~rows)):
         found.append(f"rows {phrase}")
-    if not bool(heads.all()):
+    if _is_clear(of_heads):
         found.append(which_heads(problem, heads))
-    if not bool(channels.all()):
+    if _is_clear(of_channels):
         found.append(f"only {places('channel', channels.nonzero().flatten().tolist())}")
     return f"wrong are {', '.join(found)}" if found else None
+
+
+def _is_clear(errors: Tensor) -> bool:
+    """Return whether some errors are above 1 budget, all of these clearly, and some are not."""
+    wrong = errors > 1
+    return bool(wrong.any()) and not bool(wrong.all()) and bool((errors[wrong] >= _CLEAR).all())
 
 
 def shared_by(problem: Problem, rows: Tensor, others: Tensor) -> str | None:
