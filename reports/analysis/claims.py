@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.support import CountedCase, CountedCases
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
-from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of, is_out_of_time
+from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XFailed, XPassed, graph_of, is_out_of_time
 
 _FEW, _SIMPLE = 4, 1.2
 """With fewer failing cases, no other condition that is as simple may separate them from the passing ones."""
@@ -86,7 +86,7 @@ def _distinctive_features(cases: Collection[str], needs: Mapping[str, frozenset[
     passing = finding.contrast.right if finding.contrast else 0
     shared = frozenset.intersection(*(needs[case] for case in cases))
     chances: dict[str, float] = {}
-    for feature in (need for need in shared if "=" not in need):
+    for feature in (need for need in shared if "=" not in need and need != "lse"):  # see _lse_claim
         have = sum(feature in own for own in needs.values())
         if have == len(cases) and passing:
             chances[feature] = 0.0
@@ -118,7 +118,7 @@ def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
     own = [record for record in records if record.backend == backend and record.outcome in EXAMINED]
     of_lse = [record for record in own if record.check == "lse"]
     short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
-    wrong = [r for r in of_lse if isinstance(r, Failed) and (r.suite, r.case_id) not in short]
+    wrong = [r for r in of_lse if isinstance(r, Failed | XFailed) and (r.suite, r.case_id) not in short]
     return [FalseClaim(backend, "lse", len(wrong), len(of_lse))] if wrong else []
 
 

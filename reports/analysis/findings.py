@@ -279,14 +279,18 @@ def _unexplained(failed: Sequence[Failed]) -> dict[RecordKey, str]:
     for backend in {backend for backend, _ in wrong}:
         shown = {r.finding for r in following if r.backend == backend and (backend, r.case) in wrong}
         own = [members for (name, _), members in cases.items() if name == backend]
-        alike = [members for members in own if shown & {r.finding for r in members}]
+        alike: list[list[Failed]] = []
+        while len(found := [members for members in own if shown & {r.finding for r in members}]) > len(alike):
+            alike = found
+            shown |= {record.finding for members in found for record in members}
         group = [record for members in alike for record in members]
+        # A wrong answer to an undeclared case, or in a later step, shows nothing new where a backend is wrong anyway.
+        group += [r for r in failed if r.backend == backend and (r.check == "invariance" or _WRONG_ANSWER in r.finding)]
         # What `containment` reads says more than that no fault is known, if it does so in most of the cases.
         read = Counter(r.finding for r in group if r.check == "containment" and _causes(r))
-        words = next((words for words, count in read.most_common(1) if 2 * count >= len(alike)), UNEXPLAINED)
-        # A wrong answer to an undeclared case, or in a later step, shows nothing new where a backend is wrong anyway.
-        later = [r for r in failed if r.backend == backend and (r.check == "invariance" or _WRONG_ANSWER in r.finding)]
-        titles |= dict.fromkeys((record.key for record in (*group, *later)), words)
+        most = len({record.case for record in group}) / 2
+        words = next((words for words, count in read.most_common(1) if count >= most), UNEXPLAINED)
+        titles |= dict.fromkeys((record.key for record in group), words)
     return titles
 
 

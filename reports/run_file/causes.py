@@ -99,7 +99,7 @@ def restriction(meaning: str) -> str:
 def with_ranges(texts: Collection[str]) -> str:
     """Return texts that are equal up to their figures as one: ``the last 1 to 3 rows``.
 
-    A figure that differs and is no whole number between spaces, or is the end of a range, becomes ``N``.
+    A figure that differs and is no whole number of its own, or is the end of a range, becomes ``N``.
     """
     found = [list(_NUMBERS.finditer(text)) for text in texts]
     first, *_ = texts
@@ -108,7 +108,7 @@ def with_ranges(texts: Collection[str]) -> str:
         match, figures = same[0], {each[0] for each in same}
         before, after = first[at : match.start()], first[match.end() :]
         figure = match[0] if len(figures) == 1 else "N"
-        is_count = before.endswith(" ") and not before.endswith(" to ") and not after.startswith(" to ")
+        is_count = before[-1:] in ("", " ") and not before.endswith(" to ") and not after.startswith(" to ")
         if len(figures) > 1 and is_count and all(each.isdecimal() for each in figures):
             figure = f"{min(figures, key=int)} to {max(figures, key=int)}"
         words, at = f"{words}{before}{figure}", match.end()

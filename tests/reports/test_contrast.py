@@ -44,7 +44,7 @@ def conditions_of(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value
         ((7,), (None, None), ("", (7,)), "size is 7 in the one case that fails; in none that passes"),
         ((None, None), (7, 8), ("", (None,)), "size is not given in all 2 that fail; 7 or 8 in all 2 that pass"),
         (("HND", "HND"), ("NHD",), ("", ("HND",)), "size is HND in all 2 that fail; NHD in the one that passes"),
-        ((True, True), (None,), ("", (True,)), "size in all 2 that fail; not in the one that passes"),
+        ((True, True), (None,), ("", (True,)), "size is given in all 2 that fail; not in the one that passes"),
         (
             (False, False),
             (None, True),
@@ -132,7 +132,7 @@ def test_what_a_layer_has_explains_better_than_its_sizes_and_a_length() -> None:
 def test_one_and_true_are_different_values() -> None:
     """A sentence names the value that the failing cases have, though True == 1."""
     assert str(contrast_of(cases("v_scale", 1, 1), cases("v_scale", 2))).startswith("v_scale is 1 in all 2")
-    assert str(contrast_of(cases("sinks", True, True), cases("sinks", 2))).startswith("sinks in all 2")
+    assert str(contrast_of(cases("sinks", True, True), cases("sinks", 2))).startswith("sinks is given in all 2")
     contrast = contrast_of(cases("alibi", True, True), cases("alibi", 1))
     assert contrast is not None
     assert conditions_of(contrast) == [("alibi", "", (True,))]

@@ -174,7 +174,7 @@ def test_failures_of_one_finding_have_one_type_and_state_what_is_common(make: Ma
     records = (
         make("failed", case_id="a", meaning=window),
         make("failed", case_id="b", meaning=window, summary="3 of 40 rows"),
-        make("failed", case_id="b", check="lse", meaning="the LSE has base 2"),
+        make("failed", case_id="c", check="lse", meaning="the LSE has base 2"),
         make("passed", case_id="c"),
     )
     cases = {

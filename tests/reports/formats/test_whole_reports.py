@@ -66,7 +66,8 @@ note: a note | of the run
 
 reference: PASSED: 3 cases right
 Wrong: FAILED: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
-  declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)
+  declared but wrong: lse (1 of 1 case wrong), CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE
+    (measured: NEVER)
 not examined: third (unavailable; see `attncheck doctor`)
 
 backend    numerics  lse  cache_write  cudagraph  timing  worst    not
@@ -133,7 +134,7 @@ def test_markdown_of_a_run_that_fails(failing_run: Run) -> None:
 
 - **reference: passed**: 3 cases right
 - **Wrong: failed**: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
-  - **declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
+  - **declared but wrong: lse (1 of 1 case wrong), CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
 - not examined: third
 
 ## Errors of the run
@@ -221,6 +222,7 @@ Measured by the cases that need a feature (numerics, lse, cache_write). A number
 
 | feature | reference | Wrong | third |
 | --- | --- | --- | --- |
+| `lse` | - | wrong in 1 of 1 | - |
 | `sliding_window` | right (1) | 2 fail for other reasons | - |
 
 ## Sizes and forms
@@ -322,7 +324,7 @@ attncheck 0.1.0, torch 2.13.0+cpu, 2 cores, suites smoke: 2 cases, mine: 1 case,
 
 - **reference: passed**: 3 cases right
 - **Wrong: failed**: 3 findings in 3 of 7 cases; 1 failed as expected, 3 not applicable
-  - **declared but wrong: CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
+  - **declared but wrong: lse (1 of 1 case wrong), CUDA-graph level UNIFORM_SINGLE_TOKEN_DECODE (measured: NEVER)**
 - not examined: third
 
 | backend | numerics | lse | cache_write | cudagraph | timing |

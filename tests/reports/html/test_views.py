@@ -78,7 +78,7 @@ def test_a_graph_level_is_right_where_the_declared_one_is_true(record_of: Any) -
 
 
 def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with: Any) -> None:
-    cause = f"the window is ignored{EVIDENCE} all rows"
+    cause = f"the window is ignored{EVIDENCE.format('output')} all rows"
     common = {"finding": "the window is ignored", "meaning": cause, "summary": "7 of 40 rows"}
     records = [
         record_of(Failed, case_id="large", details=("a\nb",), **common),
