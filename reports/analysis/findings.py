@@ -243,6 +243,8 @@ def _words(short: Sequence[Short]) -> list[str]:
             ends.setdefault((record.backend, record.case, cause_of_end(record.cause, "", "")), record)
         elif isinstance(record, Failed) and (record.check == _WRITE or (record.check in _FITTED and _causes(record))):
             sources.setdefault((record.backend, record.case), []).append(record)
+    # A later step reads what an earlier one wrote, and it is enough that a case of the backend shows a wrong write.
+    writes = {backend: first for (backend, _), (first, *_) in sources.items() if first.check == _WRITE}
     # A cause that shows only behind another fault of its cases may be how that one shows.
     proven = {(backend, cause) for (backend, _), (first, *_) in sources.items() for cause in _causes(first)}
     titles = _unexplained([r for r in short if isinstance(r, Failed) and (r.backend, r.case) not in sources])
@@ -255,6 +257,8 @@ def _words(short: Sequence[Short]) -> list[str]:
             blamed = ends[record.backend, record.case, cause_of_end(record.cause, "", "")]
         elif faults and record not in faults and (record in own or _may_follow(record)):
             blamed = min(faults, key=lambda each: (each.check == _WRITE, _distance(each)))
+        elif not faults and record.check == "invariance":
+            blamed = writes.get(record.backend, record)
         # Of several causes that fit, take the one that fits most cases of the backend.
         shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)
         found.append(record.reason if isinstance(record, XFailed) else titles.get(record.key, shared))

@@ -136,7 +136,7 @@ def restricted(meaning: str, words: str, kept: Container[str]) -> str:
 
 def symptom(summary: str) -> str:
     """Return what a summary states as wrong, without the place."""
-    return _DETAIL.split(_IN_PARENTHESES.sub("", summary))[0]
+    return _DETAIL.split(_IN_PARENTHESES.sub("", summary).replace(" rows is wrong", " rows are wrong"))[0]
 
 
 def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:

@@ -159,16 +159,17 @@ def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(m
         make("failed", case_id="b", **written | {"meaning": written["meaning"].format(3)}),
         make("failed", case_id="b", summary=ROWS, meaning="not known; rows with position 7"),
         make("failed", case_id="b", check="features", summary=ROWS),
+        make("failed", case_id="d", check="invariance", summary="right at first", meaning="an earlier step is kept"),
     ]
     (found,) = findings(records, header)
     assert (found.title, found.checks) == (
         "rows at the end of the step are not written, 1 to 3 of them",
-        ("numerics", "cache_write", "lse", "features"),
+        ("numerics", "cache_write", "lse", "features", "invariance"),
     )
     assert stated_cause(records[1], found) == f"it may follow from another fault: {found.title}"
     window = make("failed", case_id="c", summary=ROWS, meaning=f"the last page is missing{FITS}")
     assert [each.cases for each in findings([*records, window], header)] == [
-        ("smoke/a", "smoke/b"),
+        ("smoke/a", "smoke/b", "smoke/d"),
         ("smoke/a", "smoke/c"),
     ]
 
