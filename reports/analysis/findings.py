@@ -261,7 +261,8 @@ def _words(short: Sequence[Short]) -> list[str]:
             blamed = writes.get(record.backend, record)
         # Of several causes that fit, take the one that fits most cases of the backend.
         shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)
-        found.append(record.reason if isinstance(record, XFailed) else titles.get(record.key, shared))
+        words = titles.get(record.key, shared) if blamed is record else shared
+        found.append(record.reason if isinstance(record, XFailed) else words)
     return found
 
 
