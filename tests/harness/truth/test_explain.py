@@ -231,11 +231,11 @@ def without_sinks(*, output: bool) -> Any:
 def test_sinks_missing_in_the_lse_alone_are_distinguished_from_sinks_ignored(make_case: Any) -> None:
     case = make_case(*BATCH, sinks=True)
     assert meaning(without_sinks(output=False), case, "lse") == (
-        "the sinks are in the output but not in the LSE: a reference with this fault gives the same output in all rows"
+        "the sinks are in the output but not in the LSE: a reference with this fault gives the same LSE in all rows"
     )
     assert (
         meaning(without_sinks(output=True), case, "lse")
-        == "the sinks are ignored: a reference with this fault gives the same output in all rows"
+        == "the sinks are ignored: a reference with this fault gives the same LSE in all rows"
     )
 
 
@@ -245,7 +245,7 @@ def test_a_base_of_the_logarithm_may_be_wrong_in_some_rows(make_case: Any) -> No
         args[7][[0, 34]] /= torch.tensor(2.0).log()
 
     assert meaning(with_impl(attend=attend), make_case(*BATCH), "lse") == (
-        "the logarithm is to base 2 (declare lse_base, or multiply by ln 2): a reference with this fault gives the same output in the 2 wrong rows, "
+        "the logarithm is to base 2 (declare lse_base, or multiply by ln 2): a reference with this fault gives the same LSE in the 2 wrong rows, "
         "all with query_len 1"
     )
 
