@@ -58,7 +58,9 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
         if each.verdict == "not examined":
             continue
         below: list[Text] = (
-            [Span(f"declared but wrong: {phrases.claims(each)}", is_bold=True)] if each.false_claims else []
+            [Span(f"declared but wrong: {phrases.claims(each)}", is_bold=True, colour="red")]
+            if each.false_claims
+            else []
         )
         below += _not_needed(each.not_needed, whole=whole)
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []

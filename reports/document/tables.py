@@ -88,8 +88,9 @@ def _total_headings(run: RunValues) -> list[str]:
 
 def _totals(run: RunValues, backend: str) -> list[Text]:
     counts = run.summary.by_backend[backend]
-    worst: list[Text] = [phrases.budgets(counts.worst_share)] if run.summary.has_errors_measured else []
-    return [*worst, str(counts.not_examined or "-")]
+    share = counts.worst_share
+    worst = Span(phrases.budgets(share), colour="red" if share is not None and share > 1 else "")
+    return [*([worst] if run.summary.has_errors_measured else []), str(counts.not_examined or "-")]
 
 
 def _cell(tally: OutcomeCounts | None) -> Text:

@@ -24,10 +24,7 @@ from attncheck.reports.run_file.records import (
     Passed,
     Record,
     TimedOut,
-    Unavailable,
     Unsupported,
-    XFailed,
-    XPassed,
     budget_share,
     graph_of,
     timing_of,
@@ -99,7 +96,7 @@ def _about(case: CaseInfo | None) -> str:
 
 def _content(record: Record, finding: Finding | None) -> Content:
     """Return what a record states, without empty members."""
-    content: Content = {"": _what(record), SHARE: _figure(budget_share(record))}
+    content: Content = {"": phrases.what_recorded(record), SHARE: _figure(budget_share(record))}
     content["finding"] = finding.title if finding else ""
     match record:
         case Passed():
@@ -112,26 +109,12 @@ def _content(record: Record, finding: Finding | None) -> Content:
             content |= {"message": message, "traceback": record.traceback, "it printed": record.output}
         case Crashed() | TimedOut():
             content |= {"it printed": record.output, "its stacks": record.native_stack}
-        case XFailed():
-            content |= {"expected": record.reason}
+        case Unsupported():
+            content["left out"] = "by attncheck" if record.by == "attncheck" else ""
     graph, timing = graph_of(record), timing_of(record)
     content |= _graph(graph) if graph else {}
     content |= _timing(timing) if timing else {}
     return {name: value for name, value in content.items() if value not in (None, "", (), [], {})}
-
-
-def _what(record: Record) -> str:
-    """Return one line on what happened, or why nothing was examined; "" if the record passed."""
-    match record:
-        case Passed():
-            return ""
-        case Unsupported() | Unavailable():
-            left_out = "left out by attncheck: " if isinstance(record, Unsupported) and record.by == "attncheck" else ""
-            return left_out + "; ".join(record.reasons)
-        case XFailed():
-            return f"{record.underlying}: {record.summary}"
-        case Failed() | Errored() | Crashed() | TimedOut() | XPassed():
-            return phrases.what_happened(record)
 
 
 def _graph(graph: GraphLevels) -> Content:
@@ -155,7 +138,7 @@ def _timing(timing: Timing) -> Content:
             f"copy {copy.text(ceilings.copy_bytes_per_s)} {copy.name}, "
             f"matmul of {ceilings.dtype} {product.text(ceilings.matmul_flops_per_s)} {product.name}"
         )
-    content["state of the device"] = timing.device.model_dump(exclude_none=True) if timing.device else {}
+    content["state of the device"] = timing.device.model_dump(exclude_defaults=True) if timing.device else {}
     content["kernels"] = [["kernel", "launches", "all together"], *kernels] if kernels else []
     content["notes on the times"] = timing.notes
     return content

@@ -67,7 +67,9 @@ function outcomeChips(row) {
 }
 
 function shareText(value) {
-  return value === null ? "" : value < 10 ? value.toFixed(2) : String(Number(value.toPrecision(3)));
+  if (value === null) return "";
+  if (value === Infinity) return "inf";
+  return value < 10 ? value.toFixed(2) : String(Number(value.toPrecision(3)));
 }
 
 const COLUMNS = [

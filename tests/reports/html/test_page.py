@@ -250,11 +250,11 @@ def test_every_record_is_there_with_its_command(parse: Any, run_with: Any, recor
             {"stage": "check lse", "cause": "killed by SIGABRT", "output": "x"},
             {"": "killed by SIGABRT during check lse", "it printed": "x"},
         ),
-        (Unsupported, {"reasons": ("a", "b"), "by": "attncheck"}, {"": "left out by attncheck: a; b"}),
+        (Unsupported, {"reasons": ("a", "b"), "by": "attncheck"}, {"": "a; b", "left out": "by attncheck"}),
         (
             XFailed,
             {"underlying": "failed", "summary": "7 rows", "reason": "known"},
-            {"": "failed: 7 rows", "expected": "known"},
+            {"": "failed: 7 rows (expected: known)"},
         ),
     ],
 )
