@@ -19,8 +19,12 @@ from attncheck.reports.run_file.records import (
     Ended,
     Errored,
     Failed,
+    Passed,
     Record,
     TimedOut,
+    Unavailable,
+    Unsupported,
+    XFailed,
     XPassed,
 )
 from attncheck.reports.run_file.store import Run
@@ -183,6 +187,19 @@ def what_happened(record: Record) -> str:
         case _:
             text = record.outcome
     return printable(text)
+
+
+def what_recorded(record: Record) -> str:
+    """Return one line on what happened, or why nothing was examined; "" for a record that passed."""
+    match record:
+        case Passed():
+            return ""
+        case Unsupported() | Unavailable():
+            return "; ".join(record.reasons)
+        case XFailed():
+            return f"{record.underlying}: {record.summary} (expected: {record.reason})"
+        case Failed() | Errored() | Crashed() | TimedOut() | XPassed():
+            return what_happened(record)
 
 
 def _first_line(message: str) -> str:

@@ -9,16 +9,9 @@ from typing import Any
 from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
-    Crashed,
-    Errored,
     Failed,
     Passed,
     Record,
-    TimedOut,
-    Unavailable,
-    Unsupported,
-    XFailed,
-    XPassed,
     graph_of,
     timing_of,
 )
@@ -71,7 +64,7 @@ def record_rows(run: Run) -> Iterator[RecordRow]:
             check=record.check,
             round=record.round,
             outcome=record.outcome,
-            what=phrases.one_line(_what(record)),
+            what=phrases.one_line(phrases.what_recorded(record)),
             cause=_cause(record),
             budget_share=record.figures.get(BUDGET_SHARE) if isinstance(record, Passed | Failed) else None,
             declared_level=graph.declared if graph else None,
@@ -100,18 +93,6 @@ def _cells(row: RecordRow) -> dict[str, Any]:
         name: f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
         for name, value in asdict(row).items()
     }
-
-
-def _what(record: Record) -> str:
-    match record:
-        case Passed():
-            return ""
-        case Unsupported() | Unavailable():
-            return "; ".join(record.reasons)
-        case XFailed():
-            return f"{record.underlying}: {record.summary} (expected: {record.reason})"
-        case Failed() | Errored() | Crashed() | TimedOut() | XPassed():
-            return phrases.what_happened(record)
 
 
 def _cause(record: Record) -> str | None:

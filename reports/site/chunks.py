@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attncheck.reports.analysis.recommendation import STANDINGS
-from attncheck.reports.html.safe_text import clean_json
+from attncheck.reports.html.records import clean_json
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.records import OUTCOMES
 from attncheck.reports.site.current import Subject

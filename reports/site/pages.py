@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.html.environment import template_environment
-from attncheck.reports.html.support_view import SIGNS
+from attncheck.reports.document.support import SIGNS
 from attncheck.reports.site.chunks import device_chunk, index_chunk, script
 from attncheck.reports.site.current import CaseCounts, CurrentCase, Subject, history, subjects
+from attncheck.reports.site.environment import template_environment
 from attncheck.reports.site.model import SiteRun, slug
 
 T = TypeVar("T")
@@ -137,9 +137,9 @@ def site_files(site: Site) -> Iterable[SiteFile]:
     for name, answers in site.by_case.items():
         yield page(f"cases/{slug(name)}.html", "case.html", name=name, answers=answers)
     yield SiteFile("data/index.js", script("index", index_chunk(site.runs, site.subjects)))
-    styles = [_text("attncheck.reports.html", "page.css"), _text(__package__, "site.css")]
+    styles = [_text(__package__, "page.css"), _text(__package__, "site.css")]
     yield SiteFile("site.css", "\n".join(styles))
-    shared = [_text("attncheck.reports.html", name) for name in SCRIPTS]
+    shared = [_text(__package__, name) for name in SCRIPTS]
     scripts = ['"use strict";', *shared, *(_text(__package__, name) for name in ("site.js", "choose.js"))]
     yield SiteFile("choose.js", "\n".join(scripts))
     for name in ("theme.js", "icon.svg"):
