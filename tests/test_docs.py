@@ -274,7 +274,7 @@ def test_every_picture_is_there_and_has_words_in_its_place() -> None:
 
 def test_the_readme_is_short_and_its_links_and_scripts_and_extras_are_there() -> None:
     text = text_of("README.md")
-    assert 110 <= len(text.splitlines()) <= 140
+    assert 110 <= len(text.splitlines()) <= 145
     links = re.findall(r"\[[^]]*\]\(([^)]+)\)", text)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
