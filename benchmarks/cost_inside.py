@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,13 +65,24 @@ def truths() -> dict[str, float]:
 
 def prefill() -> dict[str, float]:
     """Time the reference on one causal prefill of 4,096 tokens; operations are counted for the visible keys only."""
-    import reference_prefill as benchmark
+    from attncheck.reference import AttentionParams, paged_attention
 
-    problem, tokens = benchmark.make_problem(4096), 4096
-    operations = 2 * benchmark.HEADS * benchmark.HEAD_SIZE * tokens * (tokens + 1)
+    tokens, heads, head_size, block_size = 4096, 8, 64, 16
+    generator = torch.Generator().manual_seed(0)
+    blocks = tokens // block_size
+    query = torch.randn(tokens, heads, head_size, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, blocks, block_size, heads, head_size, generator=generator, dtype=torch.float64)
+    table = torch.randperm(blocks, generator=generator)[None].to(torch.int32)
+    lengths, starts = torch.tensor([tokens]), torch.tensor([0, tokens])
+    params = AttentionParams(num_heads=heads, num_kv_heads=heads, head_size=head_size)
+
+    size = 2048
+    left, right = torch.ones(2, size, size, dtype=torch.float64)
+    matmul_rate = 2 * size**3 / best(lambda: left @ right)
+    operations = 2 * heads * head_size * tokens * (tokens + 1)
     return {
-        "float64 prefill": best(lambda: benchmark.reference(*problem)),
-        "one float64 matmul of as many operations": operations / benchmark.matmul_rate(),
+        "float64 prefill": best(lambda: paged_attention(query, key, value, table, lengths, starts, params)),
+        "one float64 matmul of as many operations": operations / matmul_rate,
     }
 
 
@@ -143,5 +153,4 @@ def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
 PARTS = {part.__name__: part for part in (yardsticks, truths, prefill, examination)}
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     print(json.dumps(PARTS[sys.argv[1]]()))

@@ -96,13 +96,8 @@ def check_without_torch(wheel: Path, scratch: Path, outside: Path) -> None:
 def check_first_steps(wheel: Path, scratch: Path, outside: Path) -> None:
     """Install with all dependencies, and create, run and test a backend of each kind in :data:`WAYS`."""
     home = Home(scratch / "with_torch", outside, [str(wheel)])
-    pages = [ROOT / "docs" / name for name in ("adding-a-backend.md", "backend-classes.md")]
-    shown = "".join(page.read_text(encoding="utf-8") for page in pages)
     for kind in WAYS:
         printed = home.run("attncheck", "new", "backend", "mine", "--kind", kind, "--output", kind)
-        written = (outside / kind / "mine.py").read_text(encoding="utf-8")
-        if f"```python\n{written}```\n" not in shown:
-            sys.exit(f"docs/adding-a-backend.md and its neighbour do not show the {kind} that is written:\n{written}")
         run, test = (shlex.split(line) for line in re.findall(r"^  (.*)$", printed, re.MULTILINE))
         if "passed: 1 backend, 4 cases" not in (output := home.run(*run, "--case", "decode*")):
             sys.exit(f"the {kind} that is written does not pass:\n{output}")

@@ -1,11 +1,13 @@
 """Pages that the code writes: a hook of mkdocs, which adds them to the site and to no folder.
 
-They are the pages of the reference, and the site of the kept runs in ``measured``. Importing this module and writing
-every page loads neither torch nor mkdocs.
+They are the pages of the reference, the reports of the kept runs, and the site of these runs in ``measured``. Importing
+this module and writing every page loads neither torch nor mkdocs.
 """
 
 import inspect
+import json
 import re
+import runpy
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+import yaml
 from docstrings import plain
 
 import attncheck
@@ -23,11 +26,17 @@ from attncheck.backends.declarations import required_features
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.schema import json_schema
 from attncheck.harness.cli.app import app
+from attncheck.harness.cli.new import BackendKind, template_files
 from attncheck.reference import spec
 from attncheck.reference.lazy_exports import homes
+from attncheck.reports.audit.page import render as render_audit
+from attncheck.reports.markdown.run import render_run
+from attncheck.reports.run_file.store import Run, read_run
 from attncheck.reports.site.build import names_of, read_runs, run_files, write_site
 
 MADE = "Generated from the code of this version.\n"
+EVIDENCE = Path(__file__).parents[1] / "evidence"
+TESTS = Path(__file__).parents[2] / "tests" / "miniatures"
 SHOWN_OF_CONTRACT = (
     "contract.AttentionBackend",
     "contract.KVCacheSpec",
@@ -234,7 +243,7 @@ def contract() -> str:
         "# The contract of a backend\n\nThis page documents the classes that a backend derives from or receives.\n"
         f"{MADE}`attncheck.backends.contract` exports them, apart from `kernel_backend` and the classes `Paged...`.\n"
         "`CommonAttentionMetadata` and `AttentionMetadataBuilder` are on the page of [the reference](functions.md).\n"
-        f"[Classes of the contract](../backend-classes.md) shows a whole backend.\n\n## Names\n{documented(names)}"
+        f"[Templates](templates.md) shows a whole backend.\n\n## Names\n{documented(names)}"
     )
 
 
@@ -252,6 +261,81 @@ def functions() -> str:
     )
 
 
+FAULTS = """\
+# Faults of backends, and what each costs
+
+This page lists faults that attncheck's tests give to backends, and how each fault changes a run.
+
+Each row is a backend of `tests/miniatures/faults.py`. A test examines it beside `torch_sdpa`, over four small cases.
+The fault occurs in one of them, and changes no other record. No process is left. [Crashes](../crashes.md) explains the
+outcomes.
+
+The last column is the time in seconds that the fault adds to a run of two backends, on two busy cores. Differences
+below 0.5 s mean nothing. A crash costs two process starts: one to repeat the case, one for the next case. A hang also
+costs the limit of 5 s twice.
+"""
+
+
+def faults() -> str:
+    """Return the page of the faults that attncheck's own tests give to backends."""
+    parts = [FAULTS]
+    for section, found in yaml.safe_load((TESTS / "faults.yaml").read_text(encoding="utf-8")).items():
+        rows = []
+        for name, row in found.items():
+            outcome = code(row["outcome"]) + (f", {code(row['recurrence'])}" if "recurrence" in row else "")
+            rows.append((f"{code(name)}: {row['does']}", outcome, row.get("record", ""), row["seconds"]))
+        parts.append(f"\n## {section}\n\n{table(('fault', 'outcome', 'the record contains', 'seconds'), rows)}")
+    return "".join(parts)
+
+
+COST = """\
+# What a run costs
+
+This page shows how long attncheck takes. Seconds differ from machine to machine. So each cost is divided by a yardstick
+of the same machine, measured in the same minutes. Each column is a measurement of one version: the ratio, and the
+seconds it comes from. `python benchmarks/cost.py --append docs/cost.jsonl` adds one, on an idle machine.
+
+{table}
+
+- *first verdict*: `attncheck run --backend ./mine.py:Mine --case decode.float16 --check numerics`, from the command to
+  its end, with a process of the backend's own. *verdict after a save*: the same under `--watch`, from the save.
+- *smoke*: the sum of the durations of the records. `torch_sdpa` declares `UNIFORM_BATCH`, `reference` `NEVER`.
+- *truths of smoke*: problems, truths and budgets of the cases of suite `smoke`, computed on one core.
+- *ten cases*: four of suite `mixed` and six of `decode`, examined by all checks, for the second time in one process.
+  The yardstick is a test in vLLM's style: metadata, one `forward`, torch's own attention for each request, one
+  `allclose`.
+- *float64 prefill*: the reference on one causal prompt of 4,096 tokens. A ratio of 2 is half the rate of a matmul.
+- *default run*: `attncheck run` without arguments; *again*: with the truths that the first one stored.
+
+Parts of one process are CPU seconds, commands are wall time. Both are the best of several, except for the default run.
+"""
+
+
+def cost() -> str:
+    """Return the page of the measurements of ``benchmarks/cost.py``."""
+    benchmark = runpy.run_path(str(EVIDENCE.parents[1] / "benchmarks" / "cost.py"))
+    lines = (EVIDENCE.parent / "cost.jsonl").read_text(encoding="utf-8").splitlines()
+    return COST.format(table=benchmark["table"]([json.loads(line) for line in lines]))
+
+
+def templates() -> str:
+    """Return the page of the files that ``attncheck new backend`` writes."""
+    shown = {
+        "function": "A function",
+        "classes": "Classes of attncheck's contract",
+        "vllm": "Classes of vLLM's interface",
+    }
+    parts = [
+        f"\n## {title}\n\n`attncheck new backend mine --kind {kind}` writes:\n\n"
+        f"```python\n{template_files(BackendKind(kind), 'mine')['mine.py']}```\n"
+        for kind, title in shown.items()
+    ]
+    return (
+        "# Files that `attncheck new backend` writes\n\nThis page shows three small and correct backends.\n"
+        f"{MADE}[Add a backend](../adding-a-backend.md) explains the kinds.\n" + "".join(parts)
+    )
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "checks": checks,
     "features": features,
@@ -260,15 +344,39 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "python": python,
     "contract": contract,
     "functions": functions,
+    "templates": templates,
+    "faults": faults,
+    "cost": cost,
 }
+
+
+REPORTS: Mapping[str, tuple[str, str]] = {
+    "measured-support": ("What the built-in candidates support", "cpu-2026-11-26/candidates.jsonl.xz"),
+    "vllm-cpu-attn": ("CPU_ATTN of vLLM 0.32.0", "vllm-0.32.0/cpu-attn.jsonl.xz"),
+    "vllm-triton-attn": ("TRITON_ATTN of vLLM 0.32.0, interpreted", "vllm-0.32.0/triton-attn.jsonl.xz"),
+    "vllm-mla": ("The latent backends of vLLM 0.32.0", "vllm-0.32.0/mla.jsonl.xz"),
+    "vllm-audit": ("The attention classes of vLLM 0.32.0: declared and measured", "vllm-0.32.0/audit.jsonl.xz"),
+    "vllm-utilities": ("The metadata utilities of vLLM 0.32.0", "vllm-0.32.0/utilities.jsonl.xz"),
+    "xformers-vllm": ("xformers_vllm, vLLM's former xformers design", "cpu-2026-11-26/xformers-vllm.jsonl.xz"),
+}
+"""Title and run file of each page that is the report of a run."""
+
+
+def report(name: str) -> str:
+    """Return the page of a kept run: its Markdown report, or its audit, under a title of its own."""
+    title, path = REPORTS[name]
+    run: Run = read_run(EVIDENCE / path)
+    text = render_audit(run) if name == "vllm-audit" else render_run(run).partition("\n")[2]
+    return f"# {title}\n\nThis page is the report of the run file `docs/evidence/{path}`.\n\n{text.lstrip()}"
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages to the site."""
     from mkdocs.structure.files import File
 
-    for name, page in PAGES.items():
-        files.append(File.generated(config, f"generated/{name}.md", content=page()))
+    pages = {name: page() for name, page in PAGES.items()} | {name: report(name) for name in REPORTS}
+    for name, content in pages.items():
+        files.append(File.generated(config, f"generated/{name}.md", content=content))
     for path, content in kept_runs():
         files.append(File.generated(config, f"measured/{path}", content=content))
     return files
@@ -278,7 +386,7 @@ def kept_runs() -> Iterable[tuple[str, str]]:
     """Yield path and text of each file of the site of the kept runs, without those of deliberately wrong backends."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "site"
-        files = run_files(Path(__file__).parents[1] / "evidence")
+        files = run_files(EVIDENCE)
         names = names_of(path for path in files if path.parent.name not in ("faults", "miniatures"))
         write_site(*read_runs(names, 2), output)
         for path in sorted(output.rglob("*.*")):

@@ -1,6 +1,6 @@
 """``attncheck new backend``: writes a small correct backend and its test, as a start. Loads no torch and no backend.
 
-The files are templates of ``harness/cli/templates`` with the name filled in; ``docs/adding-a-backend.md`` shows them.
+The files are templates of ``harness/cli/templates`` with the name filled in.
 """
 
 import keyword

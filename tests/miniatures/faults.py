@@ -1,4 +1,4 @@
-"""Backends with one fault each, named as in ``docs/faults.md``; without the fault if the variable FAULT is ``off``.
+"""Backends with one fault each, named as in ``faults.yaml``; without the fault if the variable FAULT is ``off``.
 
 A fault occurs once in a process, at the case with head size ``FAULTY``, or for ``later`` at the one with ``LATER``.
 """

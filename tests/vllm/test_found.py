@@ -13,9 +13,7 @@ import torch
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-COMMAND = re.search(
-    r"^attncheck (run --backend vllm:CPU_ATTN .*)$", (DOCS / "vllm-bridge.md").read_text(), re.MULTILINE
-)
+COMMAND = re.search(r"^attncheck (run --backend vllm:CPU_ATTN .*)$", (DOCS / "vllm.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("more", [[], ["--suite", "fp8_kv", "--suite", "soft_cap"]], ids=["as told", "what is known"])

@@ -1,7 +1,4 @@
-"""docs/ci*.md are true: commands work, on few cases, the expected fault is one, and they name what the workflows have.
-
-`gh` talks to GitHub: of its lines only the workflow and its input are looked at.
-"""
+"""docs/ci.md and docs/ci-gpus.md are true: the expected fault is one, and they name what action and workflows have."""
 
 import re
 import shlex
@@ -17,64 +14,25 @@ from attncheck.harness.cli.app import app
 pytestmark = pytest.mark.xdist_group("ci-page")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TEXT = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("ci.md", "ci-gpus.md", "ci-pytest.md"))
+TEXT = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("ci.md", "ci-gpus.md"))
 GPU = "attncheck-gpu.yml"
-COMMANDS = [command for command in re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE) if not command.startswith("gh ")]
 FILES = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 GITLAB = yaml.safe_load(FILES[".gitlab-ci.yml"])["attncheck"]
-FEW = {
-    "attncheck run": " --case 'long-*,head-size.*' --check numerics",
-    "pytest": " --attncheck-case 'long-*' -p no:cacheprovider",
-}
-"""Options that limit a command to a few cases."""
-SHARD = "attncheck run --backend ./my_backend.py:MyBackend --suite smoke --shard"
 FAULT = "    if metadata.max_query_len > 128:\n        return\n"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, shell):
-    """``run(command)``: in a folder with a backend of one's own, and the run files that the GPU workflow leaves."""
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "known.yaml").write_text(FILES["known.yaml"], encoding="utf-8")
-    run_command = "attncheck run --backend torch_sdpa --suite decode --case single"
-    made = [
-        "attncheck new backend my_backend && rm test_my_backend.py",  # which pytest would collect
-        f"{run_command} --check numerics --output results/correctness.jsonl",
-        f"{run_command} --check timing --rounds 2 --time-limit 0.01 --output results/timing.jsonl && cp -r results base",
-    ]
-    for command in made:
-        code, printed = shell(command, folder)
-        assert code == 0, printed
-
-    for number in (1, 3):  # the page shows the second of three
-        code, printed = shell(f"{SHARD} {number}/3 --output {number}.jsonl{FEW['attncheck run']}", folder)
-        assert code == 0, printed
-
-    def run(command):
-        command += next((words for beginning, words in FEW.items() if command.startswith(beginning)), "")
-        return shell(command, folder)
-
-    run.folder = folder
-    return run
-
-
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "--expect" not in command])
-def test_a_command_works(run, command):
-    code, printed = run(command)
-    assert code == 0, printed
-
-
-def test_the_known_fault_is_expected_and_its_end_is_noticed(run):
-    (expect,) = (command for command in COMMANDS if "--expect" in command)
-    path = run.folder / "my_backend.py"
-    right = path.read_text(encoding="utf-8")
-    code, printed = run(expect)
+def test_the_known_fault_is_expected_and_its_end_is_noticed(shell, tmp_path):
+    (tmp_path / "known.yaml").write_text(FILES["known.yaml"], encoding="utf-8")
+    (expect,) = re.findall(r"^\$ (attncheck run .*--expect .*)$", TEXT, re.MULTILINE)
+    code, printed = shell(f"attncheck new backend my_backend && {expect} --case 'long-*'", tmp_path)
     assert code == 1, printed
     assert "xpassed" in printed
+    path = tmp_path / "my_backend.py"
+    right = path.read_text(encoding="utf-8")
     first = re.search(r"^def attend\([^)]*\) -> None:\n(    \"\"\".*\n)?", right, re.MULTILINE)[0]
     path.write_text(right.replace(first, first + FAULT), encoding="utf-8")
-    code, printed = run(expect)
+    code, printed = shell(f"{expect} --case 'long-*'", tmp_path)
     assert code == 0, printed
     assert "failed as expected" in printed
 

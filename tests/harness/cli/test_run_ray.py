@@ -115,8 +115,8 @@ def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster: Any,
 
 
 def test_the_command_of_the_page_runs_in_a_copy_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "many-machines.md").read_text()
-    (command,) = re.findall(r"^\$ attncheck run (.*)$", page, re.MULTILINE)
+    page = (Path(__file__).parents[3] / "docs" / "ci-gpus.md").read_text()
+    (command,) = re.findall(r"^\$ attncheck run (.* --executor ray .*)$", page, re.MULTILINE)
     (environment,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (folder / "env.yaml").write_text(environment)
     (folder / "mine.py").write_text(MINE[: MINE.index("class Slow")] + MINE[MINE.index("class Lost") :])

@@ -1,10 +1,9 @@
-"""docs/faults*.md are true: each of their faults ends as its row states, and changes no other record of its run.
+"""Each fault of tests/miniatures/faults.yaml ends as its row states, and changes no other record of its run.
 
 The backends of a section share a run. It tries 8 findings again, so that at most 8 rows of a section have a recurrence.
 """
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.registry import import_file
@@ -26,8 +26,7 @@ from attncheck.reports.run_file.store import read_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals and limits of memory are those of Linux")
 
-ROOT = Path(__file__).resolve().parent.parent
-BACKENDS = ROOT / "tests" / "miniatures" / "faults.py"
+BACKENDS = Path(__file__).with_name("faults.py")
 SUITE = """\
 suite: small
 defaults:
@@ -98,15 +97,12 @@ class Row:
 
 
 def rows() -> list[Row]:
-    found, section = [], ""
-    row = re.compile(r"\| `(\w+)`: .*? \| `(\w+)`(?:, `(\w+)`)? \|(?: (.*?))? \| [\d.]+ \|")
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("faults.md", "faults-of-state.md")]
-    for line in "".join(pages).splitlines():
-        section = line[3:] if line.startswith("## ") else section
-        if match := row.fullmatch(line):
-            name, outcome, recurrence, message = match.groups(default="")
-            found.append(Row(section, name, outcome, recurrence, message.replace("`", "")))
-    return found
+    sections = yaml.safe_load(BACKENDS.with_suffix(".yaml").read_text(encoding="utf-8"))
+    return [
+        Row(section, name, row["outcome"], row.get("recurrence", ""), row.get("record", ""))
+        for section, found in sections.items()
+        for name, row in found.items()
+    ]
 
 
 ROWS = rows()
