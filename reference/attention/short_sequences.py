@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from attncheck.reference.attention.online_softmax import ScoreRule, heads_first, pivot
-from attncheck.reference.attention.params import AttentionParams
-from attncheck.reference.attention.visibility import Span, Visibility
+from attncheck.reference.attention.params import AttentionParams, Span, Visibility
 
 _MOST_ELEMENTS = 2**20
 """Most elements of a run: its scores, plus its keys and values."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncheck.reference import AttentionParams, visible
-from attncheck.reference.attention.visibility import Visibility, row_span
+from attncheck.reference.attention.params import Visibility, row_span
 
 
 @st.composite
