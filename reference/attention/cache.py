@@ -201,19 +201,17 @@ def reshape_and_cache(
     tensor([[0., 0., 0., 0.],
             [0., 0., 1., 0.]])
     """
-    require_shape("key_cache", key_cache, None, None, None, None, legend="blocks, block_size, num_kv_heads, head_size")
-    require_shape("value_cache", value_cache, *key_cache.shape[:3], None, legend="as the key cache")
+    legend = "blocks, block_size, num_kv_heads, head_size"
+    check_cache("key_cache", key_cache, None, None, None, None, legend=legend, scale=k_scale)
+    check_cache("value_cache", value_cache, *key_cache.shape[:3], None, legend="as the key cache", scale=v_scale)
     halves = (("key", key, key_cache, k_scale), ("value", value, value_cache, v_scale))
     slots = host_ints("slot_mapping", slot_mapping)
-    for name, rows, cache, scale in halves:
+    for name, rows, cache, _ in halves:
         require_float(name, rows)
-        require_float(f"{name}_cache", cache, float8=True)
         require_shape(name, rows, None, *cache.shape[2:], legend="rows, num_kv_heads, head_size")
         require_same_device("key", key, **{name: rows, f"{name}_cache": cache})
         if len(rows) < len(slots):
             raise ReferenceArgumentError(f"{name}.shape", tuple(rows.shape), f"at least {len(slots)} rows, one a slot")
-        if is_float8(cache):
-            require_scale(f"{name[0]}_scale", scale, cache.shape[2:3], cache.shape[:3])
     num_blocks, block_size = key_cache.shape[:2]
     live = [slot for slot in slots if slot >= 0]
     if live and max(live) >= num_blocks * block_size:
@@ -308,6 +306,21 @@ def kv_cache_views(cache: Tensor, packing: str, head_size: int) -> tuple[Tensor,
         rows, block_size = cache.transpose(1, 2), cache.shape[2] // 2
         return rows[:, :block_size], rows[:, block_size:]
     raise ReferenceArgumentError("packing", packing, "split_first, split_second, content or plane")
+
+
+def check_cache(name: str, cache: Tensor, *sizes: int | None, legend: str, scale: float | Tensor) -> None:
+    """Raise if a cache has another dtype or shape, no token a block, or float8 codes without a valid scale.
+
+    sizes: of all axes, None for any. scale: called ``k_scale`` or ``v_scale``, by the first letter of ``name``. If the
+    cache has a head axis, it may have one scale per head or per slot.
+    """
+    require_float(name, cache, float8=True)
+    require_shape(name, cache, *sizes, legend=legend)
+    if cache.shape[1] == 0:
+        raise ReferenceArgumentError(f"{name}.shape", tuple(cache.shape), "at least one token a block")
+    if is_float8(cache):
+        several = [cache.shape[2:3], cache.shape[:3]] if cache.dim() == 4 else []
+        require_scale(f"{name[0]}_scale", scale, *several)
 
 
 def _slots(position: Tensor, request: Tensor, table: Tensor, block_size: int) -> Tensor:

@@ -1,13 +1,23 @@
-"""Multi-head latent attention with up-projected keys and values (the naive form), in one pass or with chunked context.
+"""Multi-head latent attention: its parameters, its cache, and attention in the naive and in the absorbed form.
 
-With the cache row ``[c, k_pe]`` of a token (:mod:`attncheck.reference.attention.mla`), query heads of ``P + E``
-and the up-projections ``w_uk`` (``[L, H, P]``) and ``w_uv`` (``[L, H, V]``)::
+A token has one cache row, shared by all heads: the latent part ``c`` (``L`` wide, already normalised), then the rotated
+part ``k_pe`` of the keys (``E`` wide). There is no value cache; values are computed from ``c``. Query heads are
+``P + E`` wide, and the up-projections are ``w_uk`` (``[L, H, P]``) and ``w_uv`` (``[L, H, V]``).
+
+The naive form projects keys and values up, one key tile at a time, so that memory does not grow with a request::
 
     k[j, h] = [ c[j] . w_uk[:, h] , k_pe[j] ]        q[h] = [ q_nope[h] , q_pe[h] ]
     v[j, h] =   c[j] . w_uv[:, h]                    softmax attention, one KV head per query head
 
-Keys and values are computed one key tile at a time, so that memory does not grow with the length of a request. If
-``precision.out`` is set, it also rounds keys and values, because an engine stores them between two kernels.
+The absorbed form computes the same function from unchanged cache rows. It applies the key up-projection to the query,
+one query tile at a time, and the value up-projection to the output::
+
+    k[j] = [ c[j] , k_pe[j] ]        q[h] = [ w_uk[:, h] . q_nope[h] , q_pe[h] ]
+    v[j] =   c[j]                    softmax attention, one KV head, with the softmax scale of the naive form
+    out[h] = out_latent[h] . w_uv[:, h]
+
+If ``precision.out`` is set, it also rounds what an engine stores between two kernels: the projected keys and values of
+the naive form, the latent query and the latent output of the absorbed one.
 """
 
 import math
@@ -20,14 +30,12 @@ from torch import Tensor
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import (
     host_ints,
-    is_float8,
     require_float,
     require_positive_int,
     require_same_device,
-    require_scale,
     require_shape,
 )
-from attncheck.reference.attention.cache import reshape_and_cache
+from attncheck.reference.attention.cache import check_cache, reshape_and_cache
 from attncheck.reference.attention.online_softmax import FetchKeys, ScoreRule, attend, merge_attn_states
 from attncheck.reference.attention.paged import PagedRequest, paged_requests, read_tokens, require_kv_range
 from attncheck.reference.attention.params import AttentionParams, Precision, Span, Visibility
@@ -131,12 +139,6 @@ def mla_params(layer: LayerSpec, *, causal: bool | None = None) -> MLAParams:
     )
 
 
-def require_mla_params(params: object) -> None:
-    """Raise if ``params`` is not an :class:`MLAParams`."""
-    if not isinstance(params, MLAParams):
-        raise ReferenceArgumentError("params", params, "MLAParams")
-
-
 @torch.no_grad()
 def mla_write_cache(
     kv_c_normed: Tensor,
@@ -169,11 +171,9 @@ def mla_write_cache(
         if len(rows) < len(slots):
             raise ReferenceArgumentError(f"{name}.shape", tuple(rows.shape), f"at least {len(slots)} rows, one a slot")
     latent = kv_c_normed.shape[1]
-    require_float("kv_cache", kv_cache, float8=True)
-    require_shape("kv_cache", kv_cache, None, None, latent + k_pe.shape[1], legend="blocks, block_size, L + E")
+    width = latent + k_pe.shape[1]
+    check_cache("kv_cache", kv_cache, None, None, width, legend="blocks, block_size, L + E", scale=k_scale)
     require_same_device("kv_cache", kv_cache, **parts)
-    if is_float8(kv_cache):
-        require_scale("k_scale", k_scale)
     heads = kv_cache.unsqueeze(2)
     reshape_and_cache(
         kv_c_normed.unsqueeze(1),
@@ -184,39 +184,6 @@ def mla_write_cache(
         k_scale=k_scale,
         v_scale=k_scale,
     )
-
-
-def check_latent(
-    queries: dict[str, tuple[Tensor, int]],
-    kv_cache: Tensor,
-    params: MLAParams,
-    k_scale: float | Tensor,
-    tile_sizes: tuple[int, int],
-) -> None:
-    """Raise if tensors, scale or tiles do not fit each other or the layer; ``queries``: name to (tensor, width)."""
-    rows = None
-    for name, (query, size) in queries.items():
-        require_float(name, query)
-        require_shape(name, query, rows, params.num_heads, size, legend="rows, num_heads, size")
-        rows = query.shape[0]
-    require_float("kv_cache", kv_cache, float8=True)
-    legend = "blocks, block_size, kv_lora_rank + qk_rope_head_dim"
-    require_shape("kv_cache", kv_cache, None, None, params.latent_size, legend=legend)
-    if kv_cache.shape[1] == 0:
-        raise ReferenceArgumentError("kv_cache.shape", tuple(kv_cache.shape), "at least one token a block")
-    require_same_device("kv_cache", kv_cache, **{name: query for name, (query, _) in queries.items()})
-    if is_float8(kv_cache):
-        require_scale("k_scale", k_scale)
-    require_positive_int("q_tile", tile_sizes[0])
-    require_positive_int("kv_tile", tile_sizes[1])
-
-
-def check_weights(w_uk: Tensor, w_uv: Tensor, kv_cache: Tensor, params: MLAParams) -> None:
-    """Raise if the up-projections do not fit the layer, or are not on the device of the cache."""
-    for name, weight, size in (("w_uk", w_uk, params.qk_nope_head_dim), ("w_uv", w_uv, params.v_head_dim)):
-        require_float(name, weight)
-        require_shape(name, weight, params.kv_lora_rank, params.num_heads, size, legend="kv_lora_rank, num_heads, size")
-        require_same_device("kv_cache", kv_cache, **{name: weight})
 
 
 @torch.no_grad()
@@ -262,12 +229,13 @@ def mla_attention_naive(
     >>> out.item(), round(lse.item(), 6)
     (58.5, 0.693147)
     """
-    form = _NaiveForm(q_nope, q_pe, kv_cache, w_uk, w_uv, params, k_scale, precision, (q_tile, kv_tile))
     require_kv_range(kv_range)
-    requests = paged_requests(("q_nope", q_nope), kv_cache, block_table, seq_lens, query_start_loc)
-    out_THV, lse_TH = form.no_keys(len(q_nope))
-    for request in requests:
-        out_THV[request.rows], lse_TH[request.rows] = form.attend(request, request.span(kv_range))
+    table, tiles = (block_table, seq_lens, query_start_loc), (q_tile, kv_tile)
+    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles)
+    weights = _up_projections(w_uk, w_uv, batch)
+    out_THV, lse_TH = batch.no_keys(len(q_nope), params.v_head_dim)
+    for request in batch.requests:
+        out_THV[request.rows], lse_TH[request.rows] = batch.attend_naive(request, request.span(kv_range), *weights)
     return out_THV, lse_TH
 
 
@@ -298,73 +266,19 @@ def mla_attention_chunked(
     workspace: context tokens of a request that are up-projected at once, at least 1. The other arguments are those of
     :func:`mla_attention_naive`.
     """
-    form = _NaiveForm(q_nope, q_pe, kv_cache, w_uk, w_uv, params, k_scale, precision, (q_tile, kv_tile))
     require_positive_int("workspace", workspace)
-    requests = paged_requests(("q_nope", q_nope), kv_cache, block_table, seq_lens, query_start_loc)
-    out_THV, lse_TH = form.no_keys(len(q_nope))
-    for request in requests:
+    table, tiles = (block_table, seq_lens, query_start_loc), (q_tile, kv_tile)
+    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles)
+    weights = _up_projections(w_uk, w_uv, batch)
+    out_THV, lse_TH = batch.no_keys(len(q_nope), params.v_head_dim)
+    for request in batch.requests:
         context_len = max(request.context_len, 0)
-        state = form.attend(request, (context_len, request.seq_len))
+        state = batch.attend_naive(request, (context_len, request.seq_len), *weights)
         for begin in range(0, context_len, workspace):
-            piece = form.attend(request, (begin, min(begin + workspace, context_len)))
+            piece = batch.attend_naive(request, (begin, min(begin + workspace, context_len)), *weights)
             state = merge_attn_states(*state, *piece, precision=precision)
         out_THV[request.rows], lse_TH[request.rows] = state
     return out_THV, lse_TH
-
-
-class _NaiveForm:
-    """The checked queries, cache and weights of a batch; the caller chooses the keys to attend to."""
-
-    def __init__(
-        self,
-        q_nope: Tensor,
-        q_pe: Tensor,
-        kv_cache: Tensor,
-        w_uk: Tensor,
-        w_uv: Tensor,
-        params: MLAParams,
-        k_scale: float | Tensor,
-        precision: Precision,
-        tile_sizes: tuple[int, int],
-    ) -> None:
-        require_mla_params(params)
-        queries = {"q_nope": (q_nope, params.qk_nope_head_dim), "q_pe": (q_pe, params.qk_rope_head_dim)}
-        check_latent(queries, kv_cache, params, k_scale, tile_sizes)
-        check_weights(w_uk, w_uv, kv_cache, params)
-        self.q_nope, self.q_pe, self.kv_cache, self.k_scale = q_nope, q_pe, kv_cache, k_scale
-        self.params, self.tile_sizes = params, tile_sizes
-        self.rule = ScoreRule(params.naive, precision, kv_cache.device, sinks=False)
-        compute = precision.compute
-        self.w_uk_LX, self.w_uv_LX = (w.to(compute).reshape(params.kv_lora_rank, -1) for w in (w_uk, w_uv))
-
-    def no_keys(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)`` of ``rows`` rows that see no key."""
-        compute, heads = self.rule.precision.compute, self.params.num_heads
-        out_THV = torch.zeros(rows, heads, self.params.v_head_dim, dtype=compute, device=self.kv_cache.device)
-        return out_THV, out_THV.new_full((rows, heads), -torch.inf)
-
-    def attend(self, request: PagedRequest, span: Span) -> tuple[Tensor, Tensor]:
-        """Return ``(out [q, H, V], lse [q, H])`` of the request's rows over its keys within ``span``."""
-        query_qHD = torch.cat([self.q_nope[request.rows], self.q_pe[request.rows]], dim=-1)
-        out_qHV, lse_qH = self.no_keys(len(query_qHD))
-        sight = Visibility(self.rule.params, span, request.context_len, request.index)
-        attend(query_qHD, self._reader(request.pages), sight, self.rule, self.tile_sizes, out_qHV, lse_qH)
-        return out_qHV, lse_qH
-
-    def _reader(self, pages: Tensor) -> FetchKeys:
-        params, precision = self.params, self.rule.precision
-        heads, latent, nope = params.num_heads, params.kv_lora_rank, params.qk_nope_head_dim
-
-        def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            row_kD = read_tokens(self.kv_cache, pages, lo, hi, self.k_scale, precision.compute).to(precision.compute)
-            c_kL, k_pe_kE = row_kD[:, :latent], row_kD[:, latent:]
-            k_HkD = row_kD.new_empty(heads, hi - lo, params.qk_head_dim)
-            k_HkD[..., :nope] = precision.round_out(c_kL @ self.w_uk_LX).view(hi - lo, heads, nope).transpose(0, 1)
-            k_HkD[..., nope:] = k_pe_kE
-            v_kHV = precision.round_out(c_kL @ self.w_uv_LX).view(hi - lo, heads, params.v_head_dim)
-            return k_HkD, v_kHV.transpose(0, 1)
-
-        return fetch
 
 
 @torch.no_grad()
@@ -387,23 +301,17 @@ def mla_attention_absorbed(
 ) -> tuple[Tensor, Tensor]:
     """Return latent attention ``(out [T, H, V], lse [T, H])`` of every query row over the cached tokens of its request.
 
-    Arguments, errors and (up to rounding) results are those of
-    :func:`~attncheck.reference.attention.mla.mla_attention_naive`.
+    Arguments, errors and (up to rounding) results are those of :func:`mla_attention_naive`.
     """
-    require_mla_params(params)
-    queries = {"q_nope": (q_nope, params.qk_nope_head_dim), "q_pe": (q_pe, params.qk_rope_head_dim)}
-    check_latent(queries, kv_cache, params, k_scale, (q_tile, kv_tile))
-    check_weights(w_uk, w_uv, kv_cache, params)
     require_kv_range(kv_range)
-    requests = paged_requests(("q_nope", q_nope), kv_cache, block_table, seq_lens, query_start_loc)
-
-    compute = precision.compute
-    w_uk_HPL, w_uv_HLV = w_uk.to(compute).permute(1, 2, 0), w_uv.to(compute).transpose(0, 1)
-    kernel = _LatentKernel(kv_cache, params, k_scale, precision, kv_tile)
-    out_THV, lse_TH = kernel.no_keys(len(q_nope), params.v_head_dim)
-    for request, rows in _row_tiles(requests, q_tile):
-        q_HqL = precision.round_out(torch.bmm(q_nope[rows].to(compute).transpose(0, 1), w_uk_HPL))
-        out_qHL, lse_TH[rows] = kernel.attend(request, rows, kv_range, q_HqL.transpose(0, 1), q_pe[rows])
+    table, tiles = (block_table, seq_lens, query_start_loc), (q_tile, kv_tile)
+    batch = _checked_batch(("q_nope", q_nope, q_pe), kv_cache, table, params, k_scale, precision, tiles)
+    w_uk_LHP, w_uv_LHV = _up_projections(w_uk, w_uv, batch)
+    w_uk_HPL, w_uv_HLV = w_uk_LHP.permute(1, 2, 0), w_uv_LHV.transpose(0, 1)
+    out_THV, lse_TH = batch.no_keys(len(q_nope), params.v_head_dim)
+    for request, rows in batch.row_tiles():
+        q_HqL = precision.round_out(torch.bmm(q_nope[rows].to(precision.compute).transpose(0, 1), w_uk_HPL))
+        out_qHL, lse_TH[rows] = batch.attend_latent(request, rows, q_HqL.transpose(0, 1), kv_range)
         out_THV[rows] = precision.round_out(torch.bmm(out_qHL.transpose(0, 1), w_uv_HLV)).transpose(0, 1)
     return out_THV, lse_TH
 
@@ -430,53 +338,128 @@ def mla_latent_attention(
     :func:`~attncheck.reference.attention.paged.paged_attention` with one KV head, whose values are the first ``L``
     channels of its keys.
     """
-    require_mla_params(params)
-    queries = {"q_latent": (q_latent, params.kv_lora_rank), "q_pe": (q_pe, params.qk_rope_head_dim)}
-    check_latent(queries, kv_cache, params, k_scale, (q_tile, kv_tile))
     require_kv_range(kv_range)
-    requests = paged_requests(("q_latent", q_latent), kv_cache, block_table, seq_lens, query_start_loc)
-    kernel = _LatentKernel(kv_cache, params, k_scale, precision, kv_tile)
-    out_THL, lse_TH = kernel.no_keys(len(q_latent), params.kv_lora_rank)
-    for request, rows in _row_tiles(requests, q_tile):
-        out_THL[rows], lse_TH[rows] = kernel.attend(request, rows, kv_range, q_latent[rows], q_pe[rows])
+    table, tiles = (block_table, seq_lens, query_start_loc), (q_tile, kv_tile)
+    batch = _checked_batch(("q_latent", q_latent, q_pe), kv_cache, table, params, k_scale, precision, tiles)
+    out_THL, lse_TH = batch.no_keys(len(q_latent), params.kv_lora_rank)
+    for request, rows in batch.row_tiles():
+        out_THL[rows], lse_TH[rows] = batch.attend_latent(request, rows, q_latent[rows], kv_range)
     return out_THL, lse_TH
 
 
-class _LatentKernel:
-    """Attention with cache rows as keys and their first ``L`` channels as values."""
+@dataclass(frozen=True)
+class LatentBatch:
+    """The checked queries and cache of one call of latent attention, and its requests that have rows.
 
-    def __init__(
-        self, kv_cache: Tensor, params: MLAParams, k_scale: float | Tensor, precision: Precision, kv_tile: int
-    ) -> None:
-        self.kv_cache, self.k_scale, self.kv_tile = kv_cache, k_scale, kv_tile
-        self.rule = ScoreRule(params.latent, precision, kv_cache.device, sinks=False)
+    ``query``: ``[T, H, P]`` or, already projected, ``[T, H, L]``.
+    """
+
+    query: Tensor
+    q_pe: Tensor
+    kv_cache: Tensor
+    requests: Sequence[PagedRequest]
+    params: MLAParams
+    k_scale: float | Tensor
+    precision: Precision
+    tile_sizes: tuple[int, int]
 
     def no_keys(self, rows: int, size: int) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of ``rows`` rows that see no key, with output heads of ``size``."""
-        compute, heads = self.rule.precision.compute, self.rule.params.num_heads
+        heads, compute = self.params.num_heads, self.precision.compute
         out = torch.zeros(rows, heads, size, dtype=compute, device=self.kv_cache.device)
         return out, out.new_full((rows, heads), -torch.inf)
 
-    def attend(
-        self, request: PagedRequest, rows: slice, kv_range: Sequence[int] | None, q_qHL: Tensor, q_pe_qHE: Tensor
+    def row_tiles(self) -> Iterator[tuple[PagedRequest, slice]]:
+        """Yield the rows of every request, at most ``q_tile`` at a time."""
+        q_tile, _ = self.tile_sizes
+        for request in self.requests:
+            for begin in range(request.rows.start, request.rows.stop, q_tile):
+                yield request, slice(begin, min(begin + q_tile, request.rows.stop))
+
+    def attend_naive(
+        self, request: PagedRequest, span: Span, w_uk_LHP: Tensor, w_uv_LHV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(out_latent [q, H, L], lse [q, H])`` of some ``rows`` of the request."""
-        params, compute = self.rule.params, self.rule.precision.compute
+        """Return ``(out [q, H, V], lse [q, H])`` of the request's rows over its keys within ``span``."""
+        params, precision = self.params, self.precision
+        heads, latent, nope = params.num_heads, params.kv_lora_rank, params.qk_nope_head_dim
+        w_uk_LX, w_uv_LX = w_uk_LHP.reshape(latent, -1), w_uv_LHV.reshape(latent, -1)
 
         def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
-            row_1kD = read_tokens(self.kv_cache, request.pages, lo, hi, self.k_scale, compute).to(compute).unsqueeze(0)
-            return row_1kD, row_1kD[..., : params.value_head_size]
+            row_kD = self._read(request, lo, hi)
+            c_kL, k_pe_kE = row_kD[:, :latent], row_kD[:, latent:]
+            k_HkD = row_kD.new_empty(heads, hi - lo, params.qk_head_dim)
+            k_HkD[..., :nope] = precision.round_out(c_kL @ w_uk_LX).view(hi - lo, heads, nope).transpose(0, 1)
+            k_HkD[..., nope:] = k_pe_kE
+            v_kHV = precision.round_out(c_kL @ w_uv_LX).view(hi - lo, heads, params.v_head_dim)
+            return k_HkD, v_kHV.transpose(0, 1)
 
-        query_qHD = torch.cat([q_qHL.to(compute), q_pe_qHE.to(compute)], dim=-1)
+        query_qHD = torch.cat([self.query[request.rows], self.q_pe[request.rows]], dim=-1)
+        sight = Visibility(params.naive, span, request.context_len, request.index)
+        return self._attend(query_qHD, fetch, sight)
+
+    def attend_latent(
+        self, request: PagedRequest, rows: slice, q_qHL: Tensor, kv_range: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(out_latent [q, H, L], lse [q, H])`` of some ``rows``, whose queries are projected."""
+        params, compute = self.params, self.precision.compute
+
+        def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
+            row_1kD = self._read(request, lo, hi).unsqueeze(0)
+            return row_1kD, row_1kD[..., : params.kv_lora_rank]
+
+        query_qHD = torch.cat([q_qHL.to(compute), self.q_pe[rows].to(compute)], dim=-1)
         first = request.context_len + rows.start - request.rows.start
-        sight = Visibility(params, request.span(kv_range), first, request.index)
-        out_qHL, lse_qH = self.no_keys(len(query_qHD), params.value_head_size)
-        attend(query_qHD, fetch, sight, self.rule, (len(query_qHD), self.kv_tile), out_qHL, lse_qH)
-        return out_qHL, lse_qH
+        return self._attend(query_qHD, fetch, Visibility(params.latent, request.span(kv_range), first, request.index))
+
+    def _read(self, request: PagedRequest, lo: int, hi: int) -> Tensor:
+        """Return the cache rows ``lo .. hi - 1`` of the request, ``[k, L + E]``, in the compute dtype."""
+        compute = self.precision.compute
+        return read_tokens(self.kv_cache, request.pages, lo, hi, self.k_scale, compute).to(compute)
+
+    def _attend(self, query_qHD: Tensor, fetch: FetchKeys, sight: Visibility) -> tuple[Tensor, Tensor]:
+        rule = ScoreRule(sight.params, self.precision, self.kv_cache.device, sinks=False)
+        out_qHV, lse_qH = self.no_keys(len(query_qHD), sight.params.value_head_size)
+        attend(query_qHD, fetch, sight, rule, self.tile_sizes, out_qHV, lse_qH)
+        return out_qHV, lse_qH
 
 
-def _row_tiles(requests: Sequence[PagedRequest], q_tile: int) -> Iterator[tuple[PagedRequest, slice]]:
-    """Yield the rows of every request, at most ``q_tile`` at a time."""
-    for request in requests:
-        for begin in range(request.rows.start, request.rows.stop, q_tile):
-            yield request, slice(begin, min(begin + q_tile, request.rows.stop))
+def _checked_batch(
+    query: tuple[str, Tensor, Tensor],
+    kv_cache: Tensor,
+    table: tuple[Tensor, Tensor, Tensor],
+    params: MLAParams,
+    k_scale: float | Tensor,
+    precision: Precision,
+    tile_sizes: tuple[int, int],
+) -> LatentBatch:
+    """Return the batch of a call; raise if its arguments do not fit each other or the layer.
+
+    query: the name of the first part, ``q_nope`` or ``q_latent``, then both parts. table: block table, sequence lengths
+    and row offsets.
+    """
+    if not isinstance(params, MLAParams):
+        raise ReferenceArgumentError("params", params, "MLAParams")
+    name, first, q_pe = query
+    widths = {"q_nope": params.qk_nope_head_dim, "q_latent": params.kv_lora_rank}
+    legend = "rows, num_heads, size"
+    require_shape(name, first, None, params.num_heads, widths[name], legend=legend)
+    require_shape("q_pe", q_pe, len(first), params.num_heads, params.qk_rope_head_dim, legend=legend)
+    for part_name, part in ((name, first), ("q_pe", q_pe)):
+        require_float(part_name, part)
+        require_same_device("kv_cache", kv_cache, **{part_name: part})
+    legend = "blocks, block_size, kv_lora_rank + qk_rope_head_dim"
+    check_cache("kv_cache", kv_cache, None, None, params.latent_size, legend=legend, scale=k_scale)
+    require_positive_int("q_tile", tile_sizes[0])
+    require_positive_int("kv_tile", tile_sizes[1])
+    requests = paged_requests((name, first), kv_cache, *table)
+    return LatentBatch(first, q_pe, kv_cache, requests, params, k_scale, precision, tile_sizes)
+
+
+def _up_projections(w_uk: Tensor, w_uv: Tensor, batch: LatentBatch) -> tuple[Tensor, Tensor]:
+    """Return the up-projections in the compute dtype; raise if they do not fit the layer or the device of the cache."""
+    params, compute = batch.params, batch.precision.compute
+    for name, weight, size in (("w_uk", w_uk, params.qk_nope_head_dim), ("w_uv", w_uv, params.v_head_dim)):
+        require_float(name, weight)
+        require_shape(name, weight, params.kv_lora_rank, params.num_heads, size, legend="kv_lora_rank, num_heads, size")
+        require_same_device("kv_cache", batch.kv_cache, **{name: weight})
+    return w_uk.to(compute), w_uv.to(compute)

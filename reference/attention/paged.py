@@ -25,7 +25,7 @@ from attncheck.reference.arguments import (
     require_shape,
     require_shard,
 )
-from attncheck.reference.attention.cache import fp8_values
+from attncheck.reference.attention.cache import check_cache, fp8_values
 from attncheck.reference.attention.online_softmax import FetchKeys, ScoreRule, attend, heads_first
 from attncheck.reference.attention.params import (
     AttentionParams,
@@ -272,24 +272,17 @@ def check_paged(
 ) -> None:
     """Raise if tensors, scales or tiles do not fit each other or the layer; ``scales`` of query, key, value."""
     require_params(params)
-    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        require_float(name, tensor, float8=True)
-    heads, size = params.num_kv_heads, params.head_size
-    require_shape("query", query, None, params.num_heads, size, legend="rows, num_heads, head_size")
-    legend = "blocks, block_size, num_kv_heads, head_size"
-    require_shape("key_cache", key_cache, None, None, heads, size, legend=legend)
-    require_shape(
-        "value_cache", value_cache, *key_cache.shape[:2], heads, params.value_head_size, legend="as the key cache"
-    )
-    if key_cache.shape[1] == 0:
-        raise ReferenceArgumentError("key_cache.shape", tuple(key_cache.shape), "at least one token a block")
-    require_same_device("query", query, key_cache=key_cache, value_cache=value_cache)
     q_scale, k_scale, v_scale = scales
+    require_float("query", query, float8=True)
+    heads, size, value_size = params.num_kv_heads, params.head_size, params.value_head_size
+    require_shape("query", query, None, params.num_heads, size, legend="rows, num_heads, head_size")
     if is_float8(query):
         require_scale("q_scale", q_scale, (params.num_heads,))
-    for name, cache, scale in (("k_scale", key_cache, k_scale), ("v_scale", value_cache, v_scale)):
-        if is_float8(cache):
-            require_scale(name, scale, (heads,), tuple(cache.shape[:3]))
+    legend = "blocks, block_size, num_kv_heads, head_size"
+    check_cache("key_cache", key_cache, None, None, heads, size, legend=legend, scale=k_scale)
+    pages = key_cache.shape[:2]
+    check_cache("value_cache", value_cache, *pages, heads, value_size, legend="as the key cache", scale=v_scale)
+    require_same_device("query", query, key_cache=key_cache, value_cache=value_cache)
     require_positive_int("q_tile", tile_sizes[0])
     require_positive_int("kv_tile", tile_sizes[1])
 
