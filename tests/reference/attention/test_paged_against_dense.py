@@ -1,7 +1,8 @@
-"""The tiled computation against two formulations that share nothing with it: dense float64, and plain loops."""
+"""Attention over pages and over packed keys against two formulations: dense float64, and plain loops."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,8 +104,10 @@ def test_random_packed_sequences(make_batch, dense, same_state, question, includ
     params, requests, tiles, places = question
     query_lens, seq_lens = zip(*requests, strict=True)
     batch = make_batch(query_lens, seq_lens, params, **places)
-    ends = torch.tensor([0, *seq_lens], dtype=torch.int32).cumsum(0)
-    packed = (batch.query, torch.cat(batch.keys), torch.cat(batch.values), batch.query_start_loc, ends, params)
+    ends = torch.tensor([0, *seq_lens]).cumsum(0).int()
+    behind = [x[0].new_full((3, *x[0].shape[1:]), torch.nan) for x in (batch.keys, batch.values)]
+    keys, values = torch.cat([*batch.keys, behind[0]]), torch.cat([*batch.values, behind[1]])
+    packed = (batch.query, keys, values, batch.query_start_loc.int(), ends, params)
     state = varlen_attention(*packed, include_sinks=include_sinks, **tiles)
     same_state(state, dense(batch, params, include_sinks=include_sinks))
 
@@ -161,6 +164,16 @@ def test_plain_loops(make_batch, seen, params):
             for d in range(params.value_head_size):
                 want = math.fsum(weight * v[j][h // group][d] for j, weight in weights.items()) / total
                 assert math.isclose(float(out[row, h, d]), want, rel_tol=1e-12, abs_tol=1e-13)
+
+
+def test_no_requests_at_all(make_batch):
+    params = AttentionParams(4, 2, 8)
+    batch = make_batch((1,), (4,), params)
+    none = torch.zeros(0, dtype=torch.int32)
+    nobody = replace(batch, block_table=none.view(0, 1), seq_lens=none, query_start_loc=none.new_zeros(1))
+    out, lse = nobody.attend(params)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == -torch.inf).all()
 
 
 def test_a_nan_that_is_data_is_not_hidden(make_batch):
