@@ -25,7 +25,7 @@ from attncheck.backends.contract import (
 from attncheck.backends.declarations import block_size_reason
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.attention.mla_layer import MLAParams
+from attncheck.reference.attention.mla import MLAParams
 
 
 class LatentBackend(AttentionBackend):

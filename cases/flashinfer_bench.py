@@ -3,24 +3,86 @@
 Supported definitions are of the kinds ``gqa_paged``, ``gqa_ragged`` and ``mla_paged``. Sizes and dtypes come from the
 definition, lengths from the index tensors of a workload. An unreadable workload is skipped, with the reason in the
 suite's notes.
+
+Index tensors are in safetensors files, which are read here without the tensor libraries that the safetensors package
+needs: eight bytes with the length of the header, the header as JSON with dtype, shape and offsets of each tensor, then
+the tensors, little-endian.
 """
 
 import re
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from attncheck.cases.consistency import check_meaning
+from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case, Suite
-from attncheck.cases.paths import implied_path
-from attncheck.cases.safetensors import read_integers
 from attncheck.cases.suite_file import MAX_CASES, MAX_CONTENT
 from attncheck.errors import CaseFileError, SpecError
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, PaddingSpec, RequestSpec
+
+_LENGTH_BYTES = 8
+_MOST_HEADER = 2**24
+_MOST_BYTES = 2**26
+"""Most bytes of one index tensor: 8 million requests."""
+
+_CODES = {"I32": "i", "I64": "q"}
+
+
+class _Place(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    dtype: str
+    data_offsets: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
+
+
+_PLACE: TypeAdapter[_Place] = TypeAdapter(_Place)
+_HEADER: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+
+def read_integers(path: Path, key: str) -> list[int]:
+    """Return the numbers of the tensor ``key``, in storage order.
+
+    Raises:
+        SpecError: the file cannot be read, or has no such tensor of int32 or int64.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= _MOST_HEADER:
+                raise _unread_file(path, f"a header of {length} bytes")
+            header = _HEADER.validate_json(file.read(length))
+            if key not in header:
+                raise _unread_file(path, f"no tensor {key!r} among {', '.join(list(header)[:8])}")
+            place = _PLACE.validate_python(header[key])
+            if place.dtype not in _CODES:
+                raise _unread_file(path, f"{key} has dtype {place.dtype}, not int32 or int64")
+            begin, end = place.data_offsets
+            if not 0 <= end - begin <= _MOST_BYTES:
+                raise _unread_file(path, f"{key} has {end - begin} bytes")
+            file.seek(_LENGTH_BYTES + length + begin)
+            content = file.read(end - begin)
+    except OSError as error:
+        raise _unread_file(path, error.strerror or str(error)) from error
+    except ValidationError as error:
+        raise _unread_file(path, "the header is no JSON of a safetensors file") from error
+    numbers = array(_CODES[place.dtype])
+    if len(content) != end - begin or len(content) % numbers.itemsize:
+        raise _unread_file(path, f"{key} is cut off")
+    numbers.frombytes(content)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
+
+
+def _unread_file(path: Path, reason: str) -> SpecError:
+    return SpecError(f"{path.name}: {reason}", field="workload", value=str(path), allowed="a safetensors file")
+
 
 _DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32"}
 _CACHE_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}

@@ -9,12 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from attncheck.cases.flashinfer_bench import definition_fault, is_flashinfer_definition, read_flashinfer_bench
+from attncheck.cases.keys import read_defaults, split_variant
 from attncheck.cases.model import Case, Suite
-from attncheck.cases.overrides import read_defaults, split_variant
 from attncheck.cases.suite_file import FILE_KEYS, read_suite
-from attncheck.cases.tree import Table, describe
 from attncheck.cases.vllm_bench import is_vllm_bench, read_vllm_bench
-from attncheck.cases.yaml_tree import parse_yaml, read_text
+from attncheck.cases.yaml_tree import Table, describe, parse_yaml, read_text
 from attncheck.errors import UnknownNameError
 
 _SUITES = Path(__file__).parent / "suites"
@@ -36,7 +35,7 @@ def suite_file(name: str) -> Path:
 def load_suite(name_or_path: str) -> Suite:
     """Return the built-in suite of that name, or the suite in that file; a built-in name takes precedence.
 
-    Defaults in braces after it replace the suite's own: see :mod:`attncheck.cases.overrides`.
+    Defaults in braces after it replace the suite's own: see :mod:`attncheck.cases.keys`.
 
     Raise :class:`CaseFileError` for a file that cannot be read or is invalid. Raise :class:`UnknownNameError` for a
     string that is not a suite's name and does not look like a file.

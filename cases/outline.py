@@ -5,8 +5,8 @@
 
 from dataclasses import asdict, fields, is_dataclass, replace
 
-from attncheck.cases.company_keys import differences
 from attncheck.cases.grammar import format_batch
+from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.reference.spec import BatchSpec, PathSpec

@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from attncheck.cases.case_keys import INPUTS
-from attncheck.cases.company_keys import DIFFERENT_KEYS
+from attncheck.cases.keys import DIFFERENT_KEYS, INPUTS
 from attncheck.cases.model import Tolerance
 from attncheck.cases.suite_file import SETTABLE_KEYS
 from attncheck.reference.spec import (

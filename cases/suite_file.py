@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attncheck.cases.case_keys import read_case
+from attncheck.cases.keys import page_defaults, read_case
 from attncheck.cases.model import Case, Suite
-from attncheck.cases.overrides import page_defaults
-from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain, put
 from attncheck.cases.validation import Mistakes, known_keys, text_of
+from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain, put
 from attncheck.errors import CaseFileError, SeveralMistakesError
 
 MAX_CASES = 100_000

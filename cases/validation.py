@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
+from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
 from attncheck.errors import CaseFileError, SeveralMistakesError, SpecError
 
 T = TypeVar("T")

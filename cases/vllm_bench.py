@@ -4,23 +4,226 @@ Every key is used or listed in the suite's notes. The files set no dtype; vLLM r
 cases.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from attncheck.cases.consistency import check_meaning
+from attncheck.cases.consistency import check_meaning, implied_path
+from attncheck.cases.grammar import format_batch, parse_batch
+from attncheck.cases.keys import page_defaults
 from attncheck.cases.model import Case, Suite
-from attncheck.cases.overrides import page_defaults
-from attncheck.cases.paths import implied_path
 from attncheck.cases.suite_file import MAX_CASES, MAX_CONTENT
-from attncheck.cases.tree import Place, Scalar, Table, Tree, describe, plain
-from attncheck.cases.validation import text_of, validate
-from attncheck.cases.vllm_batches import Batch, items_of, read_batches
-from attncheck.cases.vllm_unused import LAYER_KEYS, MLA_KEYS, description_notes, not_used, unused, unused_model_keys
-from attncheck.errors import SpecError
-from attncheck.reference.spec import BatchSpec, CacheSpec, KVCacheDType, LayerSpec
+from attncheck.cases.validation import known_keys, text_of, validate
+from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain
+from attncheck.errors import BatchSpecError, SpecError
+from attncheck.reference.spec import MAX_TOKENS, BatchSpec, CacheSpec, KVCacheDType, LayerSpec, RequestSpec
+
+LAYER_KEYS: Mapping[str, str] = {"num_q_heads": "num_heads", "num_kv_heads": "num_kv_heads", "head_dim": "head_size"}
+MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_USED_MODEL_KEYS = (*LAYER_KEYS, *MLA_KEYS, "block_size")
+_USED_KEYS = (
+    "model",
+    "model_parameter_sweep",
+    "batch_specs",
+    "batch_spec_ranges",
+    "batch_sizes",
+    "backend",
+    "backends",
+    "device",
+    "description",
+    "provenance",
+    "benchmark",
+    "kv_cache_dtype",
+)
+_TIMED = "it configures timing; an examination runs each case as often as its checks need"
+_REASONS: Mapping[str, str] = {
+    "repeats": _TIMED,
+    "warmup_iters": _TIMED,
+    "cuda_graphs": _TIMED,
+    "profile_memory": "memory is not measured",
+    "output": "the command line names the run file",
+    "mode": "every batch is examined once",
+    "reorder_batch_thresholds": "a backend declares its own threshold",
+    "chunked_prefill": "a backend chooses its own workspace",
+    "parameter_sweep": "it sets options of one backend",
+    "decode_backends": "backends are examined whole",
+    "prefill_backends": "backends are examined whole",
+    "model.num_layers": "it only repeats the call",
+    "model.name": "it names the model and changes nothing",
+}
+
+
+def description_notes(root: Table) -> Iterator[str]:
+    """Yield a note on the provenance of the file, if it states one."""
+    if "provenance" in root.entries:
+        yield f"provenance: {_one_line(root.entries['provenance'])}"
+
+
+def unused(root: Table) -> Iterator[str]:
+    """Yield a note for each key that has no effect here, with the reason."""
+    for key, value in root.entries.items():
+        if key == "benchmark" and isinstance(value, Table):
+            yield from (not_used(f"benchmark.{name}", _REASONS.get(name)) for name in value.entries if name != "device")
+        elif key not in _USED_KEYS:
+            is_backend = isinstance(value, Table) and key not in _REASONS
+            yield not_used(key, "it sets options of one backend" if is_backend else _REASONS.get(key))
+
+
+def not_used(key: str, reason: str | None) -> str:
+    """Return the note on a key that is not used."""
+    return f"not used here: {key} ({reason or 'no meaning is known for this key'})"
+
+
+def _one_line(tree: Tree) -> str:
+    if isinstance(tree, Table):
+        return "; ".join(f"{name}: {_one_line(value)}" for name, value in tree.entries.items())
+    if isinstance(tree, Items):
+        return " / ".join(_one_line(item) for item in tree.items)
+    return tree.text
+
+
+def unused_model_keys(model: Table) -> list[str]:
+    """Return a note for each key of a model that has no effect here."""
+    unused = [f"model.{name}" for name in model.entries if name not in _USED_MODEL_KEYS]
+    return [not_used(key, _REASONS.get(key)) for key in unused]
+
+
+_FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_RANGE_KEYS = ("start", "stop", "step", "end_inclusive")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch: its string, its place in the file, and its requests."""
+
+    text: str
+    place: Place
+    requests: tuple[RequestSpec, ...]
+
+
+def read_batches(root: Table, limit: int) -> list[Batch]:
+    """Return every batch of the file in order, multiplied by the batch sizes; at most ``limit``.
+
+    Raise :class:`CaseFileError` for an invalid batch, or for more than ``limit`` batches.
+    """
+    written: list[tuple[str, Place]] = []
+    if "batch_specs" in root.entries:
+        items = items_of(root.entries["batch_specs"], "batch_specs")
+        written.extend((text_of(item, "a batch"), item.place) for item in items)
+    if "batch_spec_ranges" in root.entries:
+        for item in items_of(root.entries["batch_spec_ranges"], "batch_spec_ranges"):
+            written.extend(_expand(item, limit - len(written)))
+    batches = [Batch(text, place, _parse(text, place)) for text, place in written]
+    if "batch_sizes" not in root.entries:
+        return batches
+    sizes = items_of(root.entries["batch_sizes"], "batch_sizes")
+    if len(sizes) * len(batches) > limit:
+        raise root.names["batch_sizes"].fault(f"more than {limit} batches", allowed="shorten a list, or split the file")
+    return [_multiplied(batch, size) for size in sizes for batch in batches]
+
+
+def items_of(tree: Tree, what: str) -> tuple[Tree, ...]:
+    """Return the items of a non-empty list; raise :class:`CaseFileError` for any other value."""
+    if not isinstance(tree, Items) or not tree.items:
+        found = "an empty one" if isinstance(tree, Items) else describe(tree)
+        raise tree.place.fault(f"{what} must be a list, and this is {found}", allowed="give a list")
+    return tree.items
+
+
+def whole_number(tree: Tree, what: str, at_least: int) -> int:
+    """Return an integer of at least ``at_least``; raise :class:`CaseFileError` for any other value."""
+    value = tree.value if isinstance(tree, Scalar) else None
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        shown = tree.text if isinstance(tree, Scalar) else describe(tree)
+        raise tree.place.fault(f"{what} must be a whole number, at least {at_least}", value=shown, allowed="give one")
+    return value
+
+
+def _parse(text: str, place: Place) -> tuple[RequestSpec, ...]:
+    try:
+        return parse_batch(text)
+    except BatchSpecError as error:
+        reason = f"{error.reason} (at character {error.position + 1})"
+        raise place.fault(reason, value=text, allowed=error.allowed) from error
+
+
+def _multiplied(batch: Batch, size: Tree) -> Batch:
+    factor = whole_number(size, "a batch size", 1)
+    if len(batch.requests) > 1:
+        raise batch.place.fault(
+            "batch_sizes multiplies batches of one segment, and this has more",
+            value=batch.text,
+            allowed="leave batch_sizes out, or write the segments as batches of their own",
+        )
+    request = batch.requests[0]
+    requests = (replace(request, count=min(request.count * factor, MAX_TOKENS)),)
+    text = format_batch(requests)
+    return Batch(text, batch.place, _parse(text, size.place))
+
+
+def _expand(tree: Tree, room: int) -> Iterator[tuple[str, Place]]:
+    """Yield the strings of one template: all combinations of its ranges in the order written, the last one fastest."""
+    if not isinstance(tree, Table) or "template" not in tree.entries:
+        raise tree.place.fault(
+            "a range is a mapping with a template", allowed="write template: q{n}s1k, n: {start, ...}"
+        )
+    template = text_of(tree.entries["template"], "template")
+    place = tree.entries["template"].place
+    names = [name for name in tree.entries if name != "template"]
+    fields = _FIELD.findall(template)
+    if set(fields) != set(names) or "{" in _FIELD.sub("", template):
+        raise place.fault(
+            f"the template has the fields {sorted(set(fields))}, and ranges are given for {sorted(names)}",
+            value=template,
+            allowed="give one range a field",
+        )
+    ranges = [_range(tree.entries[name], name) for name in names]
+    count = math.prod(len(values) for values in ranges)
+    if count > room:
+        raise place.fault(
+            f"this template gives {count} batches",
+            value=template,
+            allowed=f"there is room for {max(room, 0)} more in one file: shorten a range, or split the file",
+        )
+    for values in itertools.product(*ranges):
+        yield _filled(template, names, values), place
+
+
+def _filled(template: str, names: list[str], values: tuple[int, ...]) -> str:
+    for name, value in zip(names, values, strict=True):
+        template = template.replace(f"{{{name}}}", str(value))
+    return template
+
+
+def _range(tree: Tree, name: str) -> range:
+    if not isinstance(tree, Table):
+        raise tree.place.fault(f"the range of {name} is a mapping", allowed="write {start, stop, step}")
+    known_keys(tree, _RANGE_KEYS, "a range")
+    for key in ("start", "stop"):
+        if key not in tree.entries:
+            raise tree.place.fault(f"the range of {name} lacks its {key}", allowed="write {start, stop, step}")
+    start = whole_number(tree.entries["start"], "start", 0)
+    stop = whole_number(tree.entries["stop"], "stop", 0)
+    if stop > MAX_TOKENS:
+        raise tree.entries["stop"].place.fault("stop is too large", value=stop, allowed=f"give at most {MAX_TOKENS}")
+    step = whole_number(tree.entries["step"], "step", 1) if "step" in tree.entries else 1
+    values = range(start, stop + (1 if _is_true(tree.entries.get("end_inclusive")) else 0), step)
+    if not values:
+        raise tree.place.fault(f"the range of {name} is empty", allowed="let stop lie beyond start")
+    return values
+
+
+def _is_true(tree: Tree | None) -> bool:
+    if tree is None:
+        return True
+    if isinstance(tree, Scalar) and isinstance(tree.value, bool):
+        return tree.value
+    raise tree.place.fault("end_inclusive must be true or false", allowed="write true or false")
+
 
 _CURRENT_NAMES: Mapping[str, str] = {
     "flash": "FLASH_ATTN",

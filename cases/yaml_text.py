@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from attncheck.cases.company_keys import differences
 from attncheck.cases.grammar import format_batch
+from attncheck.cases.keys import differences
 from attncheck.cases.model import Case, question
 from attncheck.errors import SpecError
 

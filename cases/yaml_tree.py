@@ -1,4 +1,4 @@
-"""Parses YAML text into a tree that records the place of every value and key.
+"""Parses YAML text into a tree that records the place of every value and key, and merges one tree over another.
 
 Untrusted files are safe: no tags, no code, bounded nodes and depth, aliases counted at full size. Scalars follow YAML
 1.2: ``010`` is 10, ``1e3`` a number, ``yes`` and ``1:30`` strings. No key occurs twice. The module does not depend on
@@ -6,13 +6,135 @@ the keys.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, Value, describe, join_key
 from attncheck.errors import CaseFileError
+
+_KEY_SHOWN = 60
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Position of a value: lines and columns count from 1; ``key`` is the dotted path from the file's root."""
+
+    file: str
+    line: int
+    column: int
+    key: str
+
+    def fault(self, reason: str, *, value: object = None, allowed: str = "") -> CaseFileError:
+        """Return an error that points here."""
+        return CaseFileError(
+            reason,
+            file=self.file,
+            line=self.line,
+            column=self.column,
+            key=self.key,
+            value=value,
+            allowed=allowed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A single value; ``text`` is its spelling in the file."""
+
+    place: Place
+    value: Value
+    text: str
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list. ``size`` counts the values below it and itself, ``height`` the levels."""
+
+    place: Place
+    items: tuple["Tree", ...]
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A mapping from names to values; ``names`` has the place of each name."""
+
+    place: Place
+    entries: Mapping[str, "Tree"]
+    names: Mapping[str, Place]
+    size: int = 1
+    height: int = 1
+
+
+Tree = Scalar | Items | Table
+
+
+def plain(tree: Tree) -> Any:
+    """Return the tree as dicts, lists and scalars."""
+    if isinstance(tree, Table):
+        return {name: plain(value) for name, value in tree.entries.items()}
+    if isinstance(tree, Items):
+        return [plain(item) for item in tree.items]
+    return tree.value
+
+
+def describe(tree: Tree) -> str:
+    """Return the kind of value, for messages."""
+    if isinstance(tree, Table):
+        return "a mapping"
+    if isinstance(tree, Items):
+        return "a list"
+    if tree.value is None:
+        return "nothing"
+    if isinstance(tree.value, bool):
+        return "a truth value"
+    return "a text" if isinstance(tree.value, str) else "a number"
+
+
+def join_key(path: str, name: str) -> str:
+    """Return ``path.name``, with names above 60 characters cut."""
+    shown = name if len(name) <= _KEY_SHOWN else name[:_KEY_SHOWN] + "..."
+    return f"{path}.{shown}" if path else shown
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """Return ``over`` merged over ``base``: mappings key by key at every level; other values are replaced."""
+    if not isinstance(base, Table) or not isinstance(over, Table):
+        return over
+    entries = dict(base.entries)
+    for name, value in over.entries.items():
+        entries[name] = merge(entries[name], value) if name in entries else value
+    return Table(over.place, entries, {**base.names, **over.names})
+
+
+def put(tree: Table, path: Sequence[str], value: Tree, place: Place, *, merging: bool) -> Table:
+    """Return ``tree`` with ``value`` at ``path``; missing mappings on the way are created.
+
+    ``merging`` merges a mapping over an existing one instead of replacing it. ``place`` is the place of the path in the
+    file. Raise :class:`~attncheck.errors.CaseFileError` if the path leads through a value that is not a mapping.
+    """
+    name, *rest = path
+    below = tree.entries.get(name)
+    if rest:
+        inner = Table(place, {}, {}) if below is None else below
+        if not isinstance(inner, Table):
+            raise place.fault(
+                f"{name} is {describe(inner)} on line {inner.place.line}, so there is no {'.'.join(rest)} in it",
+                allowed=f"write {name} as a mapping there",
+            )
+        value = put(inner, rest, value, place, merging=merging)
+    elif below is not None and merging:
+        value = merge(below, value)
+    return Table(tree.place, {**tree.entries, name: value}, {**tree.names, name: place})
+
 
 MAX_BYTES = 2**20
 """Largest size of a file, in bytes."""
@@ -87,7 +209,7 @@ def parse_yaml(text: str, file: str) -> Tree:
             column=column,
             allowed="a case file is plain UTF-8 text",
         )
-    root = _Composer(file).compose(_events(text, file))
+    root = _Composer(_events(text, file), file).document()
     if root is None:
         raise Place(file, 1, 1, "").fault("the file is empty", allowed="a case file has suite: and cases:")
     return root
@@ -117,144 +239,105 @@ def _events(text: str, file: str) -> Iterator[yaml.Event]:
         raise CaseFileError(f"not YAML: {error}", file=file, allowed="a case file is plain UTF-8 YAML") from error
 
 
-class _Open:
-    """A list or mapping that is not closed yet."""
+class _Composer:
+    """Builds a tree from events, and counts nodes and depth on the way, so that recursion stays within MAX_DEPTH."""
 
-    def __init__(self, event: yaml.SequenceStartEvent | yaml.MappingStartEvent, place: Place) -> None:
-        self.is_table = isinstance(event, yaml.MappingStartEvent)
-        self.anchor: str | None = event.anchor
-        self.place = place
-        self.values: list[Tree] = []
-        self.names: list[str] = []
-        self.places: dict[str, Place] = {}
+    def __init__(self, events: Iterator[yaml.Event], file: str) -> None:
+        self.events, self.file = events, file
+        self.nodes = 0
+        # Still open ones are None. Values without an anchor are stored under None, which is no alias's name.
+        self.anchors: dict[str | None, Tree | None] = {}
 
-    @property
-    def wants_name(self) -> bool:
-        return self.is_table and len(self.names) == len(self.values)
+    def document(self) -> Tree | None:
+        """Return the tree of the single document, or None if there is none."""
+        root = None
+        for event in self.events:
+            if not isinstance(event, yaml.DocumentStartEvent):
+                continue
+            if root is not None:
+                raise self._place(event, "").fault("a second document begins", allowed="one file holds one document")
+            root = self._value(next(self.events), "", 0)
+        return root
 
-    @property
-    def next_key(self) -> str:
-        """The dotted path of the next value."""
-        if not self.is_table:
-            return f"{self.place.key}[{len(self.values)}]"
-        return join_key(self.place.key, self.names[-1])
+    def _value(self, event: Any, key: str, depth: int) -> Tree:
+        """Return the tree that begins with ``event``, below ``depth`` collections."""
+        place = self._place(event, key)
+        if isinstance(event, yaml.AliasEvent):
+            return self._aliased(event.anchor, place, depth)
+        if event.tag is not None:
+            raise place.fault(f"the tag {event.tag} is not allowed", allowed="case files hold plain values only")
+        self._count(1, depth + 1, place)
+        tree: Tree
+        if isinstance(event, yaml.ScalarEvent):
+            tree = Scalar(place, _resolve(event.value, place, is_plain=event.implicit[0]), event.value)
+        else:
+            self.anchors[event.anchor] = None
+            tree = (self._items if isinstance(event, yaml.SequenceStartEvent) else self._table)(place, depth)
+        self.anchors[event.anchor] = tree
+        return tree
 
-    def close(self) -> Tree:
-        size = 1 + sum(value.size for value in self.values)
-        height = 1 + max((value.height for value in self.values), default=0)
-        if not self.is_table:
-            return Items(self.place, tuple(self.values), size, height)
-        entries = dict(zip(self.names, self.values, strict=True))
-        names = dict(self.places)
+    def _items(self, place: Place, depth: int) -> Items:
+        values: list[Tree] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            values.append(self._value(event, f"{place.key}[{len(values)}]", depth + 1))
+        return Items(place, tuple(values), *_extent(values))
+
+    def _table(self, place: Place, depth: int) -> Table:
+        entries: dict[str, Tree] = {}
+        names: dict[str, Place] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            name = self._name(event, place.key, depth + 1)
+            at = self._place(event, join_key(place.key, name))
+            if name in names:
+                raise at.fault(f"this key is on line {names[name].line} already", allowed="keep one of the two")
+            names[name] = at
+            entries[name] = self._value(next(self.events), at.key, depth + 1)
+        size, height = _extent(entries.values())
         if "<<" in entries:
             entries, names = _with_merge_key(entries, names)
-        return Table(self.place, entries, names, size, height)
+        return Table(place, entries, names, size, height)
 
+    def _name(self, event: yaml.Event, key: str, depth: int) -> str:
+        """Return the key of a mapping; ``key`` is the mapping's own."""
+        if not isinstance(event, yaml.ScalarEvent):
+            raise self._place(event, key).fault("a key must be a single word", allowed="write name: value")
+        scalar = self._value(event, key, depth)
+        name = event.value
+        is_merge = event.implicit[0] and name == "<<"
+        if isinstance(scalar, Scalar) and not isinstance(scalar.value, str) and not is_merge:
+            raise scalar.place.fault(
+                f"a key must be a text, and this is {describe(scalar)}", value=name, allowed="quote it, or name it"
+            )
+        return name
 
-class _Composer:
-    """Builds a tree from events without recursion, and counts nodes and depth on the way."""
+    def _aliased(self, anchor: str | None, place: Place, depth: int) -> Tree:
+        if anchor not in self.anchors:
+            raise place.fault(f"nothing before this line is called &{anchor}", allowed="define the anchor first")
+        tree = self.anchors[anchor]
+        if tree is None:
+            raise place.fault(f"*{anchor} contains itself", allowed="an alias may name only what is complete")
+        self._count(tree.size, depth + tree.height, place)
+        return tree
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.nodes = 0
-        self.stack: list[_Open] = []
-        self.anchors: dict[str, Tree | None] = {}  # None: still open
-        self.root: Tree | None = None
-
-    def compose(self, events: Iterator[yaml.Event]) -> Tree | None:
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
-                raise self.place(event).fault("a second document begins", allowed="one file holds one document")
-            if isinstance(event, yaml.ScalarEvent):
-                self.scalar(event, self.place(event))
-            elif isinstance(event, yaml.AliasEvent):
-                self.add(self.resolve_alias(event, self.place(event)))
-            elif isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
-                self.open(event, self.place(event))
-            elif isinstance(event, yaml.CollectionEndEvent):
-                opened = self.stack.pop()
-                self.define(opened.anchor, opened.close())
-        return self.root
-
-    def open(self, event: yaml.SequenceStartEvent | yaml.MappingStartEvent, place: Place) -> None:
-        _refuse_tag(event.tag, place)
-        self.count(1, 1, place)
-        self.refuse_as_name(place)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = None
-        self.stack.append(_Open(event, place))
-
-    def scalar(self, event: yaml.ScalarEvent, place: Place) -> None:
-        _refuse_tag(event.tag, place)
-        self.count(1, 1, place)
-        is_plain = event.implicit[0]
-        scalar = Scalar(place, _resolve(event.value, place, is_plain=is_plain), event.value)
-        if self.stack and self.stack[-1].wants_name:
-            self.add_name(scalar, is_plain=is_plain)
-        else:
-            self.define(event.anchor, scalar)
-
-    def define(self, anchor: str | None, tree: Tree) -> None:
-        if anchor is not None:
-            self.anchors[anchor] = tree
-        self.add(tree)
-
-    def place(self, event: yaml.Event) -> Place:
-        key = ""
-        if self.stack:
-            top = self.stack[-1]
-            key = top.place.key if top.wants_name else top.next_key
+    def _place(self, event: yaml.Event, key: str) -> Place:
         mark = event.start_mark
         if mark is None:  # every event of a parser has one; the type allows for events made by hand
             raise ValueError(f"{event!r} has no place in {self.file}")
         return Place(self.file, mark.line + 1, mark.column + 1, key)
 
-    def count(self, nodes: int, height: int, place: Place) -> None:
+    def _count(self, nodes: int, depth: int, place: Place) -> None:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise place.fault(
                 f"more than {MAX_NODES} values", allowed="use matrix, split the file, or use fewer aliases of aliases"
             )
-        if len(self.stack) + height > MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise place.fault(f"nested more than {MAX_DEPTH} deep", allowed="a case file needs a handful of levels")
 
-    def resolve_alias(self, event: yaml.AliasEvent, place: Place) -> Tree:
-        if event.anchor not in self.anchors:
-            raise place.fault(f"nothing before this line is called &{event.anchor}", allowed="define the anchor first")
-        tree = self.anchors[event.anchor]
-        if tree is None:
-            raise place.fault(f"*{event.anchor} contains itself", allowed="an alias may name only what is complete")
-        self.refuse_as_name(place)
-        self.count(tree.size, tree.height, place)
-        return tree
 
-    def refuse_as_name(self, place: Place) -> None:
-        if self.stack and self.stack[-1].wants_name:
-            raise place.fault("a key must be a single word", allowed="write name: value")
-
-    def add_name(self, scalar: Scalar, *, is_plain: bool) -> None:
-        top = self.stack[-1]
-        name = scalar.text
-        if not isinstance(scalar.value, str) and not (is_plain and name == "<<"):
-            raise scalar.place.fault(
-                f"a key must be a text, and this is {describe(scalar)}", value=name, allowed="quote it, or name it"
-            )
-        place = Place(self.file, scalar.place.line, scalar.place.column, join_key(top.place.key, name))
-        if name in top.places:
-            raise place.fault(f"this key is on line {top.places[name].line} already", allowed="keep one of the two")
-        top.names.append(name)
-        top.places[name] = place
-
-    def add(self, tree: Tree) -> None:
-        if self.stack:
-            self.stack[-1].values.append(tree)
-        else:
-            self.root = tree
-
-
-def _refuse_tag(tag: str | None, place: Place) -> None:
-    if tag is not None:
-        raise place.fault(f"the tag {tag} is not allowed", allowed="case files hold plain values only")
+def _extent(values: Collection[Tree]) -> tuple[int, int]:
+    """Return size and height of a collection of these values."""
+    return 1 + sum(value.size for value in values), 1 + max((value.height for value in values), default=0)
 
 
 def _resolve(text: str, place: Place, *, is_plain: bool) -> Value:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from attncheck.backends.caches.packings import CacheGeometry, Packing, detect_packing
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
-from attncheck.reference.attention.cache import kv_cache_views
-from attncheck.reference.attention.quant import dequantize_fp8, quantize_fp8
+from attncheck.reference.attention.cache import dequantize_fp8, kv_cache_views, quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 Scale = float | tuple[float, ...]

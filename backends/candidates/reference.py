@@ -14,7 +14,7 @@ from attncheck.backends.contract import AttentionLayer, AttentionType, Conventio
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.attention.cache import copy_blocks, reshape_and_cache, swap_blocks
-from attncheck.reference.attention.merge import merge_attn_states
+from attncheck.reference.attention.online_softmax import merge_attn_states
 from attncheck.reference.attention.paged import paged_attention
 from attncheck.reference.attention.short_convolution import causal_conv1d
 from attncheck.reference.attention.varlen import varlen_attention

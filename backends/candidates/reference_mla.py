@@ -8,9 +8,7 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
-from attncheck.reference.attention.mla_absorbed import mla_attention_absorbed
-from attncheck.reference.attention.mla_cache import mla_write_cache
-from attncheck.reference.attention.mla_naive import mla_attention_chunked
+from attncheck.reference.attention.mla import mla_attention_absorbed, mla_attention_chunked, mla_write_cache
 
 
 class ReferenceMLABackend(LatentBackend):

@@ -1,6 +1,6 @@
 """What a check is, and what it receives. Start here to add a check.
 
-A check is one row of ``CHECKS`` in ``reference/spec_names.py`` plus one module here with the row's name. The row sits
+A check is one row of ``CHECKS`` in ``reference/spec.py`` plus one module here with the row's name. The row sits
 there because case files, the schema and ``list`` need it without importing the harness. Everything that only the
 harness needs is in the module's ``CHECK``.
 """

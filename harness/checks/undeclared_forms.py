@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.cases.consistency import check_meaning
+from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
-from attncheck.cases.paths import implied_path
 from attncheck.errors import SpecError
 from attncheck.harness.driver.foreign_code import declared_reasons
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec

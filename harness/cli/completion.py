@@ -25,7 +25,7 @@ def suites(incomplete: str) -> list[str]:
 
 def checks(incomplete: str) -> list[str]:
     """Return the checks that begin with ``incomplete``."""
-    from attncheck.reference.spec_names import CHECKS
+    from attncheck.reference.spec import CHECKS
 
     return _in_list(incomplete, CHECKS)
 

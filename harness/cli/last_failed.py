@@ -4,7 +4,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from attncheck.cases.overrides import split_variant
+from attncheck.cases.keys import split_variant
 from attncheck.errors import SelectionError
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.reports.run_file.records import FALLEN_SHORT, UTILITIES, Record

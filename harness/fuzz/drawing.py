@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from attncheck.cases.consistency import check_meaning
+from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
-from attncheck.cases.paths import implied_path
 from attncheck.errors import SpecError
 from attncheck.harness.fuzz.axes import GROUP, NOT_DRAWN, Axes, plain
 from attncheck.reference.spec import (

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from attncheck.cases.company_keys import DIFFERENT_KEYS
-from attncheck.cases.consistency import check_meaning
+from attncheck.cases.consistency import check_meaning, implied_path
+from attncheck.cases.keys import DIFFERENT_KEYS
 from attncheck.cases.model import Case
-from attncheck.cases.paths import implied_path
 from attncheck.errors import SpecError
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
 

@@ -1,6 +1,6 @@
 """Float8 formats as tables: their numbers, rounding to them, and the interval of numbers that round to a code.
 
-Independent of :mod:`attncheck.reference.attention.quant`: float64 throughout, and rounding by comparison with midpoints
+Independent of :mod:`attncheck.reference.attention.cache`: float64 throughout, and rounding by comparison with midpoints
 instead of a dtype conversion. Codes are bytes (uint8): a sign bit, then a magnitude that orders the finite numbers.
 """
 

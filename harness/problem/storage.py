@@ -13,7 +13,7 @@ from torch import Tensor
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES, cache_dtype
 from attncheck.harness.problem.float8 import alike, nearest_code, numbers_of, truncated_code
 from attncheck.harness.problem.signatures import SMALLEST
-from attncheck.reference.attention.quant import quantize_fp8
+from attncheck.reference.attention.cache import quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 _NEAR_CODES = 3

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from attncheck.cases.consistency import check_meaning
+from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
-from attncheck.cases.paths import implied_path
 from attncheck.cases.yaml_text import suite_yaml
 from attncheck.errors import SpecError
 from attncheck.harness.recording.traffic import BUCKETS_PER_OCTAVE, Batch, Counted, Traffic, iter_lengths

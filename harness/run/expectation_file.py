@@ -26,9 +26,8 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import attncheck
-from attncheck.cases.tree import Items, Place, Table, Tree, describe
 from attncheck.cases.validation import suggestion, validate
-from attncheck.cases.yaml_tree import parse_yaml, read_text
+from attncheck.cases.yaml_tree import Items, Place, Table, Tree, describe, parse_yaml, read_text
 from attncheck.errors import readable
 from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
 from attncheck.reports.analysis.phrases import what_happened

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from attncheck.cases.keys import with_defaults
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Suite
-from attncheck.cases.overrides import with_defaults
 from attncheck.errors import CaseFileError
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.selection import Selection

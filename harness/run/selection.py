@@ -6,9 +6,9 @@ The command line, the pytest plugin and ``attncheck.examine`` all select here, s
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from attncheck.cases.keys import with_defaults
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
-from attncheck.cases.overrides import with_defaults
 from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription

@@ -1,8 +1,8 @@
-"""The paged KV cache: slot mapping, writes, block copies, and views of packed K/V.
+"""The paged KV cache: float8 codes, slot mapping, writes, block copies, and views of packed K/V.
 
 A cache is a logical ``[NB, BS, Hkv, D]`` tensor of any strides. NHD memory ``[NB, BS, Hkv, D]``, HND memory
 ``[NB, Hkv, BS, D]``, and K and V in one tensor are only different views. A slot is ``block * BS + offset``, in 64 bits
-because pools beyond 2**31 elements exist.
+because pools beyond 2**31 elements exist. The value of a float8 code is ``code * scale``.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import (
+    FLOAT8_DTYPES,
     host_ints,
     is_float8,
+    require_broadcast,
     require_float,
+    require_float_dtype,
     require_index,
     require_positive_int,
     require_same_device,
@@ -22,7 +25,95 @@ from attncheck.reference.arguments import (
     require_shape,
     require_shard,
 )
-from attncheck.reference.attention.quant import fp8_codes
+
+
+@torch.no_grad()
+def quantize_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Return the codes ``round_fp8(clamp(float32(x) / float32(scale), -max, max))``: new, of the shape of ``x``.
+
+    Rounding is to nearest, ties to even. Values saturate, infinities too; NaN stays NaN. ``scale`` is the
+    dequantisation factor, a number or a tensor that broadcasts to ``x``. ``x`` is divided by it, as in vLLM:
+    multiplying by the reciprocal could differ by one code. ``max`` is the largest finite number of ``dtype``: 448 for
+    ``float8_e4m3fn``, 57344 for ``float8_e5m2``, 240 for ``float8_e4m3fnuz``.
+
+    >>> quantize_fp8(torch.tensor([1.0, 3.3, 1e9, -1e9]), 2.0).float()
+    tensor([   0.5000,    1.6250,  448.0000, -448.0000])
+    """
+    require_float("x", x)
+    _check_scale(scale, x)
+    _require_float8_dtype(dtype)
+    return fp8_codes(x, scale, dtype)
+
+
+@torch.no_grad()
+def dequantize_fp8(codes: Tensor, scale: float | Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return ``code * scale`` in ``dtype``: new, of the shape of ``codes``.
+
+    ``scale`` is a number (used exactly, not through float32) or a tensor that broadcasts to ``codes``.
+
+    >>> dequantize_fp8(torch.tensor([0.5, 1.625]).to(torch.float8_e4m3fn), 2.0)
+    tensor([1.0000, 3.2500], dtype=torch.float64)
+    """
+    if not is_float8(codes):
+        raise ReferenceArgumentError("codes.dtype", codes.dtype, "a float8 dtype")
+    _check_scale(scale, codes)
+    require_float_dtype("dtype", dtype)
+    return fp8_values(codes, scale, dtype)
+
+
+@torch.no_grad()
+def quantize_fp8_group(x: Tensor, group: int, *, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Return ``(codes [T, N], scales [T, N // group])``, with one scale per ``group`` consecutive numbers of a row.
+
+    Per group, in float32: ``scale = amax / max`` and ``codes = quantize_fp8(x, scale)``. The scale is 1 if
+    ``amax / max`` is 0, because the group is all zeros or underflows. The largest number of a group gets the largest
+    code. Groups are independent. If a group holds a NaN or an infinity, that becomes its scale.
+
+    x: ``[T, N]``, any float dtype but float8; ``group`` divides ``N``. dtype: a float8 dtype.
+
+    >>> codes, scales = quantize_fp8_group(torch.tensor([[448.0, -224.0, 0.0, 0.0], [1.0, 2.0, 896.0, 3.0]]), 2)
+    >>> codes.float().tolist()
+    [[448.0, -224.0, 0.0, 0.0], [224.0, 448.0, 448.0, 1.5]]
+    >>> [round(scale, 6) for scale in scales.flatten().tolist()]
+    [1.0, 1.0, 0.004464, 2.0]
+    """
+    require_float("x", x)
+    require_shape("x", x, None, None, legend="rows, numbers")
+    require_positive_int("group", group)
+    if x.shape[1] % group:
+        raise ReferenceArgumentError("group", group, f"a divisor of {x.shape[1]}, the width of x")
+    _require_float8_dtype(dtype)
+    groups = x.float().reshape(len(x), x.shape[1] // group, group)
+    scales = groups.abs().amax(-1) / torch.finfo(dtype).max
+    scales.masked_fill_(scales == 0, 1.0)
+    return fp8_codes(groups, scales.unsqueeze(-1), dtype).reshape(x.shape), scales
+
+
+def fp8_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return :func:`quantize_fp8` of checked arguments."""
+    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    limit = torch.finfo(dtype).max
+    return x.float().div(divisor).clamp_(-limit, limit).to(dtype)
+
+
+def fp8_values(codes: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return :func:`dequantize_fp8` of checked arguments."""
+    return codes.to(dtype).mul_(scale.to(codes.device, dtype) if isinstance(scale, Tensor) else scale)
+
+
+def _require_float8_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOAT8_DTYPES:
+        raise ReferenceArgumentError("dtype", dtype, "a float8 dtype")
+
+
+def _check_scale(scale: float | Tensor, x: Tensor) -> None:
+    if not isinstance(scale, Tensor):
+        require_scale("scale", scale)
+    else:
+        require_float("scale", scale)
+        require_broadcast("scale", scale, x.shape)
+        if not (scale > 0).all():
+            raise ReferenceArgumentError("scale", scale.min().item(), "positive everywhere")
 
 
 @torch.no_grad()
@@ -96,7 +187,7 @@ def reshape_and_cache(
 
     key, value: ``[T', Hkv, D]``, ``[T', Hkv, Dv]``, any float dtype but float8. Rows beyond the mapping are padding.
     key_cache, value_cache: ``[NB, BS, Hkv, D]``, ``[NB, BS, Hkv, Dv]``, views of any strides. Only the named slots
-        change. Float8 caches receive codes (:func:`~attncheck.reference.attention.quant.quantize_fp8`). Other caches
+        change. Float8 caches receive codes (:func:`~attncheck.reference.attention.cache.quantize_fp8`). Other caches
         receive converted values, and the scales are ignored.
     slot_mapping: ``[T]`` int32 or int64, ``T <= T'``; no slot twice.
     k_scale, v_scale: a number, one element, ``[Hkv]`` or ``[NB, BS, Hkv]``.
@@ -110,19 +201,17 @@ def reshape_and_cache(
     tensor([[0., 0., 0., 0.],
             [0., 0., 1., 0.]])
     """
-    require_shape("key_cache", key_cache, None, None, None, None, legend="blocks, block_size, num_kv_heads, head_size")
-    require_shape("value_cache", value_cache, *key_cache.shape[:3], None, legend="as the key cache")
+    legend = "blocks, block_size, num_kv_heads, head_size"
+    check_cache("key_cache", key_cache, None, None, None, None, legend=legend, scale=k_scale)
+    check_cache("value_cache", value_cache, *key_cache.shape[:3], None, legend="as the key cache", scale=v_scale)
     halves = (("key", key, key_cache, k_scale), ("value", value, value_cache, v_scale))
     slots = host_ints("slot_mapping", slot_mapping)
-    for name, rows, cache, scale in halves:
+    for name, rows, cache, _ in halves:
         require_float(name, rows)
-        require_float(f"{name}_cache", cache, float8=True)
         require_shape(name, rows, None, *cache.shape[2:], legend="rows, num_kv_heads, head_size")
         require_same_device("key", key, **{name: rows, f"{name}_cache": cache})
         if len(rows) < len(slots):
             raise ReferenceArgumentError(f"{name}.shape", tuple(rows.shape), f"at least {len(slots)} rows, one a slot")
-        if is_float8(cache):
-            require_scale(f"{name[0]}_scale", scale, cache.shape[2:3], cache.shape[:3])
     num_blocks, block_size = key_cache.shape[:2]
     live = [slot for slot in slots if slot >= 0]
     if live and max(live) >= num_blocks * block_size:
@@ -217,6 +306,21 @@ def kv_cache_views(cache: Tensor, packing: str, head_size: int) -> tuple[Tensor,
         rows, block_size = cache.transpose(1, 2), cache.shape[2] // 2
         return rows[:, :block_size], rows[:, block_size:]
     raise ReferenceArgumentError("packing", packing, "split_first, split_second, content or plane")
+
+
+def check_cache(name: str, cache: Tensor, *sizes: int | None, legend: str, scale: float | Tensor) -> None:
+    """Raise if a cache has another dtype or shape, no token a block, or float8 codes without a valid scale.
+
+    sizes: of all axes, None for any. scale: called ``k_scale`` or ``v_scale``, by the first letter of ``name``. If the
+    cache has a head axis, it may have one scale per head or per slot.
+    """
+    require_float(name, cache, float8=True)
+    require_shape(name, cache, *sizes, legend=legend)
+    if cache.shape[1] == 0:
+        raise ReferenceArgumentError(f"{name}.shape", tuple(cache.shape), "at least one token a block")
+    if is_float8(cache):
+        several = [cache.shape[2:3], cache.shape[:3]] if cache.dim() == 4 else []
+        require_scale(f"{name[0]}_scale", scale, *several)
 
 
 def _slots(position: Tensor, request: Tensor, table: Tensor, block_size: int) -> Tensor:

@@ -1,28 +1,146 @@
 """Attention over a paged KV cache: the reference for decoder layers, cross attention and their parts.
 
 Splits a batch (block table, lengths, row offsets) into one call of ``online_softmax.attend`` per request, and reads
-only the slots a request owns.
+only the slots a request owns. The index tensors are read on the host once and checked before any computation. The last
+function computes the part of one rank under decode context parallelism.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import (
+    host_ints,
+    host_offsets,
     is_float8,
     require_float,
+    require_index,
     require_positive_int,
     require_same_device,
     require_scale,
     require_shape,
+    require_shard,
 )
+from attncheck.reference.attention.cache import check_cache, fp8_values
 from attncheck.reference.attention.online_softmax import FetchKeys, ScoreRule, attend, heads_first
-from attncheck.reference.attention.pages import PagedRequest, paged_requests, per_head, read_tokens, require_kv_range
-from attncheck.reference.attention.params import AttentionParams, Precision, require_params
-from attncheck.reference.attention.quant import fp8_values
-from attncheck.reference.attention.visibility import MaskFunction, Visibility
+from attncheck.reference.attention.params import (
+    AttentionParams,
+    MaskFunction,
+    Precision,
+    Span,
+    Visibility,
+    require_params,
+)
+
+
+@dataclass(frozen=True)
+class PagedRequest:
+    """A request with at least one row. ``pages``: int64, its blocks in order, on the device of the rows."""
+
+    index: int
+    rows: slice
+    seq_len: int
+    pages: Tensor
+
+    @property
+    def query_len(self) -> int:
+        """Number of query rows."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def context_len(self) -> int:
+        """Position of the first row; negative if the request has more rows than keys."""
+        return self.seq_len - self.query_len
+
+    def span(self, kv_range: Sequence[int] | None) -> Span:
+        """Return the request's key positions within ``kv_range``; all of them if it is None."""
+        lo, hi = (0, self.seq_len) if kv_range is None else kv_range
+        return min(lo, self.seq_len), min(hi, self.seq_len)
+
+
+def paged_requests(
+    query: tuple[str, Tensor],
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    stored: Callable[[int], int] | None = None,
+) -> list[PagedRequest]:
+    """Return the requests that have rows, in order; requests without rows are skipped.
+
+    query: name and tensor whose rows ``query_start_loc`` delimits. cache: ``[NB, BS, ...]``.
+    stored: maps a number of first positions to how many of them this cache holds (a rank holds a part). ``None``: all.
+
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for decreasing offsets, negative lengths, a table narrower
+    than a length, or an owned block outside the cache.
+    """
+    name, rows = query
+    starts = host_offsets("query_start_loc", query_start_loc, name, rows.shape[0])
+    lens = host_ints("seq_lens", seq_lens, len(starts) - 1)
+    require_index("block_table", block_table)
+    require_shape("block_table", block_table, len(lens), None, legend="one row a request")
+    num_blocks, block_size = cache.shape[:2]
+    table = block_table.cpu()
+    requests = []
+    for index, ((start, end), seq_len) in enumerate(zip(pairwise(starts), lens, strict=True)):
+        if start == end:
+            continue
+        if seq_len < 0:
+            raise ReferenceArgumentError(f"seq_lens[{index}]", seq_len, "at least 0")
+        pages = -(-(seq_len if stored is None else stored(seq_len)) // block_size)
+        if pages > table.shape[1]:
+            raise ReferenceArgumentError(
+                "block_table.shape", tuple(table.shape), f"at least {pages} wide for seq_lens[{index}] {seq_len}"
+            )
+        owned = table[index, :pages].long()
+        wrong = (owned < 0) | (owned >= num_blocks)
+        if wrong.any():
+            page = int(wrong.int().argmax())
+            raise ReferenceArgumentError(
+                f"block_table[{index}, {page}]", int(owned[page]), f"a block of the cache, 0 to {num_blocks - 1}"
+            )
+        requests.append(PagedRequest(index, slice(start, end), seq_len, owned.to(rows.device)))
+    return requests
+
+
+def read_tokens(cache: Tensor, pages: Tensor, lo: int, hi: int, scale: float | Tensor, compute: torch.dtype) -> Tensor:
+    """Return the stored tokens ``lo .. hi - 1`` of a request, ``[k, ...]``. No other slot is read.
+
+    Codes of a float8 cache are dequantised to ``compute``. Other caches keep their dtype.
+    """
+    tokens = torch.arange(lo, hi, device=pages.device)
+    blocks, offsets = pages[tokens // cache.shape[1]], tokens % cache.shape[1]
+    if not is_float8(cache):
+        return cache[blocks, offsets]
+    codes = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype)
+    if isinstance(scale, Tensor) and scale.numel() != 1 and scale.dim() > 1:
+        scale = scale[blocks.to(scale.device), offsets.to(scale.device)]
+    return fp8_values(codes, per_head(scale), compute)
+
+
+def per_head(scale: float | Tensor) -> float | Tensor:
+    """Return a scale of one element, or of one per head, in a shape that broadcasts to ``[rows, heads, size]``."""
+    if not isinstance(scale, Tensor):
+        return scale
+    return scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1)
+
+
+def require_kv_range(kv_range: object) -> None:
+    """Raise if ``kv_range`` is neither None nor a pair of positions ``0 <= lo <= hi``."""
+    if kv_range is None:
+        return
+    if not (
+        isinstance(kv_range, Sequence)
+        and len(kv_range) == 2
+        and all(type(end) is int for end in kv_range)
+        and 0 <= kv_range[0] <= kv_range[1]
+    ):
+        raise ReferenceArgumentError("kv_range", kv_range, "two integers 0 <= lo <= hi, or None")
+
 
 Scale = float | Tensor
 """The factor that dequantises float8 codes: ``value = code * scale``."""
@@ -154,24 +272,17 @@ def check_paged(
 ) -> None:
     """Raise if tensors, scales or tiles do not fit each other or the layer; ``scales`` of query, key, value."""
     require_params(params)
-    for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        require_float(name, tensor, float8=True)
-    heads, size = params.num_kv_heads, params.head_size
-    require_shape("query", query, None, params.num_heads, size, legend="rows, num_heads, head_size")
-    legend = "blocks, block_size, num_kv_heads, head_size"
-    require_shape("key_cache", key_cache, None, None, heads, size, legend=legend)
-    require_shape(
-        "value_cache", value_cache, *key_cache.shape[:2], heads, params.value_head_size, legend="as the key cache"
-    )
-    if key_cache.shape[1] == 0:
-        raise ReferenceArgumentError("key_cache.shape", tuple(key_cache.shape), "at least one token a block")
-    require_same_device("query", query, key_cache=key_cache, value_cache=value_cache)
     q_scale, k_scale, v_scale = scales
+    require_float("query", query, float8=True)
+    heads, size, value_size = params.num_kv_heads, params.head_size, params.value_head_size
+    require_shape("query", query, None, params.num_heads, size, legend="rows, num_heads, head_size")
     if is_float8(query):
         require_scale("q_scale", q_scale, (params.num_heads,))
-    for name, cache, scale in (("k_scale", key_cache, k_scale), ("v_scale", value_cache, v_scale)):
-        if is_float8(cache):
-            require_scale(name, scale, (heads,), tuple(cache.shape[:3]))
+    legend = "blocks, block_size, num_kv_heads, head_size"
+    check_cache("key_cache", key_cache, None, None, heads, size, legend=legend, scale=k_scale)
+    pages = key_cache.shape[:2]
+    check_cache("value_cache", value_cache, *pages, heads, value_size, legend="as the key cache", scale=v_scale)
+    require_same_device("query", query, key_cache=key_cache, value_cache=value_cache)
     require_positive_int("q_tile", tile_sizes[0])
     require_positive_int("kv_tile", tile_sizes[1])
 
@@ -202,3 +313,107 @@ def _check_tree(tree_mask: Tensor | None, max_query_len: int) -> None:
         raise ReferenceArgumentError(
             "tree_mask.shape", tuple(tree_mask.shape), f"square, at least {max_query_len} wide (the longest query)"
         )
+
+
+@torch.no_grad()
+def dcp_rank_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    params: AttentionParams,
+    *,
+    dcp_size: int,
+    dcp_rank: int,
+    cp_kv_cache_interleave_size: int = 1,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+    q_scale: float | Tensor = 1.0,
+    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    q_tile: int = 128,
+    kv_tile: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Return one rank's part of the attention over a paged cache: ``(out [T, H, Dv], lse [T, H])``.
+
+    Arguments are as in :func:`~attncheck.reference.attention.paged.paged_attention`, except as stated below.
+    ``I`` is ``cp_kv_cache_interleave_size``. Rank ``(p // I) % dcp_size`` holds position ``p``, as its local token
+    ``p // (I * dcp_size) * I + p % I``. That token is in block ``block_table[r, local // BS]``, offset ``local % BS``.
+    Visibility and ALiBi use global positions. Only rank 0 includes the sinks, so that
+    :func:`~attncheck.reference.attention.online_softmax.merge_many` over all ranks gives the attention over the whole
+    cache. A
+    row that sees no key of this rank gets ``out = 0``, ``lse = -inf`` (on rank 0 with a sink: the sink).
+
+    key_cache, value_cache, block_table: of this rank. A row of the table is as wide as this rank's part of the request.
+        For latent attention, pass one KV head: ``kv_cache[:, :, None]`` and its first ``L`` channels.
+    query, seq_lens, query_start_loc: the same on every rank. ``seq_lens`` counts the tokens of all ranks.
+    cp_kv_cache_interleave_size: a divisor of the block size.
+
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for undefined arguments. No argument is modified.
+
+    >>> from attncheck.reference import merge_many, paged_attention
+    >>> layer, query, rows = AttentionParams(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([0, 1])
+    >>> table, lens, keys = torch.tensor([[0]]), torch.tensor([5]), torch.arange(6.0).view(6, 1, 1)
+    >>> shares = [keys[rank::2].view(1, 3, 1, 1) for rank in (0, 1)]  # what two ranks hold; the last key is not owned
+    >>> parts = [dcp_rank_attention(query, share, share, table, lens, rows, layer, dcp_size=2, dcp_rank=rank)
+    ...          for rank, share in enumerate(shares)]
+    >>> whole = paged_attention(query, keys.view(1, 6, 1, 1), keys.view(1, 6, 1, 1), table, lens, rows, layer)
+    >>> all(torch.allclose(a, b) for a, b in zip(merge_many(*zip(*parts)), whole))
+    True
+    """
+    tile_sizes, scales = (q_tile, kv_tile), (q_scale, k_scale, v_scale)
+    check_paged(query, key_cache, value_cache, params, scales, tile_sizes)
+    require_shard(key_cache.shape[1], dcp_size, dcp_rank, cp_kv_cache_interleave_size)
+    share = _Share(dcp_size, dcp_rank, cp_kv_cache_interleave_size)
+    requests = paged_requests(("query", query), key_cache, block_table, seq_lens, query_start_loc, stored=share.count)
+
+    def sight(request: PagedRequest) -> Visibility:
+        return _ShareSight(params, (0, request.seq_len), request.context_len, request.index, share=share)
+
+    rule = ScoreRule(params, precision, query.device, sinks=dcp_rank == 0)
+    return attend_paged(query, key_cache, value_cache, requests, sight, rule, scales, tile_sizes)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The positions that one of ``size`` ranks holds: ``interleave`` consecutive positions per turn.
+
+    Each rank numbers its own positions densely. For 2 ranks and an interleave of 2::
+
+        position     0  1  2  3  4  5  6  7  8
+        rank         0  0  1  1  0  0  1  1  0
+        local index  0  1  0  1  2  3  2  3  4
+    """
+
+    size: int
+    rank: int
+    interleave: int
+
+    def count(self, positions: int) -> int:
+        """Return how many of the first ``positions`` positions the rank holds; at most 0 for ``positions <= 0``."""
+        rounds, rest = divmod(positions, self.size * self.interleave)
+        return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
+
+    def positions(self, local: Tensor) -> Tensor:
+        """Return the global positions of local tokens."""
+        turn = local.div(self.interleave, rounding_mode="floor") * self.size + self.rank
+        return turn * self.interleave + local % self.interleave
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ShareSight(Visibility):
+    """Visibility over the rank's local key numbers; ``span`` and the predicates still use global positions."""
+
+    share: _Share
+
+    def reach(self, first: int, last: int) -> Span:
+        lo, hi = super().reach(first, last)
+        return self.share.count(lo), self.share.count(hi)
+
+    def common(self, first: int, last: int) -> Span:
+        lo, hi = super().common(first, last)
+        return self.share.count(lo), self.share.count(hi)
+
+    def key_positions(self, lo: int, hi: int, device: torch.device) -> Tensor:
+        return self.share.positions(super().key_positions(lo, hi, device))

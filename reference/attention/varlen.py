@@ -14,8 +14,7 @@ from attncheck.reference.arguments import (
     require_shape,
 )
 from attncheck.reference.attention.online_softmax import FetchKeys, ScoreRule, attend, heads_first
-from attncheck.reference.attention.params import AttentionParams, Precision, require_params
-from attncheck.reference.attention.short_sequences import PackedSequence, attend_run, runs_of
+from attncheck.reference.attention.params import AttentionParams, Precision, Visibility, require_params
 
 
 @torch.no_grad()
@@ -74,16 +73,11 @@ def varlen_attention(
     out_THV = torch.zeros(len(query), params.num_heads, params.value_head_size, dtype=compute, device=query.device)
     lse_TH = torch.full((len(query), params.num_heads), -torch.inf, dtype=compute, device=query.device)
     rule = ScoreRule(params, precision, query.device, include_sinks)
-    sequences = [
-        PackedSequence(*rows, *keys) for rows, keys in zip(pairwise(q_starts), pairwise(k_starts), strict=True)
-    ]
-    for run in runs_of(sequences, params, (q_tile, kv_tile)):
-        if len(run) > 1:
-            attend_run(query, key, value, run, rule, out_THV, lse_TH)
-            continue
-        (one,) = run
-        fetch = _row_reader(key[one.keys], value[one.keys], compute)
-        attend(query[one.rows], fetch, one.sight(params), rule, (q_tile, kv_tile), out_THV[one.rows], lse_TH[one.rows])
+    for (q_start, q_end), (k_start, k_end) in zip(pairwise(q_starts), pairwise(k_starts), strict=True):
+        rows, num_keys = slice(q_start, q_end), k_end - k_start
+        sight = Visibility(params, (0, num_keys), num_keys - (q_end - q_start))
+        fetch = _row_reader(key[k_start:k_end], value[k_start:k_end], compute)
+        attend(query[rows], fetch, sight, rule, (q_tile, kv_tile), out_THV[rows], lse_TH[rows])
     return out_THV, lse_TH
 
 

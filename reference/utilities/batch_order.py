@@ -1,6 +1,7 @@
 """Batches with decodes first: reordering short requests to the front, and finding the boundary.
 
-The behaviour is vLLM's.
+The behaviour is vLLM's. For the verification of speculated tokens, two functions convert between packed rows and one
+row of equally many queries per request.
 """
 
 from itertools import pairwise
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.arguments import require_int
-from attncheck.reference.utilities.host_batch import host_array, query_bounds
-from attncheck.reference.utilities.metadata import CommonAttentionMetadata
+from attncheck.reference.arguments import require_int, require_positive_int
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata, host_array, query_bounds
 
 
 def split_decodes_and_prefills(
@@ -152,3 +152,37 @@ def reorder_batch_to_split_decodes_and_prefills(
     for i, j in zip(long_in_front.tolist(), (short_behind[::-1] + front).tolist(), strict=True):
         input_batch.swap_states(i, j)
     return len(long_in_front) > 0
+
+
+def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
+    """Return ``[n, H, D]`` as ``[batch_size, n // batch_size, H, D]``: a view, whatever the strides.
+
+    Raise :class:`~attncheck.errors.ReferenceArgumentError` for another number of axes, or if ``batch_size`` does not
+    divide ``n``.
+    """
+    if query.dim() != 3:  # tokens, heads, head size
+        raise ReferenceArgumentError("query.shape", tuple(query.shape), "[tokens, heads, head_size]")
+    batch_size = require_positive_int("batch_size", batch_size)
+    tokens, heads, head_size = query.shape
+    if tokens % batch_size:
+        raise ReferenceArgumentError("batch_size", batch_size, f"a divisor of the {tokens} tokens")
+    return query.view(batch_size, tokens // batch_size, heads, head_size)
+
+
+def reshape_attn_output_for_spec_decode(attn_output: Tensor) -> Tensor:
+    """Return ``[b, len, H, D]`` as a view ``[b * len, H, D]``; ``[n, H, D]`` is returned unchanged.
+
+    Callers write through the result, so a copy is not allowed. Raise :class:`~attncheck.errors.ReferenceArgumentError`
+    if the strides do not let the first two axes merge, or for another number of axes.
+    """
+    if attn_output.dim() == 3:  # tokens, heads, head size
+        return attn_output
+    if attn_output.dim() != 4:  # requests, tokens of each, heads, head size
+        raise ReferenceArgumentError("attn_output.shape", tuple(attn_output.shape), "of 3 or 4 axes")
+    requests, length, heads, head_size = attn_output.shape
+    try:
+        return attn_output.view(requests * length, heads, head_size)
+    except RuntimeError:
+        raise ReferenceArgumentError(
+            "attn_output.stride()", attn_output.stride(), "such that the first two axes merge without a copy"
+        ) from None

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import require_index, require_int
-from attncheck.reference.utilities.host_batch import Integers, host_array, query_bounds
-from attncheck.reference.utilities.metadata import CommonAttentionMetadata
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata, Integers, host_array, query_bounds
 
 
 @dataclass

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.cases.keys import split_variant, with_defaults
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
-from attncheck.cases.overrides import split_variant, with_defaults
 from attncheck.errors import CaseFileError, SelectionError, UnknownNameError
 from attncheck.reference.spec import CacheSpec
 

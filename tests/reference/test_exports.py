@@ -10,7 +10,7 @@ import pytest
 from attncheck import reference
 from attncheck.reference import v0
 from attncheck.reference.lazy_exports import homes
-from attncheck.reference.utilities import kv_cache_layout, ubatch
+from attncheck.reference.utilities import builder, ubatch
 
 PRIVATE = {"_KV_CACHE_LAYOUT_OVERRIDE", "_make_metadata_with_slice"}
 
@@ -39,7 +39,7 @@ def test_type_checkers_see_each_name_once_and_as_public(package):
 def test_private_names_are_read_from_their_module_each_time(monkeypatch):
     assert reference._make_metadata_with_slice is ubatch._make_metadata_with_slice
     assert reference._KV_CACHE_LAYOUT_OVERRIDE is None
-    monkeypatch.setattr(kv_cache_layout, "_KV_CACHE_LAYOUT_OVERRIDE", "HND")
+    monkeypatch.setattr(builder, "_KV_CACHE_LAYOUT_OVERRIDE", "HND")
     assert reference._KV_CACHE_LAYOUT_OVERRIDE == "HND"
     assert not PRIVATE & {*vars(reference), *dir(reference)}
 

@@ -10,8 +10,8 @@ from itertools import chain
 
 import torch
 
+from attncheck.cases.consistency import implied_path
 from attncheck.cases.model import Case
-from attncheck.cases.paths import implied_path
 from attncheck.harness.checks.cudagraph.probe import Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.probes import probes_of
 from attncheck.harness.problem.page_layout import key_places, lay_out

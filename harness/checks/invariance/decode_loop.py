@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.cases.paths import implied_path
+from attncheck.cases.consistency import implied_path
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.invariance.right_rows import RightRows
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons

@@ -6,9 +6,9 @@ Each is derived from the case's requests, for the same layer and cache. Their ou
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from attncheck.cases.consistency import implied_path
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.cases.paths import implied_path
 from attncheck.reference.spec import AttentionType, BatchSpec, PaddingSpec, RequestSpec
 
 _FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.cases.company_keys import differences
+from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.harness.checks.invariance.right_rows import RightRows
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons

@@ -87,7 +87,7 @@ def extended(tmp_path: Path) -> Path:
     package = tmp_path / "with_check" / "attncheck"
     shutil.copytree(Path(attncheck.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "harness" / "checks" / "repeats.py").write_text(MODULE)
-    words = package / "reference" / "spec_names.py"
+    words = package / "reference" / "spec.py"
     head, brace, tail = words.read_text().partition("CHECKS: Mapping[str, CheckInfo] = {")
     assert brace
     words.write_text(head + brace + ROW + tail)

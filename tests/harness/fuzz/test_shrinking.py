@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from attncheck.cases.consistency import implied_path
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
-from attncheck.cases.paths import implied_path
 from attncheck.harness.fuzz.shrinking import shrink, size_in_words
 from attncheck.reference.spec import (
     AttentionType,

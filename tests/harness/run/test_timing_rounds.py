@@ -23,7 +23,7 @@ from attncheck.harness.run.timing_rounds import (
 )
 from attncheck.harness.workers.protocol import Assignment
 from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.reference.spec_names import DEFAULT_CHECKS
+from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 

@@ -115,8 +115,19 @@ def seen_keys(params: AttentionParams, q: int, num_keys: int) -> set[int]:
     return seen
 
 
-def _dense(batch: PagedBatch, params: AttentionParams, include_sinks: bool = True) -> tuple[Tensor, Tensor]:
-    """Whole score matrices in float64, K and V repeated a head, every element of the mask computed by itself."""
+def _dense(
+    batch: PagedBatch,
+    params: AttentionParams,
+    *,
+    include_sinks: bool = True,
+    kv_range: tuple[int, int] | None = None,
+    tree_mask: Tensor | None = None,
+    sees: Callable[[int, int, int], bool] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Whole score matrices in float64, K and V repeated a head, every element of the mask computed by itself.
+
+    ``sees(request, q, j)`` replaces the layer's own rule.
+    """
     size = params.head_size if params.head_size_v is None else params.head_size_v
     out = torch.zeros(len(batch.query), params.num_heads, size, dtype=torch.float64)
     lse = torch.full((len(batch.query), params.num_heads), -math.inf, dtype=torch.float64)
@@ -131,13 +142,17 @@ def _dense(batch: PagedBatch, params: AttentionParams, include_sinks: bool = Tru
             scores = params.logits_soft_cap * torch.tanh(scores / params.logits_soft_cap)
         for i in range(len(query)):
             seen = seen_keys(params, offset + i, len(keys))
-            for j in range(len(keys)):
-                if params.alibi_slopes is not None:
-                    back = offset + i - j
-                    steps = (-math.sqrt(back) if back >= 0 else 0.0) if params.alibi_sqrt else -back
-                    scores[:, i, j] += torch.tensor([s * steps for s in params.alibi_slopes], dtype=torch.float64)
-                if j not in seen:
-                    scores[:, i, j] = -math.inf
+            if sees is not None:
+                seen = {j for j in range(len(keys)) if sees(r, offset + i, j)}
+            if kv_range is not None:
+                seen = {j for j in seen if kv_range[0] <= j < kv_range[1]}
+            if tree_mask is not None:
+                seen -= {offset + node for node in range(len(query)) if not tree_mask[i, node]}
+            for j in range(len(keys)) if params.alibi_slopes is not None else ():
+                back = offset + i - j
+                steps = (-math.sqrt(back) if back >= 0 else 0.0) if params.alibi_sqrt else -back
+                scores[:, i, j] += torch.tensor([s * steps for s in params.alibi_slopes], dtype=torch.float64)
+            scores[:, i, [j for j in range(len(keys)) if j not in seen]] = -math.inf
         if params.sinks is not None and include_sinks:
             sinks = torch.tensor(params.sinks, dtype=torch.float64)[:, None, None].expand(-1, len(query), 1)
             scores = torch.cat([scores, sinks], dim=2)

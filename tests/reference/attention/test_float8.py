@@ -130,8 +130,9 @@ def dequantised(batch, q_scale, k_scale, v_scale):
 def test_equals_attention_over_the_values(batch, same_state):
     scales = {"q_scale": 1.3, "k_scale": 0.21, "v_scale": 0.017}
     same_state(batch.attend(PARAMS, **scales), dequantised(batch, 1.3, 0.21, 0.017).attend(PARAMS), tolerance=0)
-    tensors = {name: torch.tensor([scale], dtype=torch.float64) for name, scale in scales.items()}
-    same_state(batch.attend(PARAMS, **tensors), batch.attend(PARAMS, **scales), tolerance=0)
+    for shape in ((), (1,), (1, 1, 1)):  # one element, in any number of dimensions
+        tensors = {name: torch.full(shape, scale, dtype=torch.float64) for name, scale in scales.items()}
+        same_state(batch.attend(PARAMS, **tensors), batch.attend(PARAMS, **scales), tolerance=0)
 
 
 def test_scales_per_head(batch, same_state):

@@ -5,14 +5,14 @@ import pytest
 from attncheck import reference
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import get_kv_cache_layout, is_valid_kv_cache_layout, set_kv_cache_layout
-from attncheck.reference.utilities import kv_cache_layout
+from attncheck.reference.utilities import builder
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """As in a process that has not read the layout yet."""
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
-    monkeypatch.setattr(kv_cache_layout, "_KV_CACHE_LAYOUT_OVERRIDE", None)
+    monkeypatch.setattr(builder, "_KV_CACHE_LAYOUT_OVERRIDE", None)
     get_kv_cache_layout.cache_clear()
     yield
     get_kv_cache_layout.cache_clear()

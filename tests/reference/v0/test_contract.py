@@ -1,6 +1,5 @@
 """The classes of a first-generation backend: what they demand, and what they return."""
 
-import inspect
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import SimpleNamespace
@@ -20,21 +19,6 @@ from attncheck.reference.v0 import (
     CommonMetadataBuilder,
     MLAAttentionImpl,
 )
-
-TEN = [
-    "num_heads",
-    "head_size",
-    "scale",
-    "num_kv_heads",
-    "alibi_slopes",
-    "sliding_window",
-    "kv_cache_dtype",
-    "logits_soft_cap",
-    "attn_type",
-    "kv_sharing_target_layer_name",
-]
-LATENT = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"]
-OUTPUTS = ["output", "output_scale", "output_block_scale"]
 
 
 @pytest.mark.parametrize(
@@ -80,28 +64,6 @@ def test_what_a_subclass_must_bring(kind, abstract):
             kind()
 
 
-def parameters(function):
-    return {name: p.default for name, p in inspect.signature(function).parameters.items() if name != "self"}
-
-
-def test_signatures_of_impls():
-    ten = parameters(AttentionImpl.__init__)
-    assert list(ten) == TEN
-    assert list(ten.values())[:3] == [inspect.Parameter.empty] * 3
-    assert list(ten.values())[3:] == [None, None, None, "auto", None, "decoder", None]
-    latent = parameters(MLAAttentionImpl.__init__)
-    assert list(latent) == [*TEN, *LATENT, "kv_b_proj"]
-    assert set(latent.values()) == {inspect.Parameter.empty}
-    for kind, rows in (
-        (AttentionImpl, ["query", "key", "value"]),
-        (MLAAttentionImpl, ["hidden_states_or_cq", "kv_c_normed", "k_pe"]),
-    ):
-        forward = parameters(kind.forward)
-        assert list(forward) == ["layer", *rows, "kv_cache", "attn_metadata", *OUTPUTS]
-        assert [forward[name] for name in OUTPUTS] == [None] * 3
-    assert issubclass(MLAAttentionImpl, AttentionImpl)
-
-
 def test_no_impl_folds_a_quantisation_unless_it_declares_it():
     class Impl(AttentionImpl):
         def __init__(self, *args):
@@ -113,10 +75,9 @@ def test_no_impl_folds_a_quantisation_unless_it_declares_it():
     assert Impl(8, 64, 0.125).fused_output_quant_supported(quant_key=(torch.float8_e4m3fn, True)) is False
 
 
-def test_a_layer_offers_scales_their_host_copies_and_a_forward():
+def test_a_layer_offers_scales_and_their_host_copies():
     scales = {"_q_scale", "_k_scale", "_v_scale"}
     assert set(AttentionLayer.__annotations__) == {*scales, "_prob_scale", *(f"{name}_float" for name in scales)}
-    assert list(parameters(AttentionLayer.forward)) == ["query", "key", "value", "kv_cache", "attn_metadata"]
 
 
 @dataclass

@@ -11,7 +11,16 @@ BUILD = "self seq_lens query_lens cuda_graph_pad_size batch_size"
 CAPTURE = "self batch_size is_encoder_decoder_model=False"
 BUFFERS = "self attn_metadata is_encoder_decoder_model=False"
 REFILL = "self input_buffers attn_metadata is_encoder_decoder_model=False"
+OUTPUTS = "output=None output_scale=None output_block_scale=None"
 SIGNATURES = {
+    "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None alibi_slopes=None sliding_window=None "
+    "kv_cache_dtype=auto logits_soft_cap=None attn_type=decoder kv_sharing_target_layer_name=None",
+    "AttentionImpl.forward": f"self layer query key value kv_cache attn_metadata {OUTPUTS}",
+    "MLAAttentionImpl.__init__": "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window "
+    "kv_cache_dtype logits_soft_cap attn_type kv_sharing_target_layer_name q_lora_rank kv_lora_rank qk_nope_head_dim "
+    "qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj",
+    "MLAAttentionImpl.forward": f"self layer hidden_states_or_cq kv_c_normed k_pe kv_cache attn_metadata {OUTPUTS}",
+    "AttentionLayer.forward": "self query key value kv_cache attn_metadata",
     "is_block_tables_empty": "block_tables",
     "compute_slot_mapping_start_idx": "is_prompt query_len context_len sliding_window",
     "compute_slot_mapping": "is_profile_run slot_mapping seq_id seq_len context_len start_idx block_size block_tables",

@@ -5,6 +5,8 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.v0 import (
@@ -102,13 +104,33 @@ def test_a_profile_run_pads_the_whole_sequence(tables):
     assert mapping == [5, -1, -1, -1, -1, -1]
 
 
-@pytest.mark.parametrize("length", [1, 254, 255, 256, 257, 1000])
-@pytest.mark.parametrize("context_len", [0, 3, 16])
-def test_long_sequences_go_the_same_way(length, context_len):
-    table = list(range(50, 120))
-    found = slots(context_len + length, context_len, 0, table, block_size=16)
-    assert found == list(range(800 + context_len, 800 + context_len + length))
-    assert {type(slot) for slot in found} == {int}
+@st.composite
+def sequences(draw):
+    """(block size, table without repetition, context length, sequence length)."""
+    block_size = draw(st.integers(1, 9))
+    table = draw(st.lists(st.integers(0, 400), min_size=1, max_size=60, unique=True))
+    seq_len = draw(st.integers(0, block_size * len(table)))
+    return block_size, table, draw(st.integers(0, seq_len)), seq_len
+
+
+@given(sequences(), st.data())
+def test_every_new_token_is_masked_or_in_its_slot(sequence, data):
+    block_size, table, context_len, seq_len = sequence
+    start_idx = data.draw(st.integers(0, seq_len))
+    flat = [block * block_size + offset for block in table for offset in range(block_size)]
+    want = [flat[position] if position >= start_idx else -1 for position in range(context_len, seq_len)]
+    assert slots(seq_len, context_len, start_idx, table, block_size) == want
+
+
+@given(sequences(), st.integers(1, 80))
+def test_a_window_masks_no_token_that_is_read_again(sequence, window):
+    block_size, table, context_len, seq_len = sequence
+    query_len = seq_len - context_len
+    start = compute_slot_mapping_start_idx(True, query_len, context_len, window)
+    stored = [slot for slot in slots(seq_len, context_len, start, table, block_size) if slot != -1]
+    assert len(stored) >= min(window, query_len)
+    if context_len == 0:
+        assert len(stored) == min(window, query_len)
 
 
 def test_blocks_of_one_token():

@@ -137,16 +137,9 @@ def test_other_shapes_are_refused_before_anything_is_copied(changes):
     before = {field: tensor.clone() for field, tensor in buffers.items()}
     with pytest.raises(ReferenceArgumentError, match=next(iter(changes))):
         instance.prepare_graph_input_buffers(buffers, step(**changes), is_encoder_decoder_model=True)
-    assert all(torch.equal(buffers[field], before[field]) for field in buffers)
-
-
-@pytest.mark.parametrize("changes", CROSS_MISFITS)
-def test_the_hook_by_itself_refuses_them_too(changes):
-    instance = state()
-    buffers = instance.get_graph_input_buffers(captured(instance), is_encoder_decoder_model=True)
-    before = {field: tensor.clone() for field, tensor in buffers.items()}
-    with pytest.raises(ReferenceArgumentError, match=next(iter(changes))):
-        instance._prepare_input_buffers_for_enc_dec_model(step(**changes), buffers)
+    if changes.keys() <= set(CROSS):  # as the hook by itself refuses
+        with pytest.raises(ReferenceArgumentError, match=next(iter(changes))):
+            instance._prepare_input_buffers_for_enc_dec_model(step(**changes), buffers)
     assert all(torch.equal(buffers[field], before[field]) for field in buffers)
 
 
