@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attncheck.backends.base.layer import Call
 from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend
 from attncheck.backends.candidates.flashinfer.metadata import FlashInferMetadata, PlannedRows
 from attncheck.backends.candidates.flashinfer.settings import LayerSettings
@@ -58,18 +59,9 @@ class FlashInferImpl(PagedImpl):
                 raise RuntimeError("neither a cache nor keys and values to attend to")
             self.chosen_kernels.add(part.planned.kernels)
 
-    def _refuse_wrong_step(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: PagedMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
-        output_scale: Tensor | None,
-    ) -> None:
-        super()._refuse_wrong_step(query, key, value, kv_cache, metadata, output, output_lse, output_scale)
+    def _refuse_wrong_step(self, call: Call[PagedMetadata]) -> None:
+        super()._refuse_wrong_step(call)
+        query, output, metadata = call.query, call.output, call.metadata
         name, own = self.backend.get_name(), LayerSettings.of(self, query.dtype)
         if output.dtype != query.dtype:
             raise ValueError(f"{name}: output has dtype {output.dtype}, and query {query.dtype}")
