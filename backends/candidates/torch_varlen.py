@@ -38,17 +38,9 @@ class TorchVarlenBackend(FlashBackend):
     conventions = Conventions(padded_rows="finite")
     supported_attn_types = tuple(AttentionType)
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_VARLEN"
-
-    @staticmethod
-    def get_impl_cls() -> type["TorchVarlenImpl"]:
-        return TorchVarlenImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["TorchVarlenBuilder"]:
-        return TorchVarlenBuilder
+    get_name = staticmethod(lambda: "TORCH_VARLEN")
+    get_impl_cls = staticmethod(lambda: TorchVarlenImpl)
+    get_builder_cls = staticmethod(lambda: TorchVarlenBuilder)
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:

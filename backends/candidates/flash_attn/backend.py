@@ -65,17 +65,9 @@ class FlashAttnBackend(FlashBackend):
     conventions = Conventions(alibi_reference="zero", padded_rows="finite")
     supported_attn_types = tuple(AttentionType)
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashAttnImpl"]:
-        return FlashAttnImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["FlashAttnBuilder"]:
-        return FlashAttnBuilder
+    get_name = staticmethod(lambda: "FLASH_ATTN")
+    get_impl_cls = staticmethod(lambda: FlashAttnImpl)
+    get_builder_cls = staticmethod(lambda: FlashAttnBuilder)
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:

@@ -78,10 +78,6 @@ class FlashBackend(PagedBackend):
     supported_dtypes = (torch.float16, torch.bfloat16)
     supported_devices = ("cuda",)
 
-    @staticmethod
-    def get_metadata_cls() -> type[PackedMetadata]:
-        return PackedMetadata
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(_HEAD_SIZES)

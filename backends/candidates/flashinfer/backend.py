@@ -97,9 +97,7 @@ class FlashInferBackend(PagedBackend):
     supported_dtypes = SUPPORTED_DTYPES
     supported_devices = ("cuda",)
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER"
+    get_name = staticmethod(lambda: "FLASHINFER")
 
     @staticmethod
     def get_impl_cls() -> type["FlashInferImpl"]:

@@ -44,9 +44,7 @@ class TritonMLABackend(TritonBackend, LatentBackend):
 
     conventions = Conventions(padded_rows="untouched", sync_free_build=True)
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_MLA"
+    get_name = staticmethod(lambda: "TRITON_MLA")
 
     @staticmethod
     def get_impl_cls() -> type["TritonMLAImpl"]:
@@ -54,13 +52,7 @@ class TritonMLABackend(TritonBackend, LatentBackend):
 
         return TritonMLAImpl
 
-    @staticmethod
-    def get_builder_cls() -> type["TritonMLABuilder"]:
-        return TritonMLABuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["TritonMLAMetadata"]:
-        return TritonMLAMetadata
+    get_builder_cls = staticmethod(lambda: TritonMLABuilder)
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

@@ -53,9 +53,7 @@ class UnifiedBackend(TritonBackend, PagedBackend):
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_UNIFIED"
+    get_name = staticmethod(lambda: "TRITON_UNIFIED")
 
     @staticmethod
     def get_impl_cls() -> type["UnifiedImpl"]:
@@ -63,13 +61,7 @@ class UnifiedBackend(TritonBackend, PagedBackend):
 
         return UnifiedImpl
 
-    @staticmethod
-    def get_builder_cls() -> type["UnifiedBuilder"]:
-        return UnifiedBuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["UnifiedMetadata"]:
-        return UnifiedMetadata
+    get_builder_cls = staticmethod(lambda: UnifiedBuilder)
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> None:

@@ -30,9 +30,7 @@ class XFormersBackend(InterpretedBackend, PagedBackend):
     conventions = Conventions(padded_rows="finite", sync_free_build=True)
     supported_layouts = ("NHD",)
 
-    @staticmethod
-    def get_name() -> str:
-        return "XFORMERS"
+    get_name = staticmethod(lambda: "XFORMERS")
 
     @staticmethod
     def get_impl_cls() -> type["XFormersImpl"]:
