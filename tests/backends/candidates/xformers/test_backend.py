@@ -6,8 +6,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
-from attncheck.backends.candidates.xformers.backend import XFormersBackend
+from attncheck.backends.candidates.xformers.backend import XFormersBackend, unavailable_reasons
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
 

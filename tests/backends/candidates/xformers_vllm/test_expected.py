@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import unavailable_reasons
 from attncheck.cases.loader import load_suite
 from attncheck.harness.run.expectation_file import load_expectations
 

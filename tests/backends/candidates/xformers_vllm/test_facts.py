@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attncheck.backends import registry
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import unavailable_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend, XFormersAutoBackend
 from attncheck.backends.contract import AttentionCGSupport, AttentionType
 from attncheck.errors import BackendLoadError

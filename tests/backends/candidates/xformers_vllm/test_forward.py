@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import unavailable_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend, XFormersAutoBackend
 from attncheck.reference.spec import CacheSpec, LayerSpec
 

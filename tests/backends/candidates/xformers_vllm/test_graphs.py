@@ -4,7 +4,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import unavailable_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.cases.loader import load_suite
