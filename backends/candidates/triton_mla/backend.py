@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
-from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
 from attncheck.backends.contract import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata, Conventions
-from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.interpreter import TritonBackend, is_interpreted
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, allocate_scratch
-from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
 from attncheck.backends.contract import (
     AttentionCGSupport,
     AttentionLayer,
@@ -20,7 +19,7 @@ from attncheck.backends.contract import (
     CommonAttentionMetadata,
     Conventions,
 )
-from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.interpreter import TritonBackend, is_interpreted
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec

@@ -16,8 +16,8 @@ import attncheck
 from attncheck.backends import interpreter
 from attncheck.backends.base import machine
 from attncheck.backends.candidates.triton_unified.backend import LARGEST_HEAD_SIZE
-from attncheck.backends.candidates.triton_unified.triton_backend import InterpretedBackend
 from attncheck.backends.contract import Conventions, MultipleOf
+from attncheck.backends.interpreter import InterpretedBackend
 from attncheck.backends.paged import PagedBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 

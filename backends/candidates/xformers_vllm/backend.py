@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.backends import interpreter
-from attncheck.backends.candidates.triton_unified.triton_backend import InterpretedBackend
 from attncheck.backends.candidates.xformers.backend import library_reasons, library_version
 from attncheck.backends.contract import MultipleOf
+from attncheck.backends.interpreter import InterpretedBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
