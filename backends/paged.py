@@ -191,7 +191,7 @@ class PagedImpl(CandidateImpl[PagedMetadata]):
         if self.kv_sharing_target_layer_name is not None:
             needed, key, value = 0, None, None
         else:  # one row per slot, or in an encoder per query row
-            needed = len(call.metadata.common.slot_mapping) if self.has_cache else call.metadata.num_rows
+            needed = len(call.metadata.common.slot_mapping) if self.has_cache else call.num_tokens
         wrong = wrong_shapes(
             ("query", call.query, call.num_tokens, (self.num_heads, self.head_size)),
             ("key", key, needed, (self.num_kv_heads, self.head_size)),
