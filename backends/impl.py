@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -73,6 +73,52 @@ class QuantKey:
 
 STATIC_FP8 = QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
 """Codes of ``float8_e4m3fn`` with one static scale for the whole tensor."""
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """The arguments of an impl's constructor, in the order in which vLLM passes them by position.
+
+    :meth:`AttentionImpl.__init__` documents them. An impl whose constructor is ``__init__(self, *args, **kwargs)``
+    reads them by ``LayerArguments(*args, **kwargs)``, which raises ``TypeError`` for an unknown or a missing one.
+    ``num_kv_heads`` is ``num_heads`` unless it is given, and ``head_size_v`` is ``head_size``.
+    """
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int = None  # type: ignore[assignment]  # filled in below
+    alibi_slopes: list[float] | None = None
+    sliding_window: int | None = None
+    kv_cache_dtype: str = "auto"
+    logits_soft_cap: float | None = None
+    attn_type: str = AttentionType.DECODER
+    kv_sharing_target_layer_name: str | None = None
+    _: KW_ONLY
+    sinks: Tensor | None = None
+    head_size_v: int = None  # type: ignore[assignment]  # filled in below
+
+    def __post_init__(self) -> None:
+        for name, default in (("num_kv_heads", self.num_heads), ("head_size_v", self.head_size)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentArguments(LayerArguments):
+    """The arguments for a layer with a latent cache: the keywords follow the arguments of every layer."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    qk_head_dim: int
+    v_head_dim: int
+    kv_b_proj: Any
+
+
+MLA_KEYWORDS = tuple(each.name for each in fields(LatentArguments)[len(fields(LayerArguments)) :])
+"""Keyword arguments of the constructor for layers with a latent cache, after the ten positional ones."""
 
 
 class AttentionImpl(ABC, Generic[M]):
@@ -167,18 +213,6 @@ class AttentionImpl(ABC, Generic[M]):
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         """Return whether ``forward`` can include a quantisation that follows attention."""
         return False
-
-
-MLA_KEYWORDS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
-    "v_head_dim",
-    "kv_b_proj",
-)
-"""Keyword arguments of the constructor for layers with a latent cache, after the ten positional ones."""
 
 
 class MLAAttentionImpl(AttentionImpl[M]):

@@ -1,5 +1,7 @@
 """Triton kernels without a GPU: when they are interpreted, what that requires, and how such results are marked.
 
+Candidates with Triton kernels derive from :class:`InterpretedBackend` or :class:`TritonBackend`.
+
 With ``TRITON_INTERPRET=1``, Triton runs the source of a kernel with numpy, one program at a time, instead of compiling
 it. Such results carry :data:`MARK`. They concern the source, not the compiled code: programs run one after another,
 products of float32 are exact, and speed is not measured.
@@ -15,6 +17,8 @@ from types import MappingProxyType
 import torch
 
 from attncheck.backends.base.machine import installed_version
+from attncheck.backends.contract import AttentionBackend
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
 """Variables that must be set before Python starts:
@@ -79,3 +83,47 @@ def unavailable_reasons(device: str) -> list[str]:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+_BFLOAT16_CAPABILITY = (8, 0)
+"""Minimum compute capability for which Triton compiles bfloat16."""
+
+
+class InterpretedBackend(AttentionBackend):
+    """Backend whose kernels are interpreted without a GPU; list it as the first base, since it extends the next one."""
+
+    @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        answered = super().unavailable_case_reasons(device, layer, cache, batch)
+        return [*answered, *untimely_reasons()]
+
+    @classmethod
+    def required_environment(cls, device: str) -> dict[str, str]:
+        return required_environment(device)
+
+    @classmethod
+    def default_suite(cls, device: str) -> str:
+        return default_suite(device)
+
+
+class TritonBackend(InterpretedBackend):
+    """Interpreted backend whose kernels are all attncheck's own."""
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        return super().unavailable_reasons(device) + unavailable_reasons(device)
+
+    @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
+        has_bfloat16 = "bfloat16" in (layer.dtype, cache.kv_cache_dtype)
+        if has_bfloat16 and torch.device(device).type == "cuda" and not is_interpreted():
+            found = torch.cuda.get_device_capability(device)
+            if found < _BFLOAT16_CAPABILITY:
+                reasons.append(f"bfloat16 on compute capability {found[0]}.{found[1]}: Triton needs 8.0")
+        return reasons
+
+    @classmethod
+    def version(cls) -> str:
+        triton = installed_version("triton")
+        return super().version() if triton is None else marked(f"{super().version()}, triton {triton}")

@@ -11,16 +11,14 @@ The wrapper raises for every feature missing from ``features``, before it calls 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.contract import (
     AttentionCGSupport,
-    AttentionImpl,
     AttentionLayer,
-    AttentionMetadataBuilder,
     AttentionType,
 )
 from attncheck.backends.conventions import Conventions
@@ -109,147 +107,114 @@ def kernel_backend(
         raise TypeError(f"kernel_backend {name!r}: features is the text {features!r}; give a tuple of names")
     level: object = cudagraph_support  # the code that declares it may not be type-checked
     if not isinstance(level, AttentionCGSupport):
-        members = ", ".join(AttentionCGSupport.__members__)
+        levels = ", ".join(AttentionCGSupport.__members__)
         raise TypeError(
-            f"kernel_backend {name!r}: cudagraph_support is {level!r}; give an AttentionCGSupport: {members}"
+            f"kernel_backend {name!r}: cudagraph_support is {level!r}; give an AttentionCGSupport: {levels}"
         )
     declared, options = frozenset(features), _options(fn, _KERNEL_ARGUMENTS, _KERNEL_OPTIONS)
     _check_declarations(name, declared, options, supported_attn_types, supported_kv_cache_dtypes)
-    writer_options = () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS)
-    label, offered = name.upper(), dict(functions or {})
+    label, head_sizes, block_sizes = name.upper(), list(supported_head_sizes), list(supported_block_sizes)
+    offered = dict(functions or {})
+    own: dict[str, Any] = {"__module__": getattr(fn, "__module__", __name__)}
+    members: dict[str, Any] = {
+        "__doc__": inspect.getdoc(fn),
+        "features": declared,
+        "conventions": conventions or Conventions(),
+        "supported_dtypes": tuple(supported_dtypes),
+        "supported_layouts": tuple(supported_layouts),
+        "supported_attn_types": tuple(supported_attn_types),
+        "supported_kv_cache_dtypes": tuple(supported_kv_cache_dtypes),
+        "supported_devices": tuple(supported_devices),
+        "get_name": staticmethod(lambda: label),
+        "get_impl_cls": staticmethod(lambda: impl),
+        "get_builder_cls": staticmethod(lambda: builder),
+        "get_supported_head_sizes": staticmethod(lambda: list(head_sizes)),
+        "get_supported_kernel_block_sizes": staticmethod(lambda: list(block_sizes)),
+        "functions": staticmethod(lambda: dict(offered)),
+        "version": staticmethod(lambda: version),
+    }
+    backend = type(name, (PagedBackend,), own | members)
+    metadata = type(f"{name}.Metadata", (PagedMetadata,), own)
+    of_impl = {
+        "backend": backend,
+        "metadata_cls": metadata,
+        "brings_writer": writer is not None,
+        "kernel": staticmethod(fn),
+        "kernel_options": options,
+        "writing_kernel": staticmethod(writer or fn),
+        "writer_options": () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS),
+    }
+    impl = type(f"{name}.Impl", (KernelImpl,), own | of_impl)
+    of_builder = {"backend": backend, "metadata_cls": metadata, "cudagraph_support": cudagraph_support}
+    builder = type(f"{name}.Builder", (PagedBuilder,), own | of_builder)
+    return backend
 
-    class Backend(PagedBackend):
-        @staticmethod
-        def get_name() -> str:
-            return label
 
-        @staticmethod
-        def get_impl_cls() -> type[AttentionImpl[Any]]:
-            return Impl
+class KernelImpl(PagedImpl):
+    """One layer, whose steps call the function.
 
-        @staticmethod
-        def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-            return Builder
+    Functions are called through these attributes, so that a derived class can record the calls.
+    """
 
-        @staticmethod
-        def get_metadata_cls() -> type[Any]:
-            return Metadata
+    kernel: ClassVar[Kernel]
+    kernel_options: ClassVar[tuple[str, ...]]
+    writing_kernel: ClassVar[Writer]
+    writer_options: ClassVar[tuple[str, ...]]
 
-        @classmethod
-        def get_supported_head_sizes(cls) -> list[int]:
-            return list(supported_head_sizes)
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        if not self.brings_writer:
+            raise RuntimeError(f"{self.backend.get_name()} has no cache writer")
+        self.writing_kernel(key, value, key_cache, value_cache, slot_mapping, **_scales(layer, self.writer_options))
 
-        @classmethod
-        def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-            return list(supported_block_sizes)
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        self.attend_quantised(layer, query, key, value, caches, metadata, output, output_lse, None)
 
-        @classmethod
-        def functions(cls) -> dict[str, Callable[..., Any]]:
-            return dict(offered)
-
-        @classmethod
-        def version(cls) -> str:
-            return version
-
-    Backend.features = declared
-    Backend.conventions = Conventions() if conventions is None else conventions
-    Backend.supported_dtypes = tuple(supported_dtypes)
-    Backend.supported_layouts = tuple(supported_layouts)
-    Backend.supported_attn_types = tuple(supported_attn_types)
-    Backend.supported_kv_cache_dtypes = tuple(supported_kv_cache_dtypes)
-    Backend.supported_devices = tuple(supported_devices)
-
-    class Metadata(PagedMetadata):
-        """Metadata of one step of this kernel."""
-
-    class Builder(PagedBuilder):
-        backend = Backend
-        metadata_cls = Metadata
-
-    Builder.cudagraph_support = cudagraph_support
-
-    class Impl(PagedImpl):
-        backend = Backend
-        metadata_cls = Metadata
-        brings_writer = writer is not None
-        kernel = staticmethod(fn)  # called through this attribute, so that a derived class can record the call
-        writing_kernel = staticmethod(writer or fn)
-
-        def write(
-            self,
-            layer: AttentionLayer,
-            key: Tensor,
-            value: Tensor,
-            key_cache: Tensor,
-            value_cache: Tensor,
-            slot_mapping: Tensor,
-        ) -> None:
-            if writer is None:
-                raise RuntimeError(f"{label} has no cache writer")
-            extra = _scales(layer, writer_options)
-            self.writing_kernel(key, value, key_cache, value_cache, slot_mapping, **extra)
-
-        def attend(
-            self,
-            layer: AttentionLayer,
-            query: Tensor,
-            key: Tensor | None,
-            value: Tensor | None,
-            caches: tuple[Tensor, Tensor] | None,
-            metadata: PagedMetadata,
-            output: Tensor,
-            output_lse: Tensor | None,
-        ) -> None:
-            self._call(layer, query, caches, metadata, output, output_lse, None)
-
-        def attend_quantised(
-            self,
-            layer: AttentionLayer,
-            query: Tensor,
-            key: Tensor | None,
-            value: Tensor | None,
-            caches: tuple[Tensor, Tensor] | None,
-            metadata: PagedMetadata,
-            output: Tensor,
-            output_lse: Tensor | None,
-            output_scale: Tensor,
-        ) -> None:
-            self._call(layer, query, caches, metadata, output, output_lse, output_scale)
-
-        def _kernel_params(self, metadata: PagedMetadata, device: torch.device) -> KernelParams:
-            params = self.params(metadata)
-            numbers = {each.name: getattr(params, each.name) for each in fields(LayerParams)}
-            return KernelParams(**numbers, alibi_slopes=self.slopes_on(device), sinks=self.given_sinks)
-
-        def _call(
-            self,
-            layer: AttentionLayer,
-            query: Tensor,
-            caches: tuple[Tensor, Tensor] | None,
-            metadata: PagedMetadata,
-            output: Tensor,
-            output_lse: Tensor | None,
-            output_scale: Tensor | None,
-        ) -> None:
-            if caches is None:
-                raise NotImplementedError(f"{label} reads a paged cache; attn_type {self.attn_type} has none")
-            extra: dict[str, Tensor | None] = dict(_scales(layer, options))
-            if "output_scale" in options:
-                extra["output_scale"] = output_scale
-            if "output_lse" in options:
-                if output_lse is None:
-                    output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
-                extra["output_lse"] = output_lse
-            params = self._kernel_params(metadata, query.device)
-            returned = self.kernel(query, *caches, metadata.common, params, output, **extra)
-            self.ignored_result = _ignored_result(fn, returned, output)
-
-    for made in (Backend, Metadata, Builder, Impl):
-        made.__qualname__ = f"{name}.{made.__name__}"
-        made.__module__ = getattr(fn, "__module__", __name__)
-    Backend.__name__ = Backend.__qualname__ = name
-    Backend.__doc__ = inspect.getdoc(fn)
-    return Backend
+    def attend_quantised(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+        output_scale: Tensor | None,
+    ) -> None:
+        """Call the function, which stores the codes itself; without ``output_scale`` it writes values."""
+        if caches is None:
+            label = self.backend.get_name()
+            raise NotImplementedError(f"{label} reads a paged cache; attn_type {self.attn_type} has none")
+        extra: dict[str, Tensor | None] = dict(_scales(layer, self.kernel_options))
+        if "output_scale" in self.kernel_options:
+            extra["output_scale"] = output_scale
+        if "output_lse" in self.kernel_options:
+            if output_lse is None:
+                output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
+            extra["output_lse"] = output_lse
+        params = self.params(metadata)
+        numbers = {each.name: getattr(params, each.name) for each in fields(LayerParams)}
+        given = KernelParams(**numbers, alibi_slopes=self.slopes_on(query.device), sinks=self.given_sinks)
+        returned = self.kernel(query, *caches, metadata.common, given, output, **extra)
+        self.ignored_result = _ignored_result(self.kernel, returned, output)
 
 
 def _ignored_result(fn: Kernel, returned: object, output: Tensor) -> str:

@@ -6,33 +6,37 @@ A candidate derives from :class:`PagedBackend` and :class:`PagedImpl` (and from 
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from inspect import signature
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.base.gathering import encode_fp8
-from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call, wrong_cache_dtype
+from attncheck.backends.base.layer import (
+    Call,
+    CandidateBackend,
+    CandidateImpl,
+    refuse_layer,
+    wrong_cache_dtype,
+    wrong_shapes,
+)
 from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
 from attncheck.backends.caches.packings import Packing, packed_shape
-from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, QuantKey
+from attncheck.backends.contract import AttentionLayer, AttentionType, QuantKey
 from attncheck.backends.declarations import block_size_reason
-from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
-from attncheck.backends.impl import STATIC_FP8
+from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.backends.impl import STATIC_FP8, LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 
-class PagedBackend(AttentionBackend):
+class PagedBackend(CandidateBackend):
     """Backend whose cache has one of the usual packings; ``content`` if key and value head sizes differ."""
 
-    accept_output_buffer = True
-    supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
     packing: ClassVar[Packing] = "split_first"
-    supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
 
     @classmethod
     def get_kv_cache_shape(
@@ -56,57 +60,33 @@ class PagedBackend(AttentionBackend):
         return packed_codec(cls, layer, cache)
 
 
-class PagedImpl(AttentionImpl[PagedMetadata]):
+class PagedImpl(CandidateImpl[PagedMetadata]):
     """One layer. Attributes have vLLM's names; ``sliding_window`` is the pair of inclusive distances."""
 
     backend: ClassVar[type[PagedBackend]]
-    metadata_cls: ClassVar[type[PagedMetadata]]
     _slopes: Tensor | None = None
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: Tensor | None = None,
-        head_size_v: int | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the contract's arguments, ``sinks`` and ``head_size_v``; raise for what the backend does not declare."""
+        given = LayerArguments(*args, **kwargs)
+        refuse_layer(self.backend, given)
         self.chosen_kernels: set[str] = set()
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_size_v = head_size if head_size_v is None else head_size_v
-        refuse_layer(
-            self.backend,
-            num_heads=num_heads,
-            head_size=head_size,
-            scale=scale,
-            num_kv_heads=self.num_kv_heads,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            sinks=sinks,
-            head_size_v=self.head_size_v,
-        )
-        self.attn_type = AttentionType(attn_type)
+        self.num_heads, self.num_kv_heads = given.num_heads, given.num_kv_heads
+        self.head_size, self.head_size_v = given.head_size, given.head_size_v
+        self.scale = given.scale
+        self.attn_type = AttentionType(given.attn_type)
         self.has_cache = self.attn_type.has_cache
-        self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
-        self.given_sinks, self.sinks = sinks, None if sinks is None else sinks.to(torch.float32)
-        self._sink_logits = None if sinks is None else tuple(sinks.tolist())
-        self._window_size = sliding_window
-        self.sliding_window = window_pair(sliding_window, bidirectional=not self.attends_causally)
-        self.logits_soft_cap = logits_soft_cap or None
-        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self.alibi_slopes = None if given.alibi_slopes is None else tuple(given.alibi_slopes)
+        self.given_sinks = given.sinks
+        self.sinks = None if given.sinks is None else given.sinks.to(torch.float32)
+        self._sink_logits = None if given.sinks is None else tuple(given.sinks.tolist())
+        self._window_size = given.sliding_window
+        self.sliding_window = window_pair(given.sliding_window, bidirectional=not self.attends_causally)
+        self.logits_soft_cap = given.logits_soft_cap or None
+        self.kv_cache_dtype = given.kv_cache_dtype
+        self.kv_sharing_target_layer_name = given.kv_sharing_target_layer_name
+
+    __init__.__signature__ = signature(LayerArguments.__init__)  # type: ignore[attr-defined]
 
     @property
     def attends_causally(self) -> bool:
@@ -135,48 +115,6 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if self.alibi_slopes is not None and (self._slopes is None or self._slopes.device != device):
             self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
         return self._slopes
-
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        attn_metadata: PagedMetadata | None,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-        *,
-        output_lse: Tensor | None = None,
-    ) -> Tensor:
-        if output is None:
-            raise ValueError(f"{self.backend.get_name()}: output is None, but the caller must allocate it")
-        if attn_metadata is None:  # profiling: there is no cache and no batch
-            return output.zero_()
-        self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
-        is_fp8 = self.has_cache and self.kv_cache_dtype in FP8_DTYPES
-        refuse_undeclared_call(
-            self.backend,
-            attn_type=self.attn_type,
-            causal=attn_metadata.common.causal,
-            has_alibi=self.alibi_slopes is not None,
-            query_lens=attn_metadata.query_lens,
-            seq_lens=attn_metadata.seq_lens,
-            has_per_head_scales=is_fp8 and max(layer._k_scale.numel(), layer._v_scale.numel()) > 1,
-            has_output_scale=output_scale is not None,
-            has_output_block_scale=output_block_scale is not None,
-            has_output_lse=output_lse is not None,
-        )
-        caches = self._cache_views(kv_cache) if self.has_cache else None
-        writes = caches is not None and self.brings_writer and self.kv_sharing_target_layer_name is None
-        if writes and caches is not None and key is not None and value is not None:
-            self.write(layer, key, value, *caches, attn_metadata.common.slot_mapping)
-        if output_scale is None:
-            self.attend(layer, query, key, value, caches, attn_metadata, output, output_lse)
-        else:
-            self.attend_quantised(layer, query, key, value, caches, attn_metadata, output, output_lse, output_scale)
-        return output
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return "output_quant" in self.backend.features and quant_key == STATIC_FP8
@@ -232,64 +170,43 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         one row per query row.
         """
 
+    def _run(self, call: Call[PagedMetadata]) -> None:
+        caches = self._cache_views(call.kv_cache) if self.has_cache else None
+        writes = self.brings_writer and self.kv_sharing_target_layer_name is None
+        if writes and caches is not None and call.key is not None and call.value is not None:
+            self.write(call.layer, call.key, call.value, *caches, call.metadata.common.slot_mapping)
+        operands = (call.layer, call.query, call.key, call.value, caches, call.metadata, call.output, call.output_lse)
+        if call.output_scale is None:
+            self.attend(*operands)
+        else:
+            self.attend_quantised(*operands, call.output_scale)
+
     def _cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         codes = FP8_DTYPES.get(self.kv_cache_dtype)
         stored = kv_cache if codes is None else kv_cache.view(codes)
         return kv_cache_views(stored, self.backend.packing_of(self.head_size, self.head_size_v), self.head_size)
 
-    def _refuse_wrong_step(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        metadata: PagedMetadata,
-        output: Tensor,
-        output_lse: Tensor | None,
-        output_scale: Tensor | None,
-    ) -> None:
-        name = self.backend.get_name()
-        if not isinstance(metadata, self.metadata_cls):
-            given, own = type(metadata).__qualname__, self.metadata_cls.__qualname__
-            raise TypeError(f"{name}: attn_metadata is a {given}, not a {own}")
-        tokens = metadata.common.num_actual_tokens
-        wrong = []
-        takes_scale = output_scale is not None and "output_quant" in self.backend.features
-        if (output.dtype == STATIC_FP8.dtype) != takes_scale:
-            wrong.append(f"output has dtype {output.dtype}, and output_scale is {output_scale}")
-        if tokens > query.shape[0]:
-            wrong.append(f"num_actual_tokens {tokens} exceeds the {query.shape[0]} rows of query")
-        if metadata.num_rows > tokens:
-            wrong.append(f"query_start_loc ends at {metadata.num_rows}, beyond num_actual_tokens {tokens}")
-        if query.shape[1:] != (self.num_heads, self.head_size):
-            wrong.append(f"query has shape {tuple(query.shape)}, not [tokens, {self.num_heads}, {self.head_size}]")
-        if query.dtype not in self.backend.get_supported_dtypes():
-            supported = ", ".join(map(str, self.backend.get_supported_dtypes()))
-            wrong.append(f"query has dtype {query.dtype}: supported are {supported}")
-        if output.shape[0] < tokens or output.shape[1:] != (self.num_heads, self.head_size_v):
-            wrong.append(
-                f"output has shape {tuple(output.shape)}, not [{tokens}+, {self.num_heads}, {self.head_size_v}]"
-            )
-        if output_lse is not None and (output_lse.shape[0] < tokens or output_lse.shape[1:] != (self.num_heads,)):
-            wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not [{tokens}+, {self.num_heads}]")
-        wrong += self._wrong_keys(key, value, metadata)
-        if self.has_cache:
-            wrong += self._wrong_cache(kv_cache, query.dtype)
-        if wrong:
-            raise ValueError(f"{name}: {'; '.join(wrong)}")
-
-    def _wrong_keys(self, key: Tensor | None, value: Tensor | None, metadata: PagedMetadata) -> list[str]:
-        """Return what is wrong with key and value; they need one row per slot, or in an encoder per query row."""
+    def _wrong_tensors(self, call: Call[PagedMetadata]) -> list[str]:
+        key, value = call.key, call.value
         if self.kv_sharing_target_layer_name is not None:
-            return []
-        needed = len(metadata.common.slot_mapping) if self.has_cache else metadata.num_rows
-        wrong = []
-        for name, given, size in (("key", key, self.head_size), ("value", value, self.head_size_v)):
-            if given is None:
-                if needed:
-                    wrong.append(f"{name} is None, but {needed} rows are needed")
-            elif given.shape[0] < needed or given.shape[1:] != (self.num_kv_heads, size):
-                wrong.append(f"{name} has shape {tuple(given.shape)}, not [{needed}+, {self.num_kv_heads}, {size}]")
+            needed, key, value = 0, None, None
+        else:  # one row per slot, or in an encoder per query row
+            needed = len(call.metadata.common.slot_mapping) if self.has_cache else call.num_tokens
+        wrong = wrong_shapes(
+            ("query", call.query, call.num_tokens, (self.num_heads, self.head_size)),
+            ("key", key, needed, (self.num_kv_heads, self.head_size)),
+            ("value", value, needed, (self.num_kv_heads, self.head_size_v)),
+            ("output", call.output, call.num_tokens, (self.num_heads, self.head_size_v)),
+            ("output_lse", call.output_lse, call.num_tokens, (self.num_heads,)),
+        )
+        if needed:
+            absent = [name for name, given in (("key", key), ("value", value)) if given is None]
+            wrong += [f"{name} is None, but {needed} rows are needed" for name in absent]
+        takes_scale = call.output_scale is not None and "output_quant" in self.backend.features
+        if (call.output.dtype == STATIC_FP8.dtype) != takes_scale:
+            wrong.append(f"output has dtype {call.output.dtype}, and output_scale is {call.output_scale}")
+        if self.has_cache:
+            wrong += self._wrong_cache(call.kv_cache, call.query.dtype)
         return wrong
 
     def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:

@@ -63,7 +63,7 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     """
 
     backend: ClassVar[type[AttentionBackend]]
-    metadata_cls: ClassVar[type[PagedMetadata]]
+    metadata_cls: ClassVar[type[PagedMetadata]] = PagedMetadata
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

@@ -98,10 +98,7 @@ def uniform_requests(
     Keys come from ``caches`` through the block table, converted to ``dtype``, or row by row from ``key`` and ``value``.
     """
     common, device = metadata.common, metadata.common.seq_lens.device
-    num_rows = (
-        common.num_actual_tokens if caches is not None or key is None else min(common.num_actual_tokens, len(key))
-    )
-    num_reqs = min(common.num_reqs, num_rows // query_len)
+    num_reqs = min(common.num_reqs, common.num_actual_tokens // query_len)
     left, _ = params.window
     num_keys = query_len
     if caches is not None:

@@ -5,28 +5,17 @@ Members, signatures and declarations are checked by inspection; nothing is compu
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import Any, get_args
 
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import unread_declarations
-from attncheck.backends.impl import MLA_KEYWORDS
+from attncheck.backends.impl import MLA_KEYWORDS, LayerArguments
 from attncheck.errors import UnknownNameError
 from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, DType, KVCacheDType, Layout
 
-_CONSTRUCTOR = (
-    "num_heads",
-    "head_size",
-    "scale",
-    "num_kv_heads",
-    "alibi_slopes",
-    "sliding_window",
-    "kv_cache_dtype",
-    "logits_soft_cap",
-    "attn_type",
-    "kv_sharing_target_layer_name",
-)
 _FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
 
 _CONVOLUTION = ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state")
@@ -110,10 +99,11 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         yield impl
     elif impl is not None:
         yield from _missing(impl, "impl")
+        positional = ["self", *(argument.name for argument in fields(LayerArguments) if not argument.kw_only)]
         given_when_declared: list[str] = [name for name in ("sinks", "head_size_v") if name in features]
         if "mla" in features or issubclass(impl, MLAAttentionImpl):
             given_when_declared += MLA_KEYWORDS
-        yield from _uncallable(impl.__init__, f"{impl.__name__}.__init__", ("self", *_CONSTRUCTOR), given_when_declared)
+        yield from _uncallable(impl.__init__, f"{impl.__name__}.__init__", positional, given_when_declared)
         options = ["output"]
         options += ["output_lse"] if "lse" in features else []
         options += ["output_scale", "output_block_scale"] if "output_quant" in features else []

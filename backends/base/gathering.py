@@ -90,7 +90,7 @@ def unpaged_requests(
                 for cache, scale in zip(caches, scales, strict=True)
             )
         elif key is not None and value is not None:
-            found_key, found_value = key[start + lo : start + hi], value[start + lo : start + hi]
+            found_key, found_value = key[start:end], value[start:end]  # an encoder: rows and keys are the same tokens
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
         tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None

@@ -55,21 +55,9 @@ class ReferenceBackend(PagedBackend):
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
-    @staticmethod
-    def get_name() -> str:
-        return "REFERENCE"
-
-    @staticmethod
-    def get_impl_cls() -> type["ReferenceImpl"]:
-        return ReferenceImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["ReferenceBuilder"]:
-        return ReferenceBuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["ReferenceMetadata"]:
-        return ReferenceMetadata
+    get_name = staticmethod(lambda: "REFERENCE")
+    get_impl_cls = staticmethod(lambda: ReferenceImpl)
+    get_builder_cls = staticmethod(lambda: ReferenceBuilder)
 
     @classmethod
     def functions(cls) -> dict[str, Callable[..., Any]]:
@@ -82,22 +70,16 @@ class ReferenceBackend(PagedBackend):
         }
 
 
-class ReferenceMetadata(PagedMetadata):
-    """Metadata of one step of the reference backend."""
-
-
 class ReferenceBuilder(PagedBuilder):
-    """Builder of :class:`ReferenceMetadata`."""
+    """Builder of :class:`PagedMetadata`."""
 
     backend = ReferenceBackend
-    metadata_cls = ReferenceMetadata
 
 
 class ReferenceImpl(PagedImpl):
     """One layer."""
 
     backend = ReferenceBackend
-    metadata_cls = ReferenceMetadata
 
     def write(
         self,

@@ -14,21 +14,9 @@ from attncheck.reference.attention.mla import mla_attention_absorbed, mla_attent
 class ReferenceMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: the reference reads lengths on the host."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "REFERENCE_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["ReferenceMLAImpl"]:
-        return ReferenceMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["ReferenceMLABuilder"]:
-        return ReferenceMLABuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type[LatentMetadata]:
-        return LatentMetadata
+    get_name = staticmethod(lambda: "REFERENCE_MLA")
+    get_impl_cls = staticmethod(lambda: ReferenceMLAImpl)
+    get_builder_cls = staticmethod(lambda: ReferenceMLABuilder)
 
 
 class ReferenceMLABuilder(LatentBuilder):

@@ -24,21 +24,9 @@ State = tuple[Tensor, Tensor]
 class TorchMLABackend(LatentBackend):
     """Backend for any sizes and any block size. No CUDA graph: gathering and chunking follow lengths from the host."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["TorchMLAImpl"]:
-        return TorchMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["TorchMLABuilder"]:
-        return TorchMLABuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type[LatentMetadata]:
-        return LatentMetadata
+    get_name = staticmethod(lambda: "TORCH_MLA")
+    get_impl_cls = staticmethod(lambda: TorchMLAImpl)
+    get_builder_cls = staticmethod(lambda: TorchMLABuilder)
 
     @classmethod
     def version(cls) -> str:

@@ -95,21 +95,9 @@ class SDPABackend(PagedBackend):
         impl.backend = pinned
         return pinned
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_SDPA"
-
-    @staticmethod
-    def get_impl_cls() -> type["SDPAImpl"]:
-        return SDPAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["SDPABuilder"]:
-        return SDPABuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["SDPAMetadata"]:
-        return SDPAMetadata
+    get_name = staticmethod(lambda: "TORCH_SDPA")
+    get_impl_cls = staticmethod(lambda: SDPAImpl)
+    get_builder_cls = staticmethod(lambda: SDPABuilder)
 
     @classmethod
     def version(cls) -> str:
@@ -117,18 +105,13 @@ class SDPABackend(PagedBackend):
         return f"torch {torch.__version__}" + (f", cuDNN {torch.backends.cudnn.version()}" if has_cudnn else "")
 
 
-class SDPAMetadata(PagedMetadata):
-    """Metadata of one step of the SDPA backend."""
-
-
 class SDPABuilder(PagedBuilder):
-    """Builder of :class:`SDPAMetadata`.
+    """Builder of :class:`PagedMetadata`.
 
     A graph of a uniform step stays right; every replay costs as much as the longest lengths that it allows.
     """
 
     backend = SDPABackend
-    metadata_cls = SDPAMetadata
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     @classmethod
@@ -143,18 +126,8 @@ class SDPAImpl(PagedImpl):
     """One layer."""
 
     backend: ClassVar[type[SDPABackend]] = SDPABackend
-    metadata_cls = SDPAMetadata
 
-    def write(
-        self,
-        layer: AttentionLayer,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None:
-        write_slots(layer, key, value, key_cache, value_cache, slot_mapping)
+    write = staticmethod(write_slots)
 
     def attend(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attncheck.backends import registry
-from attncheck.backends.candidates.vllm.metadata import their_fields
+from attncheck.backends.candidates.vllm.builder import their_fields
 from attncheck.errors import ProviderLoadError
 from attncheck.harness.providers.provider import Provider, provider_file
 from attncheck.harness.providers.vllm_departures import DEPARTURES

@@ -111,13 +111,6 @@ def test_fewer_rows_than_padding_requests_would_have(make_step):
     assert (step.output[4:] == 0.25).all()
 
 
-def test_an_encoder_may_bring_keys_of_its_real_rows_alone(make_step):
-    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", attn_type="encoder_only")
-    step = make_step(SDPABackend, layer, [(3, 3), (3, 3)], padding=(1, 3))
-    step.run(key=step.key[:6], value=step.value[:6])
-    assert torch.allclose(step.output[:6].double(), step.truth, atol=2e-6)
-
-
 def test_a_padding_request_that_has_a_length_has_no_rows_all_the_same(make_step):
     step = make_step(SDPABackend, PLAIN, [(1, 9)], padding=(1, 1))
     step.common.seq_lens[1] = step.common.seq_lens_cpu[1] = 5

@@ -81,54 +81,27 @@ class FlexBackend(PagedBackend):
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLEX_ATTENTION"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlexImpl"]:
-        return FlexImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["FlexBuilder"]:
-        return FlexBuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["FlexMetadata"]:
-        return FlexMetadata
+    get_name = staticmethod(lambda: "FLEX_ATTENTION")
+    get_impl_cls = staticmethod(lambda: FlexImpl)
+    get_builder_cls = staticmethod(lambda: FlexBuilder)
 
     @classmethod
     def version(cls) -> str:
         return f"torch {torch.__version__}"
 
 
-class FlexMetadata(PagedMetadata):
-    """Metadata of one step of the flex backend."""
-
-
 class FlexBuilder(PagedBuilder):
-    """Builder of :class:`FlexMetadata`."""
+    """Builder of :class:`PagedMetadata`."""
 
     backend = FlexBackend
-    metadata_cls = FlexMetadata
 
 
 class FlexImpl(PagedImpl):
     """One layer."""
 
     backend = FlexBackend
-    metadata_cls = FlexMetadata
 
-    def write(
-        self,
-        layer: AttentionLayer,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None:
-        write_pages(layer, key, value, key_cache, value_cache, slot_mapping)
+    write = staticmethod(write_pages)
 
     def attend(
         self,

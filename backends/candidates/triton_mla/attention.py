@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.triton_mla.kernels.latent import attend_latent
-from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS, FLOATS
+from attncheck.backends.candidates.triton_unified.kernels.shared import CODE_FORMATS, FLOATS
 from attncheck.backends.candidates.triton_unified.launch import UNLIMITED, launch_merge, page_argument, shared_memory_of
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, choose_segments, power_of_two, tile_width
 from attncheck.backends.interpreter import is_interpreted

@@ -1,24 +1,22 @@
-"""attncheck's own latent attention in Triton as a candidate: its declarations and metadata. Imports no Triton.
+"""attncheck's own latent attention in Triton as a candidate. Imports no Triton before a layer runs.
 
-The kernel reads lengths, tables and starts from the model runner's tensors. No values are precomputed for it, so a
-captured graph is right for every batch that fits.
+A layer projects its queries into the latent space, runs the kernel, and projects the results back. The kernel reads
+lengths, tables and starts from the model runner's tensors. Nothing waits for the device, and no shape depends on
+lengths, so a captured graph is right for every batch that fits.
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
-from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
-from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, Conventions
-from attncheck.backends.interpreter import is_interpreted
-from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentMetadata
+from attncheck.backends.contract import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata, Conventions
+from attncheck.backends.interpreter import TritonBackend, is_interpreted
+from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from attncheck.backends.candidates.triton_mla.impl import TritonMLAImpl
 
 LARGEST_RANK, LARGEST_ROTARY = 1024, 128
 """Maximum sizes: tiles of queries and keys must fit the memory of a multiprocessor."""
@@ -44,23 +42,11 @@ class TritonMLABackend(TritonBackend, LatentBackend):
 
     conventions = Conventions(padded_rows="untouched", sync_free_build=True)
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_MLA"
+    get_name = staticmethod(lambda: "TRITON_MLA")
 
-    @staticmethod
-    def get_impl_cls() -> type["TritonMLAImpl"]:
-        from attncheck.backends.candidates.triton_mla.impl import TritonMLAImpl
+    get_impl_cls = staticmethod(lambda: TritonMLAImpl)
 
-        return TritonMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["TritonMLABuilder"]:
-        return TritonMLABuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["TritonMLAMetadata"]:
-        return TritonMLAMetadata
+    get_builder_cls = staticmethod(lambda: TritonMLABuilder)
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -117,3 +103,58 @@ def _allocate(width: int, device: torch.device) -> SplitScratch:
     lines = programs * _LINES
     out, lse = (torch.empty(size, dtype=torch.float32, device=device) for size in (lines * width, lines))
     return SplitScratch(out, lse, programs, most)
+
+
+class TritonMLAImpl(LatentImpl):
+    """One layer."""
+
+    backend = TritonMLABackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if reasons := size_reasons(self.kv_lora_rank, self.qk_rope_head_dim):
+            raise ValueError(f"{self.backend.get_name()}: {'; '.join(reasons)}")
+
+    def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
+
+        # The two parts of a row are passed as key and value of one head, adjacent and with one scale.
+        latent, rotary = kv_cache.unsqueeze(2).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        scale = layer._k_scale
+        reshape_and_cache(kv_c[:, None], k_pe[:, None], latent, rotary, slot_mapping, k_scale=scale, v_scale=scale)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: LatentMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        from attncheck.backends.candidates.triton_mla.attention import latent_attention
+
+        common, rows = metadata.common, metadata.common.num_actual_tokens
+        w_uk_LHP, w_uv_LHV = self.projections
+        q_nope, q_pe = query[:rows].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        latent_HTL = torch.bmm(q_nope.transpose(0, 1), w_uk_LHP.permute(1, 2, 0))
+        seen_HTL = torch.empty_like(latent_HTL)
+        latent_attention(
+            latent_HTL.transpose(0, 1),
+            q_pe,
+            kv_cache,
+            seen_HTL.transpose(0, 1),
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc,
+            max_query_len=common.max_query_len,
+            scale=self.scale,
+            causal=common.causal,
+            k_scale=layer._k_scale,
+            output_lse=None if output_lse is None else output_lse[:rows],
+            scratch=metadata.scratch if isinstance(metadata, TritonMLAMetadata) else None,
+        )
+        out_THV = torch.bmm(seen_HTL, w_uv_LHV.transpose(0, 1)).transpose(0, 1)
+        # Rows of no request are undefined in ``seen_HTL``; their outputs stay unchanged.
+        is_real = torch.arange(rows, device=output.device) < common.query_start_loc[-1]
+        output[:rows] = torch.where(is_real[:, None, None], out_THV, output[:rows])

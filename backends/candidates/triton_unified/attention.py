@@ -6,7 +6,7 @@ Nothing is read from the device.
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS, FLOATS
+from attncheck.backends.candidates.triton_unified.kernels.shared import CODE_FORMATS, FLOATS
 from attncheck.backends.candidates.triton_unified.launch import unified_attention_op
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 from attncheck.reference.attention.params import AttentionParams

@@ -1,25 +1,28 @@
-"""attncheck's own unified paged attention in Triton as a candidate: its declarations and metadata. Imports no Triton.
+"""attncheck's own unified paged attention in Triton as a candidate. Imports no Triton before a layer runs.
 
-The kernel reads lengths, tables and starts from the model runner's tensors. No values are precomputed for it, so a
-captured graph is right for every batch that fits.
+The kernel reads lengths, tables and starts from the model runner's tensors. Nothing is precomputed for it from lengths,
+so a captured graph is right for every batch that fits.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, allocate_scratch
-from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
-from attncheck.backends.contract import AttentionCGSupport, AttentionType, CommonAttentionMetadata, Conventions
-from attncheck.backends.interpreter import is_interpreted
-from attncheck.backends.paged import PagedBackend
+from attncheck.backends.contract import (
+    AttentionCGSupport,
+    AttentionLayer,
+    AttentionType,
+    CommonAttentionMetadata,
+    Conventions,
+)
+from attncheck.backends.interpreter import TritonBackend, is_interpreted
+from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from attncheck.backends.candidates.triton_unified.impl import UnifiedImpl
 
 LARGEST_HEAD_SIZE = 256
 """Maximum head size: a tile of keys and one of values must fit the memory of a multiprocessor."""
@@ -53,23 +56,11 @@ class UnifiedBackend(TritonBackend, PagedBackend):
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_UNIFIED"
+    get_name = staticmethod(lambda: "TRITON_UNIFIED")
 
-    @staticmethod
-    def get_impl_cls() -> type["UnifiedImpl"]:
-        from attncheck.backends.candidates.triton_unified.impl import UnifiedImpl
+    get_impl_cls = staticmethod(lambda: UnifiedImpl)
 
-        return UnifiedImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["UnifiedBuilder"]:
-        return UnifiedBuilder
-
-    @staticmethod
-    def get_metadata_cls() -> type["UnifiedMetadata"]:
-        return UnifiedMetadata
+    get_builder_cls = staticmethod(lambda: UnifiedBuilder)
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> None:
@@ -133,3 +124,87 @@ class UnifiedBuilder(PagedBuilder):
             raise TypeError(f"metadata_cls is {type(metadata).__qualname__}, no UnifiedMetadata")
         metadata.scratch = self._scratch
         return metadata
+
+
+class UnifiedImpl(PagedImpl):
+    """One layer."""
+
+    backend = UnifiedBackend
+    metadata_cls = UnifiedMetadata
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for size in (self.head_size, self.head_size_v):
+            self.backend.validate_head_size(size)
+
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
+
+        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, **scales)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        from attncheck.backends.candidates.triton_unified.attention import ragged_attention, unified_attention
+
+        common = metadata.common
+        rows = slice(0, common.num_actual_tokens)
+        given: dict[str, Any] = {
+            "query_start_loc": common.query_start_loc,
+            "max_query_len": common.max_query_len,
+            "params": self.params(metadata),
+            "alibi_slopes": self.slopes_on(query.device),
+            "sinks": self.sinks,
+            "output_lse": None if output_lse is None else output_lse[rows],
+            "output_scale": output_scale,
+        }
+        if caches is not None:
+            unified_attention(
+                query[rows],
+                *caches,
+                output[rows],
+                block_table=common.block_table_tensor,
+                seq_lens=common.seq_lens,
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+                tree=metadata.tree,
+                scratch=metadata.scratch if isinstance(metadata, UnifiedMetadata) else None,
+                **given,
+            )
+        elif key is not None and value is not None:
+            ragged_attention(query[rows], key, value, output[rows], **given)
+        else:
+            raise RuntimeError("neither a cache nor keys and values to attend to")
+
+    def attend_quantised(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+        output_scale: Tensor,
+    ) -> None:
+        """Attend; the kernel itself stores the codes, only for rows of requests."""
+        self.attend(layer, query, key, value, caches, metadata, output, output_lse, output_scale)

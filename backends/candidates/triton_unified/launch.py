@@ -11,9 +11,9 @@ import sys
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS
 from attncheck.backends.candidates.triton_unified.kernels.attention import attend_blocks
-from attncheck.backends.candidates.triton_unified.kernels.split import merge_segments
+from attncheck.backends.candidates.triton_unified.kernels.merging import merge_segments
+from attncheck.backends.candidates.triton_unified.kernels.shared import CODE_FORMATS
 from attncheck.backends.candidates.triton_unified.tiling import choose_segments, choose_tiling, tile_width
 from attncheck.backends.interpreter import is_interpreted
 
@@ -225,7 +225,7 @@ def launch_merge(
     """Merge the results of ``segments`` programs per row and head from scratch into ``output`` and ``output_lse``.
 
     scratch_out: float32, at least ``[T, H, segments, size]``. scratch_lse: at least ``[T, H, segments]`` (base 2).
-    output: ``[T, H, size]``, any strides; if ``out_format`` (of ``kernels.codes``) is not 0, uint8 codes of ``x /
+    output: ``[T, H, size]``, any strides; if ``out_format`` (of ``CODE_FORMATS``) is not 0, uint8 codes of ``x /
     output_scale``. query_start_loc: ``[R + 1]``; rows after its last entry are left unchanged. ``most``: a power of
     two, an upper bound of ``segments`` that is the same for all launches, since each value compiles a separate kernel.
     The caller has selected the device.

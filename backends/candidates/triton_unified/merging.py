@@ -4,8 +4,8 @@ import torch
 import triton
 from torch import Tensor
 
-from attncheck.backends.candidates.triton_unified.formats import FLOATS
-from attncheck.backends.candidates.triton_unified.kernels.merge import merge_states_kernel
+from attncheck.backends.candidates.triton_unified.kernels.merging import merge_states_kernel
+from attncheck.backends.candidates.triton_unified.kernels.shared import FLOATS
 from attncheck.backends.interpreter import is_interpreted
 
 _ROWS, _INTERPRETED_ROWS = 8, 256

@@ -5,25 +5,35 @@ Their declarations and availability come from vLLM's class.
 
 import inspect
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from attncheck.backends import interpreter
-from attncheck.backends.caches.codecs import KVCacheCodec
+from attncheck.backends.caches.codecs import KVCacheCodec, default_codec
+from attncheck.backends.caches.packings import packed_shape
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.builder import VLLMBuilder
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
-from attncheck.backends.candidates.vllm.declarations import VLLMDeclarations, declarations_of
-from attncheck.backends.candidates.vllm.impl import VLLMImpl
-from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLatentBuilder
-from attncheck.backends.candidates.vllm.latent_impl import VLLMLatentImpl
+from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.declarations import VLLMDeclarations, configuration_problems, declarations_of
+from attncheck.backends.candidates.vllm.impl import VLLMImpl, VLLMLatentImpl
+from attncheck.backends.candidates.vllm.interpreted import launches_triton
+from attncheck.backends.candidates.vllm.layers import LatentSizes
 from attncheck.backends.candidates.vllm.selection import is_state_space, select
-from attncheck.backends.candidates.vllm.state_space import state_space_backend
 from attncheck.backends.candidates.vllm.trial import missing_parts, refusals
-from attncheck.backends.candidates.vllm.validation import configuration_problems
-from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.backends.contract import (
+    AttentionBackend,
+    AttentionImpl,
+    CommonAttentionMetadata,
+    Conventions,
+    KVCacheSpec,
+    MultipleOf,
+)
+from attncheck.backends.dtypes import DTYPES
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, SpecDecodeOptions
 
 
 class VLLMBackend(AttentionBackend):
@@ -52,14 +62,10 @@ class VLLMBackend(AttentionBackend):
         if is_state_space(theirs):
             return state_space_backend(theirs)
         found = declarations_of(theirs)
-        parts = {"their_backend": theirs, "__module__": __name__}
         is_latent = "mla" in found.features
-        impl = type(
-            f"{theirs.__name__}Impl",
-            (VLLMLatentImpl if is_latent else VLLMImpl,),
-            parts | {"brings_writer": found.has_writer},
-        )
-        builder = type(f"{theirs.__name__}Builder", (VLLMLatentBuilder if is_latent else VLLMBuilder,), parts)
+        impl_base, builder_base = (VLLMLatentImpl, VLLMLatentBuilder) if is_latent else (VLLMImpl, VLLMBuilder)
+        impl = _named_after(theirs, impl_base, "Impl", {"brings_writer": found.has_writer})
+        builder = _named_after(theirs, builder_base, "Builder", {})
         members = {
             "declared": found,
             # A latent layer writes before its forward. If this build has no writer, none is called.
@@ -78,10 +84,7 @@ class VLLMBackend(AttentionBackend):
             "get_impl_cls": staticmethod(lambda: impl),
             "get_builder_cls": staticmethod(lambda: builder),
         }
-        bases = (LatentCache, cls) if is_latent else (cls,)
-        made = type(theirs.__name__, bases, parts | members)
-        made.__doc__ = f"vLLM's {theirs.__module__}.{theirs.__qualname__}."
-        return made
+        return _named_after(theirs, VLLMLatentBackend if is_latent else cls, "", members)
 
     @classmethod
     def get_kv_cache_shape(
@@ -209,3 +212,193 @@ def _can_be_interpreted(their_backend: type[Any]) -> bool:
 def _is_interpreted(their_backend: type[Any]) -> bool:
     """Return whether Triton's interpreter runs the backend's kernels in this process."""
     return interpreter.is_interpreted() and _can_be_interpreted(their_backend)
+
+
+class VLLMLatentBuilder(VLLMBuilder):
+    """The builder of a latent backend of vLLM's."""
+
+    @classmethod
+    def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: KVCacheSpec) -> Any:
+        """Return the config of a model whose layers have the sizes of ``layers``, or rows of ``spec.head_size``."""
+        found = [LatentSizes.of(layer) for layer in layers.values()]
+        sizes = found[0] if found else LatentSizes.of_row(spec.head_size)
+        return their_config(plain, layers, model=sizes.model())
+
+    @classmethod
+    def their_builder(cls, spec: KVCacheSpec) -> type[Any]:
+        """Return the class of vLLM's builder, with the prefill workspace of ``spec`` rounded up to whole pages.
+
+        If ``spec`` has none, vLLM derives it from the config: thousands of rows, also whole pages.
+        """
+        theirs = super().their_builder(spec)
+        rows = spec.chunked_prefill_workspace_size
+        if rows is None:
+            return theirs
+        whole = -(-rows // spec.block_size) * spec.block_size
+        members = {"determine_chunked_prefill_workspace_size": staticmethod(lambda _config: whole)}
+        return type(theirs.__name__, (theirs,), members | {"__module__": theirs.__module__})
+
+
+class VLLMLatentBackend(VLLMBackend):
+    """A backend of the installed vLLM for layers with a latent cache, such as ``vllm:CPU_MLA``.
+
+    vLLM's ``[blocks, 1, block size, row]`` becomes ``[blocks, block size, row]`` for its layer, which has one layout.
+    """
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """See the contract."""
+        return True
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *, head_size_v: int | None = None
+    ) -> tuple[int, ...]:
+        """See the contract."""
+        if num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads {num_kv_heads}: a latent cache has one")
+        cache_shape(cls.their_backend, num_blocks, block_size, 1, head_size, head_size)  # refuses unsupported pages
+        return packed_shape("latent", num_blocks, block_size, 1, head_size, head_size)
+
+    @classmethod
+    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """See the contract; also refuse batches that vLLM's runner never builds for such a layer here."""
+        reasons = super().unsupported_reasons(layer, cache, batch)
+        if layer.mla is None:
+            return reasons
+        is_decode, on_cpu = _is_decode(batch, cls.their_backend.get_builder_cls()), package.platform().is_cpu()
+        has_graphs = not on_cpu or launches_triton(cls.their_backend)
+        reasons += _padding_reasons(batch, is_decode, has_graphs=has_graphs)
+        if not (layer.is_causal or _is_uniform(batch)):
+            reasons.append("causal false with rows of several lengths: vLLM's blocks without a causal mask have one")
+        return reasons
+
+    @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """See the contract. If no interpreted kernel writes the cache, its FP8 dtype is no reason."""
+        dtype = cache.kv_cache_dtype
+        if not dtype.startswith("fp8") or dtype not in cls.supported_kv_cache_dtypes:
+            return super().unavailable_case_reasons(device, layer, cache, batch)
+        known = cache if cls.get_impl_cls().brings_writer else replace(cache, kv_cache_dtype="auto")
+        reasons = super().unavailable_case_reasons(device, layer, known, batch)
+        is_decode = _is_decode(batch, cls.their_backend.get_builder_cls())
+        if package.platform().is_cpu() and not is_decode and any(request.context_len > 0 for request in batch):
+            reasons = [*reasons, f"kv_cache_dtype {dtype}: a CPU build of vLLM gathers no context of codes for prompts"]
+        return reasons
+
+    @classmethod
+    def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
+        """Return None, so that the layout is learned from the backend's writer; without one, the usual latent codec."""
+        return None if cls.get_impl_cls().brings_writer else default_codec(cls, layer, cache)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, cache_layout: str = "NHD") -> tuple[int, ...]:
+        """See the contract."""
+        return (0, 1, 2)
+
+
+def _is_uniform(batch: BatchSpec) -> bool:
+    return len({request.query_len for request in batch}) == 1
+
+
+def _is_decode(batch: BatchSpec, builder: type[Any]) -> bool:
+    """Return whether vLLM's ``builder`` treats all requests as decodes: all of one length, at most 1 + drafts."""
+    path = batch.path.options
+    takes_drafts = getattr(getattr(builder, "query_len_support", None), "name", "SINGLE_ONLY") != "SINGLE_ONLY"
+    drafts = path.num_speculative_tokens if isinstance(path, SpecDecodeOptions) and takes_drafts else 0
+    return _is_uniform(batch) and batch.max_query_len <= 1 + drafts
+
+
+def _padding_reasons(batch: BatchSpec, is_decode: bool, *, has_graphs: bool) -> list[str]:
+    """Return why no step of vLLM's has the padding of ``batch``.
+
+    Full graphs hold only decodes, one request per ``max_query_len`` rows. ``has_graphs``: the pieces between the calls
+    of a backend may be graphs, whose padding rows no metadata count.
+    """
+    padding, reasons = batch.padding, []
+    if (padding.requests or padding.tokens) and not (
+        is_decode and padding.tokens == padding.requests * batch.max_query_len
+    ):
+        reasons.append(
+            f"{padding.requests} padding requests and {padding.tokens} padding tokens: vLLM pads decodes of one length "
+            "alone, a request for each"
+        )
+    if (padding.unmapped_tokens or padding.key_rows) and not has_graphs:
+        reasons.append("rows that no slot is for: vLLM's runner pads no rows on a CPU")
+    return reasons
+
+
+class StateSpaceBuilder(VLLMBuilder):
+    """The builder of :attr:`their_backend`."""
+
+    @classmethod
+    def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:
+        """Return vLLM's spec of a state with one element."""
+        specs = package.module("vllm.v1.kv_cache_interface")
+        return specs.MambaSpec(block_size=spec.block_size, shapes=((1,),), dtypes=(spec.dtype,))
+
+    def _translated(self, metadata: CommonAttentionMetadata) -> Any:
+        common = super()._translated(metadata)
+        common.block_table_tensor = common.block_table_tensor[:, :1]
+        return common
+
+
+class _NoImpl(AttentionImpl[Any]):
+    """Placeholder: there is no impl, since the layers of models call the kernels."""
+
+    def __init__(self, *_arguments: object, **_keywords: object) -> None:
+        raise NotImplementedError("vLLM's layers with a state call their kernels themselves, and not by an impl")
+
+    def forward(self, *_arguments: object, **_keywords: object) -> torch.Tensor:
+        """See the contract."""
+        raise NotImplementedError
+
+
+class StateSpaceBackend(AttentionBackend):
+    """A class of vLLM's for layers with a state, such as ``vllm:MAMBA2``; only its metadata builder can be driven.
+
+    Model layers call their kernels, with weights and states that no case describes. The builder gets what vLLM's runner
+    passes: a spec of the state, and for each request the page that holds its state.
+    """
+
+    builder_only = True
+    supported_dtypes = tuple(DTYPES.values())
+    their_backend: ClassVar[type[Any]]
+    """vLLM's class."""
+
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """See the contract."""
+        raise NotImplementedError("a layer with a state has no cache of keys and values")
+
+    @classmethod
+    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """See the contract; only the batch of a case is used."""
+        reasons = super().unsupported_reasons(layer, cache, batch)
+        others = [] if batch.path.name == "paged" else [f"path {batch.path.name}: its builder is given plain steps"]
+        return [*reasons, *others]
+
+    @classmethod
+    def version(cls) -> str:
+        """Return vLLM's version."""
+        return package.version()
+
+
+def state_space_backend(theirs: type[Any]) -> type[StateSpaceBackend]:
+    """Return the candidate for a class of vLLM's for layers with a state."""
+    builder = _named_after(theirs, StateSpaceBuilder, "Builder", {})
+    members = {
+        "supported_layouts": ("NHD", "HND"),
+        "supported_devices": (package.platform().device_type,),
+        "get_name": staticmethod(theirs.get_name),
+        "get_impl_cls": staticmethod(lambda: _NoImpl),
+        "get_builder_cls": staticmethod(lambda: builder),
+    }
+    return _named_after(theirs, StateSpaceBackend, "", members)
+
+
+def _named_after(theirs: type[Any], base: type[Any], suffix: str, members: Mapping[str, Any]) -> type[Any]:
+    """Return a class derived from ``base``, named after vLLM's class ``theirs``, which is its ``their_backend``."""
+    described = f"vLLM's {theirs.__module__}.{theirs.__qualname__}."
+    own = {"their_backend": theirs, "__module__": __name__, "__doc__": described}
+    return type(f"{theirs.__name__}{suffix}", (base,), own | dict(members))

@@ -4,6 +4,7 @@ Its predicates are called with every value of the contract. vLLM has no predicat
 a quantised output. These are declared if an impl accepts them: a small layer of each kind is constructed once.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -13,26 +14,14 @@ import torch
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
-from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, has_writer, load_weights, make_latent_layer
-from attncheck.backends.candidates.vllm.layers import LayerArguments, has_value_size, make_layer
+from attncheck.backends.candidates.vllm.layers import LatentSizes, has_value_size, has_writer, load_weights, make_layer
 from attncheck.backends.candidates.vllm.trial import absent_part
 from attncheck.backends.declarations import PREDICATES, MultipleOf
 from attncheck.backends.dtypes import DTYPES
-from attncheck.backends.impl import STATIC_FP8, QuantKey
-from attncheck.reference.spec import AttentionType, KVCacheDType
+from attncheck.backends.impl import STATIC_FP8, LatentArguments, LayerArguments, QuantKey
+from attncheck.reference.spec import AttentionType, CacheSpec, KVCacheDType, LayerSpec
 
-_PLAIN = LayerArguments(
-    num_heads=2,
-    head_size=64,
-    scale=0.125,
-    num_kv_heads=1,
-    alibi_slopes=None,
-    sliding_window=None,
-    logits_soft_cap=None,
-    attn_type=AttentionType.DECODER.value,
-    kv_sharing_target_layer_name=None,
-    sinks=None,
-)
+_PLAIN = LayerArguments(num_heads=2, head_size=64, scale=0.125, num_kv_heads=1)
 
 _TRIED: Mapping[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": [0.5, 0.25]},
@@ -73,7 +62,8 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     dtypes = tuple(dtype for dtype in DTYPES.values() if _takes_dtype(their_backend, dtype))
     head_sizes = tuple(their_backend.get_supported_head_sizes())
     usual = 576 if is_mla(their_backend) else 64
-    plain = replace(_PLAIN, head_size=usual if usual in head_sizes or not head_sizes else head_sizes[0])
+    size = usual if usual in head_sizes or not head_sizes else head_sizes[0]
+    plain = replace(_PLAIN, head_size=size, head_size_v=size)
     layer, layer_error = _made(their_backend, plain, dtypes)
     if layer is not None:
         features |= {name for name, extra in _TRIED.items() if _is_made(their_backend, replace(plain, **extra), dtypes)}
@@ -134,11 +124,9 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
             head_size=given.head_size,
             block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
         )
-        if sizes is not None:
-            config = their_config(plain, model=sizes.model())
-            layer = make_latent_layer(their_backend, config, given, sizes)
-            return layer, _weights_error(layer, config)
-        return make_layer(their_backend, their_config(plain), given), ""
+        config = their_config(plain, model={} if sizes is None else sizes.model())
+        layer = make_layer(their_backend, config, given, sizes)
+        return layer, "" if sizes is None else _weights_error(layer, config)
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"
 
@@ -167,3 +155,83 @@ def fuses(impl: Any, key: QuantKey) -> bool:
     scale = key.scale
     described = keys.ScaleDesc(scale.dtype, scale.static, keys.GroupShape(*scale.group_shape))
     return bool(impl.fused_output_quant_supported(keys.QuantKey(key.dtype, described)))
+
+
+_PREDICATES = (
+    "head_size",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "attention sinks",
+    "attention type",
+    "sliding window",
+    "non-causal",
+    "per-head quant",
+    "MLA",
+    "non-MLA",
+)
+"""Beginnings of reasons from predicates that the declarations already use."""
+
+
+def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, refused: bool) -> list[str]:
+    """Return the reasons of the class's ``validate_configuration`` against a layer; an empty list if it has none.
+
+    refused: whether the declarations already refuse the layer, with values and limits. Reasons of predicates, which
+    have no values, are then left out.
+    """
+    reasons = _reasons(
+        their_backend,
+        head_size=layer.head_size,
+        dtype=DTYPES[layer.dtype],
+        kv_cache_dtype="auto" if cache.kv_cache_dtype == layer.dtype else cache.kv_cache_dtype,
+        block_size=cache.block_size if layer.has_cache else None,
+        use_mla=layer.mla is not None,
+        has_sink=layer.sink_logits is not None,
+        attn_type=layer.attn_type.value,
+        has_sliding_window=layer.sliding_window is not None,
+        use_per_head_quant_scales=isinstance(cache.k_scale, tuple) or isinstance(cache.v_scale, tuple),
+        use_non_causal=layer.attn_type == AttentionType.DECODER and not layer.is_causal,
+    )
+    shown = f"head_size {layer.head_size}, dtype {layer.dtype}, kv_cache_dtype {cache.kv_cache_dtype}, "
+    shown += f"block_size {cache.block_size}"
+    return [
+        f"vLLM's validate_configuration: {reason} ({shown})"
+        for reason in reasons
+        if not (refused and reason.startswith(_PREDICATES))
+    ]
+
+
+def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArguments) -> None:
+    """Raise ``ValueError`` if vLLM would not construct such a layer with this backend, although it is named explicitly.
+
+    vLLM's GPU platforms call ``validate_configuration`` before they construct a layer. Its CPU platform accepts
+    everything, and then so does the bridge.
+    """
+    if package.platform().is_cpu():
+        return
+    reasons = _reasons(
+        their_backend,
+        head_size=given.head_size,
+        dtype=config.model_config.dtype,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        block_size=config.cache_config.block_size if AttentionType(given.attn_type).has_cache else None,
+        use_mla=isinstance(given, LatentArguments),
+        has_sink=given.sinks is not None,
+        attn_type=str(given.attn_type),
+        has_sliding_window=given.sliding_window is not None,
+        use_per_head_quant_scales=False,
+        use_non_causal=False,
+    )
+    if reasons:
+        raise ValueError(f"{their_backend.get_name()} is not valid for this configuration: {'; '.join(reasons)}")
+
+
+def _reasons(their_backend: type[Any], **config: Any) -> list[str]:
+    """Return the reasons of ``validate_configuration``, called with those parameters that this version has."""
+    if not hasattr(their_backend, "validate_configuration"):
+        return []
+    known = inspect.signature(their_backend.validate_configuration).parameters
+    # Without a GPU, query the lowest capability: a class that needs a GPU does not support it.
+    capability = package.platform().get_device_capability() or package.lowest_capability()
+    config |= {"device_capability": capability, "use_sparse": False, "use_mm_prefix": False}
+    return list(their_backend.validate_configuration(**{name: config[name] for name in config if name in known}))

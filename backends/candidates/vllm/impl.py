@@ -8,20 +8,25 @@ from torch import Tensor
 from attncheck.backends.candidates.vllm import interpreted
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import soft_cap_entry, their_config
-from attncheck.backends.candidates.vllm.declarations import fuses
+from attncheck.backends.candidates.vllm.declarations import fuses, refuse_as_vllm_does
 from attncheck.backends.candidates.vllm.layers import (
-    LayerArguments,
+    LatentSizes,
     current,
     has_value_size,
+    load_weights,
     make_layer,
     set_value_size,
     take_scales,
 )
 from attncheck.backends.candidates.vllm.trial import names_missing_parts
-from attncheck.backends.candidates.vllm.validation import refuse_as_vllm_does
 from attncheck.backends.contract import KVCacheSpec, QuantKey
-from attncheck.backends.impl import AttentionImpl, AttentionLayer, get_current_vllm_config
-from attncheck.reference.spec import AttentionType
+from attncheck.backends.impl import (
+    AttentionImpl,
+    AttentionLayer,
+    LatentArguments,
+    LayerArguments,
+    get_current_vllm_config,
+)
 
 
 class VLLMImpl(AttentionImpl[Any]):
@@ -30,49 +35,19 @@ class VLLMImpl(AttentionImpl[Any]):
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
+    _arguments: ClassVar[type[LayerArguments]] = LayerArguments
+    _has_builder = False
+
     @names_missing_parts("constructor")
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: Tensor | None = None,
-        head_size_v: int | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See the contract; the cache dtype is that of the current config, as in vLLM's layer."""
-        plain = get_current_vllm_config()
-        if head_size_v not in (None, head_size) and not has_value_size(self.their_backend):
-            # vLLM's layer accepts it but does not pass it to the impl, which then writes past the end of the output.
-            raise NotImplementedError(
-                f"head_size_v {head_size_v}: vLLM passes one head size to an impl, and this is another"
-            )
-        given = LayerArguments(
-            num_heads=num_heads,
-            head_size=head_size,
-            scale=scale,
-            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=str(attn_type),
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            sinks=sinks,
-            head_size_v=head_size_v,
-        )
-        self._head_size_v = head_size if head_size_v is None else head_size_v
-        self.config = their_config(plain, model=soft_cap_entry(logits_soft_cap))
-        refuse_as_vllm_does(self.their_backend, self.config, given)
-        self.layer = make_layer(self.their_backend, self.config, given)
+        self._given = self._arguments(*args, **kwargs)
+        sizes = self._latent_sizes()
+        model = soft_cap_entry(self._given.logits_soft_cap) if sizes is None else sizes.model()
+        self.config = their_config(get_current_vllm_config(), model=model)
+        refuse_as_vllm_does(self.their_backend, self.config, self._given)
+        self.layer = make_layer(self.their_backend, self.config, self._given, sizes)
         """The layer object of vLLM."""
-        self._has_builder = False
         self._scaled_as: AttentionLayer | None = None
 
     def join(self, attn_layer: AttentionLayer) -> Any:
@@ -85,10 +60,10 @@ class VLLMImpl(AttentionImpl[Any]):
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """See the contract."""
+        """See the contract; for a latent cache ``key`` is ``kv_c_normed``, and ``value`` is ``k_pe``."""
         self._prepare(layer, key.device)
         with interpreted.launches():
-            self.layer.impl.do_kv_cache_update(self.layer, key, value, kv_cache, slot_mapping)
+            self._write(key, value, kv_cache, slot_mapping)
 
     @names_missing_parts("forward")
     def forward(
@@ -107,24 +82,31 @@ class VLLMImpl(AttentionImpl[Any]):
         if output is None:
             raise ValueError("output is None: vLLM's layer always gives one")
         self._prepare(layer, query.device)
+        outputs = {"output": output, "output_scale": output_scale, "output_block_scale": output_block_scale}
+        with interpreted.launches():
+            self._attend(query, key, value, kv_cache, attn_metadata, **outputs)
+        return output
+
+    def _latent_sizes(self) -> LatentSizes | None:
+        """Return the sizes of a latent layer, None for any other; raise for sizes that vLLM's layer does not refuse."""
+        head_size_v = self._given.head_size_v
+        if head_size_v != self._given.head_size and not has_value_size(self.their_backend):
+            # vLLM's layer accepts it but does not pass it to the impl, which then writes past the end of the output.
+            raise NotImplementedError(
+                f"head_size_v {head_size_v}: vLLM passes one head size to an impl, and this is another"
+            )
+        return None
+
+    def _write(self, *operands: Tensor) -> None:
+        self.layer.impl.do_kv_cache_update(self.layer, *operands)
+
+    def _attend(self, query: Tensor, *operands: Any, **outputs: Tensor | None) -> None:
         if getattr(self.layer, "query_quant", None) is not None:
             codes, _ = self.layer.query_quant(query.flatten(1), self.layer._q_scale)
             query = codes.view(query.shape)
-        with interpreted.launches():
-            self.layer.impl.forward(
-                self.layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output=output,
-                output_scale=output_scale,
-                output_block_scale=output_block_scale,
-            )
+        self.layer.impl.forward(self.layer, query, *operands, **outputs)
         if hasattr(self.layer, "isa"):  # set by the CPU backend's builder
             self.chosen_kernels = (str(self.layer.isa),)
-        return output
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         """See the contract; the key is converted to vLLM's."""
@@ -138,7 +120,7 @@ class VLLMImpl(AttentionImpl[Any]):
     def _prepare(self, attn_layer: AttentionLayer, device: torch.device) -> None:
         """Bring the layer and its class to their state before a step; construct a builder for the layer's group."""
         self._take_scales(attn_layer)
-        set_value_size(self.their_backend, self._head_size_v)
+        set_value_size(self.their_backend, self._given.head_size_v)
         if self._has_builder:
             return
         layer, config = self.layer, self.config
@@ -147,9 +129,36 @@ class VLLMImpl(AttentionImpl[Any]):
             num_kv_heads=layer.num_kv_heads,
             head_size=layer.head_size,
             dtype=layer.kv_cache_torch_dtype,
-            head_size_v=self._head_size_v,
+            head_size_v=self._given.head_size_v,
         )
         with current(config):
             builder = self.their_backend.get_builder_cls()
             builder(their_spec(layer, self.their_backend, config, spec), [layer.layer_name], config, device)
         self._has_builder = True
+
+
+class VLLMLatentImpl(VLLMImpl):
+    """vLLM's ``MLAAttention`` layer with the impl of :attr:`their_backend`."""
+
+    _arguments = LatentArguments
+    _given: LatentArguments
+    _has_builder = True  # each step has one, and vLLM's writer needs none
+
+    @names_missing_parts("weights")
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """See the contract."""
+        load_weights(self.layer, self.config, self._given.kv_b_proj.weight, act_dtype)
+
+    def _latent_sizes(self) -> LatentSizes:
+        given, sizes = self._given, LatentSizes.of(self._given)
+        if (given.num_kv_heads, given.head_size) != (1, sizes.row_size):
+            found = f"num_kv_heads {given.num_kv_heads}, head_size {given.head_size}"
+            raise ValueError(f"{found}: a latent cache has 1 and {sizes.row_size}")
+        return sizes
+
+    def _write(self, *operands: Tensor) -> None:
+        self.layer.impl.do_kv_cache_update(*operands, self.layer.kv_cache_dtype, self.layer._k_scale)
+
+    def _attend(self, query: Tensor, *operands: Any, **outputs: Tensor | None) -> None:
+        # The layer's own forward_impl splits the step into decodes and prompts.
+        self.layer.forward_impl(query, *operands, **outputs)

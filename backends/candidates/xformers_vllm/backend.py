@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.backends import interpreter
-from attncheck.backends.candidates.triton_unified.triton_backend import InterpretedBackend
-from attncheck.backends.candidates.xformers import availability
+from attncheck.backends.candidates.xformers.backend import library_reasons, library_version
 from attncheck.backends.contract import MultipleOf
+from attncheck.backends.interpreter import InterpretedBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
-    from attncheck.backends.candidates.xformers_vllm.builder import XFormersAttentionMetadataBuilder
+    from attncheck.backends.candidates.xformers_vllm.builder import (
+        XFormersAttentionMetadata,
+        XFormersAttentionMetadataBuilder,
+    )
     from attncheck.backends.candidates.xformers_vllm.impl import XFormersAttentionImpl, XFormersAutoImpl
-    from attncheck.backends.candidates.xformers_vllm.metadata import XFormersAttentionMetadata
 
 
 class XFormersAttentionBackend(InterpretedBackend):
@@ -39,9 +41,7 @@ class XFormersAttentionBackend(InterpretedBackend):
             raise ValueError(f"{argument!r}: only 'auto' can follow, for the operator that the library finds itself")
         return XFormersAutoBackend
 
-    @staticmethod
-    def get_name() -> str:
-        return "XFORMERS_VLLM_V1"
+    get_name = staticmethod(lambda: "XFORMERS_VLLM_V1")
 
     @staticmethod
     def get_impl_cls() -> type["XFormersAttentionImpl"]:
@@ -51,7 +51,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @staticmethod
     def get_metadata_cls() -> type["XFormersAttentionMetadata"]:
-        from attncheck.backends.candidates.xformers_vllm.metadata import XFormersAttentionMetadata
+        from attncheck.backends.candidates.xformers_vllm.builder import XFormersAttentionMetadata
 
         return XFormersAttentionMetadata
 
@@ -96,7 +96,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        return [*super().unavailable_reasons(device), *availability.unavailable_reasons(device)]
+        return [*super().unavailable_reasons(device), *library_reasons(device)]
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -107,7 +107,7 @@ class XFormersAttentionBackend(InterpretedBackend):
 
     @classmethod
     def version(cls) -> str:
-        return availability.version()
+        return library_version()
 
 
 class XFormersAutoBackend(XFormersAttentionBackend):
@@ -121,4 +121,4 @@ class XFormersAutoBackend(XFormersAttentionBackend):
 
     @classmethod
     def version(cls) -> str:
-        return availability.version("automatic dispatch")
+        return library_version("automatic dispatch")

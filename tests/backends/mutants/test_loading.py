@@ -88,19 +88,19 @@ def test_the_source_of_a_patch_can_be_read(mutant):
 
 def test_operators_of_a_patch_have_names_of_their_own(mutant):
     pytest.importorskip("triton")
-    before = torch.ops.attncheck.unified_attention if hasattr(torch.ops.attncheck, "unified_attention") else None
-    file = "backends/candidates/triton_unified/kernels/scores.py"
+    before = torch.ops.attncheck.reshape_and_cache if hasattr(torch.ops.attncheck, "reshape_and_cache") else None
+    file = "backends/candidates/triton_unified/kernels/shared.py"
     patched = mutant("operators", base="triton_unified", file=file, old="size < 0.25", new="size < 0.2")
-    patched.get_impl_cls()
-    assert hasattr(torch.ops.attncheck_mutants_operators, "unified_attention")
-    assert before is None or torch.ops.attncheck.unified_attention is before
+    assert set(patched.functions()) == {"reshape_and_cache", "merge_attn_states"}  # imports the operators
+    assert hasattr(torch.ops.attncheck_mutants_operators, "reshape_and_cache")
+    assert before is None or torch.ops.attncheck.reshape_and_cache is before
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         (
-            {"file": "backends/paged.py", "old": "Tensor | None = None", "new": "x"},
+            {"file": "backends/paged.py", "old": "Tensor | None,\n", "new": "x"},
             snapshot(
                 "backend 'mutants:own': its old text occurs 6 times in backends/paged.py; it must occur exactly once"
             ),

@@ -9,9 +9,14 @@ would nearly double the usual sizes. Scores have base 2.
 import triton
 import triton.language as tl
 
-from attncheck.backends.candidates.triton_unified.kernels.codes import decode_codes, dot, rounded
-from attncheck.backends.candidates.triton_unified.kernels.places import find_request, find_slot
-from attncheck.backends.candidates.triton_unified.kernels.scores import row_span
+from attncheck.backends.candidates.triton_unified.kernels.shared import (
+    decode_codes,
+    dot,
+    find_request,
+    find_slot,
+    rounded,
+    row_span,
+)
 
 
 # A kernel is compiled for each value of a constexpr, and for integers that are 1 or multiples of 16. So numbers that

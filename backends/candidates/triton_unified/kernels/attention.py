@@ -8,9 +8,15 @@ the group. Scores have base 2. Letters: M lines of a tile, N keys of a tile, D h
 import triton
 import triton.language as tl
 
-from attncheck.backends.candidates.triton_unified.kernels.codes import decode_codes, encode_codes, rounded
-from attncheck.backends.candidates.triton_unified.kernels.places import find_request, find_slot
-from attncheck.backends.candidates.triton_unified.kernels.scores import row_span, tanh
+from attncheck.backends.candidates.triton_unified.kernels.shared import (
+    decode_codes,
+    encode_codes,
+    find_request,
+    find_slot,
+    rounded,
+    row_span,
+    tanh,
+)
 
 
 # A kernel is compiled for each value of a constexpr, and for integers that are 1 or multiples of 16. So numbers that

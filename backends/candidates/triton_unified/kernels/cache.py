@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attncheck.backends.candidates.triton_unified.kernels.codes import encode_codes, rounded
+from attncheck.backends.candidates.triton_unified.kernels.shared import encode_codes, rounded
 
 
 # Triton specialises integers that are 1 or multiples of 16, which gains nothing for these.

@@ -13,8 +13,8 @@ from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.backends.base import machine
-from attncheck.backends.candidates.flash_attn import backend as backend_module
-from attncheck.backends.candidates.flash_attn.backend import FlashAttnBackend
+from attncheck.backends.candidates import flash_attention as backend_module
+from attncheck.backends.candidates.flash_attention import FlashAttnBackend
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float16", scale=0.3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from torch.nn.attention import varlen
 
-from attncheck.backends.candidates.torch_varlen import TorchVarlenBackend, flash_implementation
+from attncheck.backends.candidates.flash_attention import TorchVarlenBackend, flash_implementation
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float16", scale=0.3)

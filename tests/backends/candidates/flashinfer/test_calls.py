@@ -177,7 +177,7 @@ def test_output_with_gaps_is_written_through_one_without(library: Any, make_engi
 
 def test_the_writer_is_that_of_the_unified_kernel(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from attncheck.backends.candidates.flashinfer.impl import FlashInferImpl
+    from attncheck.backends.candidates.flashinfer.backend import FlashInferImpl
     from attncheck.backends.candidates.triton_unified import cache
 
     seen: list[tuple[Any, ...]] = []

@@ -124,7 +124,7 @@ def test_a_step_that_no_graph_was_announced_for_is_not_captured(
     library: Any, make_engine: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(graphs=(2,))
-    monkeypatch.setattr("attncheck.backends.candidates.flashinfer.impl._is_captured", lambda tensor: True)
+    monkeypatch.setattr("attncheck.backends.candidates.flashinfer.backend._is_captured", lambda tensor: True)
     with pytest.raises(RuntimeError) as refused:
         engine.forward(engine.build(make_batch([(2, 5)])))
     assert str(refused.value) == snapshot("FLASHINFER: a graph is captured of a step that was planned for no graph")

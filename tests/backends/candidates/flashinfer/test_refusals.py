@@ -9,11 +9,8 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend
-from attncheck.backends.candidates.flashinfer.builder import FlashInferBuilder
-from attncheck.backends.candidates.flashinfer.impl import FlashInferImpl
-from attncheck.backends.candidates.flashinfer.settings import LayerSettings, group_settings
-from attncheck.backends.candidates.flashinfer.wrappers import workspace_bytes
+from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend, FlashInferBuilder, FlashInferImpl
+from attncheck.backends.candidates.flashinfer.planner import LayerSettings, group_settings, workspace_bytes
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 Make = Callable[..., Any]

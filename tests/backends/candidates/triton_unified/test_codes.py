@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from attncheck.backends.candidates.triton_unified.kernels.codes import (
+from attncheck.backends.candidates.triton_unified.kernels.shared import (
     E4M3FN,
     E5M2,
     decode_codes,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.vllm import latent_bridge
-from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLatentBuilder
-from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, make_latent_layer
-from attncheck.backends.candidates.vllm.layers import LayerArguments
+from attncheck.backends.candidates.vllm import bridge
+from attncheck.backends.candidates.vllm.bridge import VLLMLatentBackend, VLLMLatentBuilder
+from attncheck.backends.candidates.vllm.layers import LatentSizes, make_layer
 from attncheck.backends.contract import KVCacheSpec
+from attncheck.backends.impl import LayerArguments
 from attncheck.reference.spec import (
     BatchSpec,
     CacheSpec,
@@ -48,8 +48,9 @@ class Theirs:
     get_builder_cls = staticmethod(lambda: Builder)
 
 
-class Candidate(LatentCache):
+class Candidate(VLLMLatentBackend):
     their_backend = Theirs
+    declared = SimpleNamespace(head_sizes=())
     features = frozenset({"mla", "non_causal", "fp8_kv"})
     supported_kv_cache_dtypes = ("auto", "fp8")
     supported_layouts = ("NHD", "HND")
@@ -60,8 +61,11 @@ class Candidate(LatentCache):
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A CPU on which the backend's kernels are its own."""
-    monkeypatch.setattr(latent_bridge.package, "platform", lambda: SimpleNamespace(is_cpu=lambda: True))
-    monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: False)
+    monkeypatch.setattr(bridge.package, "platform", lambda: SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(bridge, "launches_triton", lambda _: False)
+    monkeypatch.setattr(bridge, "_is_interpreted", lambda _: False)
+    monkeypatch.setattr(bridge, "configuration_problems", lambda *_, **__: [])
+    monkeypatch.setattr(bridge, "refusals", lambda *_: ())
 
 
 def batch(*lengths, drafts=None, **padding):
@@ -98,7 +102,7 @@ def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch)
 def test_rows_without_a_slot_are_supported_where_graphs_are(monkeypatch):
     spec = batch((1, 9), (4, 9), unmapped_tokens=3)
     assert reasons(spec) == snapshot(["rows that no slot is for: vLLM's runner pads no rows on a CPU"])
-    monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: True)
+    monkeypatch.setattr(bridge, "launches_triton", lambda _: True)
     assert reasons(spec) == []
 
 
@@ -122,7 +126,7 @@ def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu(monkeypatch):
     # An undeclared FP8 cache stays a case that the backend has to refuse itself.
     assert unavailable(batch((5, 9)), dtype="fp8_e4m3") == []
     assert reasons(batch((5, 9)), dtype="fp8") == []
-    monkeypatch.setattr(latent_bridge.package, "platform", lambda: SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(bridge.package, "platform", lambda: SimpleNamespace(is_cpu=lambda: False))
     assert unavailable(batch((5, 9))) == []
 
 
@@ -158,17 +162,5 @@ def test_sizes_of_a_row_fill_it(width):
     ],
 )
 def test_what_vllm_s_layer_has_no_argument_for_is_refused(name, value):
-    plain = {
-        "num_heads": 2,
-        "head_size": 48,
-        "scale": 0.1,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "sinks": None,
-    }
     with pytest.raises(NotImplementedError, match=name):
-        make_latent_layer(Theirs, None, LayerArguments(**plain | {name: value}), LatentSizes.of_row(48))
+        make_layer(Theirs, None, LayerArguments(2, 48, 0.1, 1, **{name: value}), LatentSizes.of_row(48))

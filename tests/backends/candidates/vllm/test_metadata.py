@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields, their_fields
+from attncheck.backends.candidates.vllm.builder import fill_positions, step_fields, their_fields
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 POSITIONS = torch.arange(4)

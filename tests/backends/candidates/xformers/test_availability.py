@@ -8,8 +8,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.xformers import availability
-from attncheck.backends.candidates.xformers.backend import XFormersBackend
+from attncheck.backends.candidates.xformers.backend import XFormersBackend, library_reasons
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_the_operator_named_here_needs_no_extension(monkeypatch):
     from xformers.ops.fmha import triton_splitk
     from xformers.ops.fmha.common import Inputs
 
-    from attncheck.backends.candidates.xformers.operator import NO_EXTENSION, operator_for, single_token_bias
+    from attncheck.backends.candidates.xformers.impl import NO_EXTENSION, operator_for, single_token_bias
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("xformers.ops.fmha.common._built_with_cuda", False)
@@ -103,9 +102,9 @@ def test_the_version_names_both_kernels(installed):
 
 
 def test_the_launch_on_a_gpu_is_the_library_s_own(monkeypatch):
-    if reasons := availability.unavailable_reasons("cpu"):
+    if reasons := library_reasons("cpu"):
         pytest.skip("; ".join(reasons))
-    from attncheck.backends.candidates.xformers.operator import operator_for
+    from attncheck.backends.candidates.xformers.impl import operator_for
 
     arguments = {"is_paged": True, "B": 1, "Kkv": 128, "Kq": 128, "Mq": 1, "split_k": 1}
     arguments |= {"M": 40, "attn_bias": None, "k_fp8_scale_shift": None}
@@ -122,7 +121,7 @@ from attncheck.backends.candidates.xformers.backend import XFormersBackend
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 XFormersBackend.unavailable_reasons("cpu")
 print(sorted({"xformers", "triton"} & set(sys.modules)))
-from attncheck.backends.candidates.xformers.operator import PagedSplitK
+from attncheck.backends.candidates.xformers.impl import PagedSplitK
 print(logging.getLogger("xformers").level)
 print(sorted(PagedSplitK.SUPPORTED_DEVICES), torch.float32 in PagedSplitK.SUPPORTED_DTYPES)
 """

@@ -6,12 +6,11 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
-from attncheck.backends.candidates.xformers.backend import XFormersBackend
+from attncheck.backends.candidates.xformers.backend import XFormersBackend, library_reasons
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
 
-if reasons := unavailable_reasons("cpu"):
+if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
 from attncheck.backends.candidates.xformers import impl as impl_module

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import library_reasons
 from attncheck.reference import AttentionParams, paged_attention
 
-if reasons := unavailable_reasons("cpu"):
+if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
-from attncheck.backends.candidates.xformers.operator import (
+from attncheck.backends.candidates.xformers.impl import (
     operator_for,
     paged_decode,
     single_token_bias,

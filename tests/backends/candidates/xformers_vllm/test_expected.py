@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import library_reasons
 from attncheck.cases.loader import load_suite
 from attncheck.harness.run.expectation_file import load_expectations
 
@@ -33,7 +33,7 @@ def test_every_entry_is_about_a_case_of_a_shipped_suite():
 )
 @pytest.mark.slow
 def test_a_run_falls_short_as_foreseen(backend, cases, expected, shell, tmp_path):
-    if reasons := unavailable_reasons("cpu"):
+    if reasons := library_reasons("cpu"):
         pytest.skip("; ".join(reasons))
     chosen = " ".join(f"--case {case}" for case in cases)
     command = f"attncheck run --backend {backend} --suite xformers {chosen} --expect {FILE} --device cpu --in-process"

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from attncheck.backends import registry
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import library_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend, XFormersAutoBackend
 from attncheck.backends.contract import AttentionCGSupport, AttentionType
 from attncheck.errors import BackendLoadError
 
-if reasons := unavailable_reasons("cpu"):
+if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
 from attncheck.backends.candidates.xformers_vllm.builder import XFORMERS_AVAILABLE

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import library_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend, XFormersAutoBackend
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
-if reasons := unavailable_reasons("cpu"):
+if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
 from attncheck.backends.candidates.xformers_vllm import impl as impl_module

@@ -4,14 +4,14 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import library_reasons
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.findings import Broken
 
-if reasons := unavailable_reasons("cpu"):
+if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
 from attncheck.backends.candidates.xformers_vllm.builder import XFormersAttentionMetadataBuilder

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import library_reasons
 from attncheck.backends.contract import CommonAttentionMetadata, KVCacheSpec
 
-if reasons := unavailable_reasons("cpu"):
+if reasons := library_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
-from attncheck.backends.candidates.xformers_vllm.builder import XFormersAttentionMetadataBuilder
-from attncheck.backends.candidates.xformers_vllm.metadata import XFormersAttentionMetadata
+from attncheck.backends.candidates.xformers_vllm.builder import (
+    XFormersAttentionMetadata,
+    XFormersAttentionMetadataBuilder,
+)
 
 STARTS, LENS = [0, 1, 2, 5, 25], [5, 17, 3, 36]
 

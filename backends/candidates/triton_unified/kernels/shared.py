@@ -1,9 +1,11 @@
-"""Number formats in kernels: float8 codes by integer arithmetic, and rounding and products that also work interpreted.
+"""What kernels share: number formats, lookups of requests and slots, and the keys that a row sees.
 
-A cache of codes is uint8 to a kernel, which encodes and decodes them by shifts. So GPUs without float8 instructions can
-run it, and the interpreter examines the code that a GPU runs.
+A cache of codes is uint8 to a kernel, which encodes and decodes float8 codes by shifts. So GPUs without float8
+instructions can run it, and the interpreter examines the code that a GPU runs. Rounding and products also work
+interpreted.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -80,3 +82,77 @@ def dot(a, b, acc, INTERPRETED: tl.constexpr):
         # The interpreter multiplies the bits of bfloat16 as integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def find_request(block, query_start_loc, num_reqs, block_q):
+    """Return the request of the ``block``-th block of rows, and the block's index within that request.
+
+    Each request reserves one more number for a partial block: request ``r`` begins at number ``query_start_loc[r] //
+    block_q + r``. Some numbers therefore have no row: they lie after the request's last row.
+    """
+    low = block * 0
+    high = low + num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // block_q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low, block - (tl.load(query_start_loc + low) // block_q + low)
+
+
+@triton.jit
+def find_slot(position, page_size, IS_SHIFT: tl.constexpr):
+    """Return the page of a request that holds ``position``, and the slot in that page.
+
+    IS_SHIFT: ``page_size`` is the binary logarithm of the page size, which avoids a division.
+    """
+    if IS_SHIFT:
+        page = position >> page_size
+        return page, position - (page << page_size)
+    page = position // page_size
+    return page, position - page * page_size
+
+
+@triton.jit
+def row_span(position, seq_len, left, right, chunk, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr):
+    """Return the range ``lo <= j < hi`` of keys that the row at ``position`` sees; empty if ``lo >= hi``.
+
+    Both ends never decrease with ``position``. left, right: inclusive distances; right: 0 for causal attention. left is
+    read only with HAS_LEFT, chunk only with HAS_CHUNK.
+    """
+    lo = position * 0
+    hi = tl.minimum(lo + seq_len, position + right + 1)
+    if HAS_LEFT:
+        lo = tl.maximum(lo, position - left)
+    if HAS_CHUNK:
+        # Triton's division rounds towards zero, and the position of a row may be negative.
+        back = -((chunk - 1 - tl.minimum(position, 0)) // chunk)
+        number = tl.where(position < 0, back, tl.maximum(position, 0) // chunk)
+        lo = tl.maximum(lo, number * chunk)
+        hi = tl.minimum(hi, (number + 1) * chunk)
+    return lo, hi
+
+
+@triton.jit
+def tanh(x):
+    """Return the float32 hyperbolic tangent, accurate to a few units in the last place; 1 or -1 for large arguments."""
+    size = tl.abs(x)
+    # exp(-2|x|) cannot overflow, and an underflow gives 1.
+    fall = tl.exp2(size * -2.8853900817779268)
+    large = (1.0 - fall) / (1.0 + fall)
+    # Near 0 the difference cancels, so use the series up to the ninth power.
+    square = x * x
+    series = 1.0 + square * (
+        -0.3333333333333333
+        + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
+    )
+    return tl.where(size < 0.25, x * series, tl.where(x < 0, -large, large))
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""The float dtypes that the kernels read and write."""
+
+CODE_FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
+"""Float8 dtypes, and their formats in kernels; other dtypes are 0 there."""

@@ -161,9 +161,12 @@ def assert_refused(step, error, message, **changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {"query": s.query[:2]}, "num_actual_tokens 4 exceeds the 2 rows of query"),
-        (lambda s: {"query": s.query[:, :, :8]}, "query has shape (4, 4, 8), not [tokens, 4, 16]"),
-        (lambda s: {"query": s.query.bfloat16()}, "query has dtype torch.bfloat16: supported are torch.float32"),
+        (lambda s: {"query": s.query[:2]}, "query has shape (2, 4, 16), not [4+, 4, 16]"),
+        (lambda s: {"query": s.query[:, :, :8]}, "query has shape (4, 4, 8), not [4+, 4, 16]"),
+        (
+            lambda s: {"query": s.query.bfloat16(), "kv_cache": s.kv_cache.bfloat16()},
+            "query has dtype torch.bfloat16: supported are torch.float32",
+        ),
         (lambda s: {"output": s.output[:3]}, "output has shape (3, 4, 16), not [4+, 4, 16]"),
         (lambda s: {"key": s.key[:1]}, "key has shape (1, 2, 16), not [4+, 2, 16]"),
         (lambda s: {"value": None}, "value is None, but 4 rows are needed"),
@@ -177,13 +180,10 @@ def test_forward_refuses_tensors_that_do_not_fit(change, message, make_step):
     assert_refused(step, ValueError, f"BARE: {message}", **change(step))
 
 
-def test_forward_refuses_the_metadata_of_another_backend(make_step):
-    step, other = make_step(SDPABackend, PLAIN, STEP), make_step(FlexBackend, PLAIN, STEP)
-    theirs = other.builder().build(0, other.common)
-    assert_refused(
-        step, TypeError, "TORCH_SDPA: attn_metadata is a FlexMetadata, not a SDPAMetadata", attn_metadata=theirs
-    )
-    assert_refused(step, TypeError, "is a CommonAttentionMetadata", attn_metadata=step.common)
+def test_forward_refuses_other_metadata(make_step):
+    step = make_step(SDPABackend, PLAIN, STEP)
+    message = "TORCH_SDPA: attn_metadata is a CommonAttentionMetadata, not a PagedMetadata"
+    assert_refused(step, TypeError, message, attn_metadata=step.common)
 
 
 def test_two_kernels_do_not_take_each_others_metadata(make_step):
