@@ -55,12 +55,6 @@ Verdict = Literal["right", "partly", "described", "false", "not caught"]
 CHECKS = ("numerics", "lse", "cache_write")
 _EVERY = 4
 GROUPS = ("mutants", "mutants of other checks", "pairs of faults", "other faults")
-_SHOWN_AT = {
-    "chunk-as-window": "smoke/local",
-    "chunks-from-the-first-row": "smoke/local",
-    "lengths-of-the-whole-step": "smoke/micro-batches",
-}
-"""Cases for mutants that ignore a tree too, which is what shows at the case of their entry."""
 _PARTLY = {
     "builder-capture-clears-host-twins": "shared metadata are changed",
     "builder-capture-shortens-lens": "shared metadata are changed",
@@ -118,7 +112,7 @@ def subjects(every: int) -> list[Subject]:
 
 
 def _of_mutant(mutant: Mutant) -> Subject:
-    case = _SHOWN_AT.get(mutant.name) or mutant.case or "smoke/decode.float16"
+    case = mutant.case or "smoke/decode.float16"
     words, partly = (mutant.cause or "",), _PARTLY.get(mutant.name, "$^")
     if mutant.check not in CHECKS:
         return Subject(mutant.ref, GROUPS[1], mutant.fault, words, (case,), (mutant.check or "numerics",), partly)

@@ -8,10 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from attncheck.backends.candidates.reference import ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import Conventions
 from attncheck.backends.mutants import graphs
-from attncheck.backends.mutants.base import Base
+from attncheck.backends.mutants.plain import Base, PlainBuilder, PlainImpl
 from attncheck.backends.paged_metadata import PagedBuilder
 
 SYNC_FREE = Conventions(sync_free_build=True)
@@ -20,12 +19,12 @@ SYNC_FREE = Conventions(sync_free_build=True)
 class LensTakenDownUntilForward(Base):
     """``build`` subtracts the new tokens from the shared ``seq_lens``, and ``forward`` adds them again."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             common_attn_metadata.seq_lens.sub_(common_attn_metadata.query_start_loc.diff())
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
             if attn_metadata is not None:
                 common = attn_metadata.common
@@ -36,7 +35,7 @@ class LensTakenDownUntilForward(Base):
 class HostLensSortedForEncoders(Base):
     """For an encoder layer, ``build`` sorts the shared ``seq_lens_cpu`` in place."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if common_attn_metadata.block_table_tensor.shape[1] == 1 and not common_attn_metadata.causal:
@@ -73,12 +72,12 @@ class DecodeLensOfTheLatestBuilder(Base):
 
     latest: ClassVar[dict] = {}
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             DecodeLensOfTheLatestBuilder.latest["lens"] = common_attn_metadata.seq_lens
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, layer, query, key, value, caches, metadata, *rest):
             latest = DecodeLensOfTheLatestBuilder.latest["lens"]
             if metadata.common.max_query_len == 1 and len(latest) == metadata.common.num_reqs:
@@ -89,13 +88,13 @@ class DecodeLensOfTheLatestBuilder(Base):
 class PlanOnTheLayer(Base):
     """``build`` stores the block table on the layers; one without a window reads it if all requests have context."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             for layer in self.vllm_config.compilation_config.static_forward_context.values():
                 layer.impl.table = common_attn_metadata.block_table_tensor
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         table = None
 
         def attend(self, layer, query, key, value, caches, metadata, *rest):
@@ -111,7 +110,7 @@ class ReadsTheLongest(Base):
 
     conventions = SYNC_FREE
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             metadata.longest = int(common_attn_metadata.seq_lens.max())
@@ -123,7 +122,7 @@ class SelectsDecodesByMask(Base):
 
     conventions = SYNC_FREE
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             lens = common_attn_metadata.seq_lens
@@ -134,7 +133,7 @@ class SelectsDecodesByMask(Base):
 class DraftsMissTheNewToken(Base):
     """``build_for_drafting`` uses the lengths from before the draft: a row does not see its own key."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build_for_drafting(self, common_attn_metadata, draft_index):
             computed = common_attn_metadata.num_computed_tokens_cpu.to(common_attn_metadata.seq_lens.device)
             shorter = replace(common_attn_metadata, seq_lens=computed.clamp(min=1))
@@ -144,7 +143,7 @@ class DraftsMissTheNewToken(Base):
 class DraftsOfTheFirstPage(Base):
     """``build_for_drafting`` keeps only the first page of every request, and uses it for all of the request's pages."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build_for_drafting(self, common_attn_metadata, draft_index):
             table = common_attn_metadata.block_table_tensor
             first = replace(common_attn_metadata, block_table_tensor=table[:, :1].expand_as(table).contiguous())
@@ -154,7 +153,7 @@ class DraftsOfTheFirstPage(Base):
 class CascadeSortsQueryLens(Base):
     """``use_cascade_attention`` sorts the runner's own array of query lengths."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def use_cascade_attention(self, common_prefix_len, query_lens, *rest, **more):
             query_lens[::-1].sort()
             return bool(query_lens[0] > 1)
@@ -163,7 +162,7 @@ class CascadeSortsQueryLens(Base):
 class CascadeAnswersByNumber(Base):
     """``use_cascade_attention`` returns an array with one element per request."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def use_cascade_attention(self, common_prefix_len, query_lens, *rest, **more):
             return np.asarray(query_lens) == 1
 
@@ -175,10 +174,10 @@ class CountsBeyondItsThreshold(Base):
     decodes in front.
     """
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         reorder_batch_threshold = 8
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
             super().attend(layer, query, key, value, caches, metadata, output, output_lse)
             is_short = [0 < rows <= 8 for rows in metadata.query_lens]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from attncheck.errors import CaseFileError, UnknownNameError
 from attncheck.reference.spec import CHECKS
@@ -19,19 +19,31 @@ PREFIX = "mutants:"
 PROVIDER = "utilities"
 """The base of mutants that are a provider of metadata utilities instead of a backend."""
 
+PLAIN = "plain"
+"""The base of most mutants, which is no candidate."""
+
+PLAIN_FILE = "backends/mutants/plain.py"
+
+_REFS = {PLAIN: "attncheck.backends.mutants.plain:PlainBackend", PROVIDER: "attncheck.reference"}
+"""References of the bases that are no registered backends."""
+
 _FOLDER = Path(__file__).parent
 _NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
 
 _Text = Annotated[str, Field(min_length=1)]
 
 
+def _as_tuple(given: object) -> object:
+    return (given,) if isinstance(given, str) else given
+
+
 class Mutant(BaseModel):
     """A correct backend with one fault added.
 
-    The fault is either ``class_name``, a class of the Python file of ``area``, or a patch: ``old``, replaced by ``new``
-    in the source ``file`` of ``base``.
+    The fault is either ``class_name``, a class of the Python file of ``area``, or a patch: each text of ``old``,
+    replaced by the one of ``new`` in the source ``file`` of ``base``.
 
-    base: the registered backend that it is without the fault.
+    base: the backend that it is without the fault, by its registered name or :data:`PLAIN`; or :data:`PROVIDER`.
     kind: the class of faults.
     check: the check that catches it, for example at ``case``.
     cause: a regular expression that a correct diagnosis matches.
@@ -49,10 +61,10 @@ class Mutant(BaseModel):
     case: _Text | None = None
     cause: _Text | None = None
     class_name: Annotated[_Text | None, Field(alias="class")] = None
-    base: _Text = "reference"
-    file: Annotated[str, Field(pattern=r"^(backends|reference)/[\w/]+\.py$")] | None = None
-    old: _Text | None = None
-    new: str | None = None
+    base: _Text = PLAIN
+    file: Annotated[str, Field(pattern=r"^(backends|reference)/[\w/]+\.py$")] = PLAIN_FILE
+    old: Annotated[tuple[_Text, ...], BeforeValidator(_as_tuple)] = ()
+    new: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
 
     @field_validator("check")
     @classmethod
@@ -72,15 +84,19 @@ class Mutant(BaseModel):
 
     @model_validator(mode="after")
     def _has_one_fault(self) -> Self:
-        patch = (self.file, self.old, self.new)
-        if patch.count(None) != (0 if self.class_name is None else 3):
-            raise ValueError("a mutant has either class alone, or file, old and new together")
+        if len(self.old) != len(self.new) or bool(self.old) == bool(self.class_name):
+            raise ValueError("a mutant has either class alone, or old and new, with equally many texts")
         return self
 
     @property
     def ref(self) -> str:
         """The reference that loads it."""
         return f"{PREFIX}{self.name}"
+
+    @property
+    def base_ref(self) -> str:
+        """The reference that loads its base."""
+        return _REFS.get(self.base, self.base)
 
     @property
     def is_provider(self) -> bool:

@@ -3,16 +3,15 @@
 Their functions ignore their inputs' weights, too.
 """
 
-from dataclasses import replace
-
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceImpl
-from attncheck.backends.mutants.base import Base
+from attncheck.backends.mutants.plain import Base, PlainImpl
 
 
 class Blind(Base):
-    """The reference under the name of the subclass, whose nested ``Impl`` ignores the scores."""
+    """The plain candidate under the name of the subclass, whose nested ``Impl`` ignores the scores."""
+
+    features = Base.features | {"merge_nan"}
 
     @classmethod
     def functions(cls):
@@ -36,7 +35,7 @@ class Zeros(Blind):
     def merged(out_a, out_b):
         return torch.zeros_like(out_a)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
             super().attend(layer, query, key, value, caches, metadata, output, output_lse)
             output[: metadata.num_rows] = 0.0
@@ -49,7 +48,7 @@ class Constant(Blind):
     def merged(out_a, out_b):
         return torch.full_like(out_a, 0.5)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
             super().attend(layer, query, key, value, caches, metadata, output, output_lse)
             output[: metadata.num_rows] = 0.5
@@ -58,6 +57,12 @@ class Constant(Blind):
 class MeanOfV(Blind):
     """Every visible key has the same weight, whatever its score."""
 
-    class Impl(ReferenceImpl):
-        def params(self, metadata):
-            return replace(super().params(metadata), scale=0.0, alibi_slopes=None, sinks=None)
+    class Impl(PlainImpl):
+        def scores(self, *arguments):
+            return torch.zeros_like(super().scores(*arguments))
+
+        def state(self, *arguments, has_sinks):
+            sinks, self.sinks = self.sinks, None
+            state = super().state(*arguments, has_sinks=has_sinks)
+            self.sinks = sinks
+            return state

@@ -1,9 +1,6 @@
 """Faults of declarations: refusing what is declared, accepting what is not, refusing too late."""
 
-from dataclasses import replace
-
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.backends.mutants.base import Base
+from attncheck.backends.mutants.plain import Base, PlainBackend, PlainImpl
 
 # Declarations.
 
@@ -11,7 +8,7 @@ from attncheck.backends.mutants.base import Base
 class RefusesItsOwnClaim(Base):
     """Declares the soft cap, but refuses it."""
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def __init__(self, *arguments, **keywords):
             super().__init__(*arguments, **keywords)
             if self.logits_soft_cap:
@@ -21,19 +18,20 @@ class RefusesItsOwnClaim(Base):
 class AcceptsUndeclaredSoftCap(Base):
     """Does not declare the soft cap, but accepts it, and leaves it out."""
 
-    features = ReferenceBackend.features - {"logits_soft_cap"}
+    features = PlainBackend.features - {"logits_soft_cap"}
 
-    class Impl(ReferenceImpl):
-        def params(self, metadata):
-            return replace(super().params(metadata), logits_soft_cap=None)
+    class Impl(PlainImpl):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            self.logits_soft_cap = None
 
 
 class BreaksOnUndeclaredSinks(Base):
     """Does not declare sinks, but raises a KeyError instead of refusing them."""
 
-    features = ReferenceBackend.features - {"sinks"}
+    features = PlainBackend.features - {"sinks"}
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def __init__(self, *arguments, **keywords):
             super().__init__(*arguments, **keywords)
             if self.sinks is not None:
@@ -43,9 +41,9 @@ class BreaksOnUndeclaredSinks(Base):
 class RefusesTooLate(Base):
     """Does not declare windows, but refuses one only after it has written the cache."""
 
-    features = ReferenceBackend.features - {"sliding_window"}
+    features = PlainBackend.features - {"sliding_window"}
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, *arguments):
             if self.sliding_window != (-1, -1):
                 raise NotImplementedError("no sliding window")
@@ -55,7 +53,7 @@ class RefusesTooLate(Base):
 class CannotProfile(Base):
     """Reads the metadata before it checks whether there are any."""
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
             if not attn_metadata.num_rows:
                 raise RuntimeError("nothing to do")
@@ -65,7 +63,7 @@ class CannotProfile(Base):
 class RaisesInForward(Base):
     """Raises on every batch."""
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, *arguments):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

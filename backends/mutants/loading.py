@@ -41,7 +41,7 @@ class MutantBackend:
             raise BackendLoadError(mutant.ref, "is a provider of utilities", allowed=f"give --provider {mutant.ref}")
         if mutant.class_name is not None:
             return getattr(import_module(f"attncheck.backends.mutants.{mutant.area}"), mutant.class_name)
-        module, _, attribute = BUILTIN[mutant.base].partition(":")
+        module, _, attribute = BUILTIN.get(mutant.base, mutant.base_ref).partition(":")
         return getattr(_Copies(mutant, [module]).load(module), attribute)
 
 
@@ -72,21 +72,22 @@ class _Copies:
     """Copies of modules, one of them with the fault of ``mutant``; ``names`` are the modules that are copied.
 
     Raises:
-        BackendLoadError: the old text does not occur exactly once, or no module of ``entries`` imports the patched one.
+        BackendLoadError: an old text does not occur exactly once, or no module of ``entries`` imports the patched one.
     """
 
     def __init__(self, mutant: Mutant, entries: Iterable[str]) -> None:
         self._mutant = mutant
-        self._patched = f"attncheck.{str(mutant.file).removesuffix('.py').replace('/', '.')}"
+        self._patched = f"attncheck.{mutant.file.removesuffix('.py').replace('/', '.')}"
         self.prefix = f"attncheck_mutants.{mutant.name.replace('-', '_')}."
         self.names = _between(tuple(dict.fromkeys(entries)), self._patched)
         if self._patched not in self.names:
             raise BackendLoadError(mutant.ref, f"{mutant.base} does not import {mutant.file}")
-        old, source = str(mutant.old), _source(self._patched)
-        if (count := source.count(old)) != 1:
-            reason = f"its old text occurs {count} times in {mutant.file}"
-            raise BackendLoadError(mutant.ref, reason, allowed="it must occur exactly once")
-        self._source = source.replace(old, str(mutant.new))
+        self._source = _source(self._patched)
+        for old, new in zip(mutant.old, mutant.new, strict=True):
+            if (count := self._source.count(old)) != 1:
+                reason = f"its old text occurs {count} times in {mutant.file}"
+                raise BackendLoadError(mutant.ref, reason, allowed="it must occur exactly once")
+            self._source = self._source.replace(old, new)
         self._builtins = MappingProxyType({**vars(builtins), "__import__": self._import})
 
     def load(self, name: str) -> ModuleType:

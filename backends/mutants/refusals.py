@@ -5,8 +5,7 @@ Each backend is right in every case that it declares.
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBuilder, ReferenceImpl
-from attncheck.backends.mutants.base import Base
+from attncheck.backends.mutants.plain import Base, PlainBuilder, PlainImpl
 
 FEATURES = Base.features
 
@@ -16,7 +15,7 @@ class UnpacksTheWindow(Base):
 
     features = FEATURES - {"sliding_window"}
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def __init__(self, num_heads, head_size, scale, num_kv_heads=None, alibi=None, window=None, *rest, **more):
             if window is not None:
                 _left, _right = window
@@ -28,7 +27,7 @@ class UnpacksTheSinks(Base):
 
     features = FEATURES - {"sinks"}
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def __init__(self, *arguments, sinks=None, **more):
             if sinks is not None:
                 _first, _last = sinks.tolist()
@@ -40,12 +39,7 @@ class RaisesWithoutWords(Base):
 
     features = FEATURES - {"logits_soft_cap"}
 
-    class Impl(ReferenceImpl):
-        def params(self, metadata):
-            if self.logits_soft_cap:
-                raise NotImplementedError
-            return super().params(metadata)
-
+    class Impl(PlainImpl):
         def __init__(self, *arguments, **more):
             without_cap = list(arguments)
             without_cap[7] = None
@@ -53,8 +47,8 @@ class RaisesWithoutWords(Base):
             self.logits_soft_cap = arguments[7]
 
         def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
-            if attn_metadata is not None:
-                self.params(attn_metadata)
+            if attn_metadata is not None and self.logits_soft_cap:
+                raise NotImplementedError
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
 
 
@@ -63,7 +57,7 @@ class LeavesItToTorch(Base):
 
     supported_dtypes = (torch.float16, torch.bfloat16)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def forward(self, layer, query, *rest, **more):
             if query.dtype == torch.float32:
                 query.to(torch.float8_e4m3fn).sum()
@@ -83,14 +77,14 @@ class LargePagesTurned(Base):
     def get_kv_cache_shape(cls, num_blocks, block_size, num_kv_heads, head_size, head_size_v=None):
         return Base.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, head_size_v)
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
             cache = vllm_config.cache_config
             if cache.kv_cache_layout != "NHD" or cache.block_size < 16:
                 raise NotImplementedError(f"pages of {cache.block_size} in layout {cache.kv_cache_layout}")
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, layer, query, key, value, caches, *rest):
             if caches is not None:
                 caches = tuple(torch.cat([cache[:, 16:], cache[:, :16]], 1) for cache in caches)
@@ -104,7 +98,7 @@ class WideHeadsCutShort(Base):
     def get_supported_head_sizes(cls):
         return list(range(8, 257, 8))
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def attend(self, layer, query, *rest):
             query = query.clone()
             query[..., 256:] = 0
@@ -117,7 +111,7 @@ class OneFormatOfCodes(Base):
     features = FEATURES - {"fp8_per_head"}
     supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e4m3")
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi, window, kv_cache_dtype, *rest, **more):
             self.layer_cache_dtype = kv_cache_dtype
             name = "fp8_e4m3" if kv_cache_dtype == "fp8_e5m2" else kv_cache_dtype

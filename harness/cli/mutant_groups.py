@@ -21,9 +21,6 @@ T = TypeVar("T")
 _MOST = 10
 """Maximum mutants in a group. Larger groups share the start of a process, smaller ones balance the load."""
 
-RIGHT_UTILITIES = "attncheck.reference"
-"""The correct provider, from which mutants of metadata utilities are derived."""
-
 
 @dataclass(frozen=True)
 class ExaminedGroup:
@@ -45,12 +42,12 @@ class ExaminedGroup:
 def groups_of(mutants: Sequence[Mutant]) -> list[ExaminedGroup]:
     """Return ``mutants`` grouped by base, and each base as a group of its own."""
     groups: list[ExaminedGroup] = []
-    for base, found in itertools.groupby(sorted(mutants, key=lambda mutant: mutant.base), lambda mutant: mutant.base):
+    for _, found in itertools.groupby(sorted(mutants, key=lambda mutant: mutant.base), lambda mutant: mutant.base):
         same = list(found)
         are_providers = same[0].is_provider
         count = -(-len(same) // _MOST)
         groups += [ExaminedGroup(tuple(each.ref for each in same[n::count]), are_providers) for n in range(count)]
-        groups.append(ExaminedGroup((RIGHT_UTILITIES if are_providers else base,), are_providers, are_right=True))
+        groups.append(ExaminedGroup((same[0].base_ref,), are_providers, are_right=True))
     return groups
 
 

@@ -7,7 +7,7 @@ The base class is correct and computes in float32, as kernels do. Each other cla
 import torch
 from torch.nn.functional import conv1d, pad, silu
 
-from attncheck.backends.mutants.base import Base
+from attncheck.backends.mutants.plain import Base
 from attncheck.reference import reshape_and_cache, swap_blocks
 
 

@@ -3,8 +3,8 @@
 import torch
 
 from attncheck.backends.contract import Conventions
-from attncheck.backends.mutants.base import Base
 from attncheck.backends.mutants.pieces import ChangesAnswers, Parted
+from attncheck.backends.mutants.plain import Base
 
 
 class CannotTakeZero(Parted):

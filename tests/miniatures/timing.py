@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBuilder, ReferenceImpl
-from attncheck.backends.mutants.base import Base as Miniature
+from attncheck.backends.mutants.plain import Base as Miniature
+from attncheck.backends.mutants.plain import PlainBuilder, PlainImpl
 
 HONEST_CALLS = 3
 
@@ -22,7 +22,7 @@ ready = []
 """Work that a builder may do instead of ``forward``."""
 
 
-class CheatingImpl(ReferenceImpl):
+class CheatingImpl(PlainImpl):
     """Correct for :data:`HONEST_CALLS` calls; later ``cheat`` runs instead of ``answer``."""
 
     calls = 0
@@ -145,14 +145,14 @@ class LeavesOutTheWrite(Miniature):
 class ComputesWhileItBuilds(Miniature):
     """The builder computes the output from the previous call's tensors, and ``forward`` copies it."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             if ready:
                 ready.pop()(metadata)
             return metadata
 
-    class Impl(ReferenceImpl):
+    class Impl(PlainImpl):
         calls, made = 0, None
 
         def forward(self, layer, query, key, value, kv_cache, metadata, output, output_lse=None, **keywords):
@@ -188,7 +188,7 @@ class KnowsTheShape(Miniature):
 class KeepsThePlan(Miniature):
     """The builder caches block tables by address."""
 
-    class Builder(ReferenceBuilder):
+    class Builder(PlainBuilder):
         plans = None
 
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):

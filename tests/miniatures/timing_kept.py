@@ -7,8 +7,8 @@ import hashlib
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.backends.mutants.base import Base as Miniature
+from attncheck.backends.mutants.plain import Base as Miniature
+from attncheck.backends.mutants.plain import PlainBackend, PlainImpl
 
 HONEST_CALLS = 3
 
@@ -17,10 +17,10 @@ class OwnMemory(Miniature):
     """A backend that may return its own memory."""
 
     accept_output_buffer = False
-    features = ReferenceBackend.features - {"lse"}
+    features = PlainBackend.features - {"lse"}
 
 
-class CheatingImpl(ReferenceImpl):
+class CheatingImpl(PlainImpl):
     """Correct for :data:`HONEST_CALLS` calls; later ``cheat`` runs instead of ``answer``."""
 
     calls = 0

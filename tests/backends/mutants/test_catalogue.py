@@ -46,12 +46,14 @@ def test_the_docstring_of_a_class_states_its_fault(read):
         (
             ENTRY + "  old: x\n",
             snapshot(
-                "TMP/area.yaml: a-fault: Value error, a mutant has either class alone, or file, old and new together"
+                "TMP/area.yaml: a-fault: Value error, a mutant has either class alone, or old and new, with equally many texts"
             ),
         ),
         (
-            "- name: x\n  kind: y\n  fault: z\n  file: backends/paged.py\n",
-            snapshot("TMP/area.yaml: x: Value error, a mutant has either class alone, or file, old and new together"),
+            "- name: x\n  kind: y\n  fault: z\n  old: [a, b]\n  new: c\n",
+            snapshot(
+                "TMP/area.yaml: x: Value error, a mutant has either class alone, or old and new, with equally many texts"
+            ),
         ),
         (
             ENTRY + "  file: harness/api.py\n",

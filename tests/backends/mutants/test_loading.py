@@ -36,24 +36,30 @@ def mutant(monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("name", [each.name for each in catalogue() if not each.is_provider])
-def test_every_backend_of_the_catalogue_loads(name):
-    try:
-        loaded = registry.load(f"mutants:{name}")
-    except BackendUnavailableError:  # the library of its base is not installed
-        return
-    assert issubclass(loaded.backend, AttentionBackend)
-    assert (loaded.name, loaded.ref) == (f"mutants:{name}",) * 2
+def test_every_mutant_of_the_catalogue_loads():
+    for each in catalogue():
+        if each.is_provider:
+            provider = load_provider(each.ref)
+            assert {key for key in reference.__all__ if provider.find(key) is None} == set(), each.name
+            continue
+        try:
+            loaded = registry.load(each.ref)
+        except BackendUnavailableError:  # the library of its base is not installed
+            continue
+        assert issubclass(loaded.backend, AttentionBackend)
+        assert (loaded.name, loaded.ref) == (each.ref, each.ref)
 
 
-@pytest.mark.parametrize("name", [each.name for each in catalogue() if each.is_provider])
-def test_every_provider_of_the_catalogue_loads(name):
-    provider = load_provider(f"mutants:{name}")
-    assert {key for key in reference.__all__ if provider.find(key) is None} == set()
+def test_a_patch_may_change_several_texts(mutant):
+    patched = mutant("both", old=['"PLAIN"', "* self.scale"], new=['"BOTH"', "* 2.0 * self.scale"])
+    assert patched.get_name() == "BOTH"
+    lines = linecache.getlines("mutants:both/backends/mutants/plain.py")
+    assert "        scores = scores * 2.0 * self.scale\n" in lines
 
 
 def test_copies_are_private_and_all_other_modules_the_real_ones(mutant):
     fault = {"file": "reference/attention/online_softmax.py", "old": "def attend(", "new": "def attend("}
+    fault |= {"base": "reference"}
     copy, right = mutant("no-change", **fault), registry.load("reference").backend
     assert copy.__module__ == "attncheck_mutants.no_change.attncheck.backends.candidates.reference"
     names = vars(sys.modules[copy.__module__])
@@ -62,10 +68,10 @@ def test_copies_are_private_and_all_other_modules_the_real_ones(mutant):
     assert right.get_impl_cls().attend.__globals__["varlen_attention"] is varlen_attention
 
 
-@pytest.mark.parametrize("base", sorted({each.base for each in catalogue() if each.file and not each.is_provider}))
+@pytest.mark.parametrize("base", sorted({each.base for each in catalogue() if each.old and not each.is_provider}))
 def test_a_copy_without_a_fault_is_right(base, mutant):
     """Of every patched module at once, since each patch copies what leads to its own."""
-    patches = {each.file: each for each in catalogue() if each.base == base and each.file}
+    patches = {each.file: each for each in catalogue() if each.base == base and each.old}
     suite = "interpreted" if "triton" in base else "smoke"
     ids = ("decode", "decode.float16", "latent", "mla-decode")
     cases = tuple(case for case in load_suite(suite).cases if case.id in ids)
@@ -106,14 +112,14 @@ def test_operators_of_a_patch_have_names_of_their_own(mutant):
             ),
         ),
         (
-            {"file": "backends/paged.py", "old": "nowhere", "new": "x"},
+            {"old": ["scores * self.scale", "nowhere"], "new": ["scores", "x"]},
             snapshot(
-                "backend 'mutants:own': its old text occurs 0 times in backends/paged.py; it must occur exactly once"
+                "backend 'mutants:own': its old text occurs 0 times in backends/mutants/plain.py; it must occur exactly once"
             ),
         ),
         (
             {"file": "backends/uniform.py", "old": "import", "new": "x"},
-            snapshot("backend 'mutants:own': reference does not import backends/uniform.py"),
+            snapshot("backend 'mutants:own': plain does not import backends/uniform.py"),
         ),
         (
             {"base": "utilities", "file": "backends/paged.py", "old": "a", "new": "b"},

@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
-from attncheck.backends.mutants import invariance as mutants
+from attncheck.backends.registry import load
 from attncheck.harness.checks.determinism import check_determinism
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.driver.observation import Observation
@@ -50,14 +50,14 @@ def test_a_right_backend_has_the_same_bits(make_case: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "where"),
+    ("mutant", "where"),
     [
-        (mutants.AddsInAnyOrder, "when the step is repeated on the same impl"),
-        (mutants.SplitsByTheCount, "on a new impl and builder"),
+        ("adds-in-any-order", "when the step is repeated on the same impl"),
+        ("splits-by-the-count", "on a new impl and builder"),
     ],
 )
-def test_bits_that_move_are_found(make_case: Any, backend: Any, where: str) -> None:
-    found = examine(backend, make_case())
+def test_bits_that_move_are_found(make_case: Any, mutant: str, where: str) -> None:
+    found = examine(load(f"mutants:{mutant}").backend, make_case())
     assert isinstance(found, Broken)
     assert "of the output have other bits" in found.summary
     assert "; the largest difference is " in found.summary

@@ -11,8 +11,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
-from attncheck.backends.mutants import invariance as mutants
-from attncheck.backends.registry import LoadedBackend
+from attncheck.backends.registry import LoadedBackend, load
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.checks.invariance.changes import Change, Variation
@@ -44,22 +43,22 @@ def with_attend(change: Any, **members: Any) -> Any:
 
 
 FAULTS = [
-    (mutants.TakesHeadsForARun, {}, "strides.key: transposed:", "stride of key"),
-    (mutants.TakesQueryHeadsForARun, {}, "strides.query: transposed:", "stride of query"),
-    (mutants.WritesRowsWithoutRoom, {}, "strides.output: ", "stride of output"),
-    (mutants.LosesTheCapAlone, {"logits_soft_cap": 5.0}, "alone:", "beside it in the batch"),
-    (mutants.PlansOncePerLengths, {"sliding_window": 16}, "in other pages of a pool:", "kept from an earlier step"),
-    (mutants.PlansOncePerProcess, {"alibi": True}, "in other pages of a pool:", "block table"),
+    ("takes-heads-for-a-run", {}, "strides.key: transposed:", "stride of key"),
+    ("takes-query-heads-for-a-run", {}, "strides.query: transposed:", "stride of query"),
+    ("writes-rows-without-room", {}, "strides.output: ", "stride of output"),
+    ("loses-the-cap-alone", {"logits_soft_cap": 5.0}, "alone:", "beside it in the batch"),
+    ("plans-once-per-lengths", {"sliding_window": 16}, "in other pages of a pool:", "kept from an earlier step"),
+    ("plans-once-per-process", {"alibi": True}, "in other pages of a pool:", "block table"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("backend", "layer", "what", "meaning"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+    ("mutant", "layer", "what", "meaning"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_a_finding_names_the_one_thing_that_matters(
-    make_case: Any, backend: Any, layer: dict[str, Any], what: str, meaning: str
+    make_case: Any, mutant: str, layer: dict[str, Any], what: str, meaning: str
 ) -> None:
-    found = examine(backend, make_case((1, 37), (5, 40), (33, 43), (1, 130), **layer))
+    found = examine(load(f"mutants:{mutant}").backend, make_case((1, 37), (5, 40), (33, 43), (1, 130), **layer))
     assert isinstance(found, Broken)
     assert found.summary.startswith("right at first, wrong with ")
     assert what in found.summary
@@ -68,16 +67,16 @@ def test_a_finding_names_the_one_thing_that_matters(
 
 
 @pytest.mark.parametrize(
-    ("backend", "what"),
+    ("mutant", "what"),
     [
         (
-            mutants.SplitsByMaxSeqLen,
+            "splits-by-max-seq-len",
             snapshot(
                 "right at first, wrong with max_seq_len above the batch's: 3 of 3 rows are wrong, the first is row 0 (request 0, position 36), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.StepsOverNarrowTables,
+            "steps-over-narrow-tables",
             snapshot(
                 "right at first, wrong with 5 more columns of null pages in the block table: 2 of 3 rows are wrong, the first is row 1 (request 1, position 39), in all heads; the largest error is ..."
             ),
@@ -85,9 +84,9 @@ def test_a_finding_names_the_one_thing_that_matters(
     ],
 )
 def test_a_batch_of_decodes_stays_one_while_its_room_grows(
-    plain: Callable[[str], str], make_case: Any, backend: Any, what: str
+    plain: Callable[[str], str], make_case: Any, mutant: str, what: str
 ) -> None:
-    found = examine(backend, make_case((1, 37), (1, 40), (1, 130)))
+    found = examine(load(f"mutants:{mutant}").backend, make_case((1, 37), (1, 40), (1, 130)))
     assert isinstance(found, Broken)
     assert plain(found.summary) == what
 

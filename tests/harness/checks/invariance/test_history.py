@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
-from attncheck.backends.mutants import history as mutants
+from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.invariance import earlier_batches
@@ -31,6 +31,9 @@ CPU = torch.device("cpu")
 
 
 def begun(backend: Any, case: Any) -> tuple[RightRows, Session]:
+    """Run the first step of a backend class, or of the mutant of this name."""
+    if isinstance(backend, str):
+        backend = load(f"mutants:{backend}").backend
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
     return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session  # type: ignore[arg-type]
@@ -81,77 +84,77 @@ def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -
     ("mutant", "history", "words"),
     [
         (
-            mutants.PlansForTheLongest,
+            "plans-for-the-longest",
             "a batch of longer requests",
             snapshot(
                 "right in a first step, wrong after a batch of longer requests (q33s49_q7s131_q1s210): 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.KeepsTheMostRequests,
+            "keeps-the-most-requests",
             "a batch of more requests",
             snapshot(
                 "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows are wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.StaysSplit,
+            "stays-split",
             "a batch of one request with many keys",
             snapshot(
                 "right in a first step, wrong after a batch of one request with many keys (q1s601): 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.PrefillsAsItDecoded,
+            "prefills-as-it-decoded",
             "a batch of decodes",
             snapshot(
                 "right in a first step, wrong after a batch of decodes (q1_q1s55_q1s130): 38 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.KeepsTheMaskInMetadata,
+            "keeps-the-mask-in-metadata",
             "other",
             snapshot(
                 "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong, the first is row 1 (request 0, position 1), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.GathersOnceAStep,
+            "gathers-once-a-step",
             "mirror",
             snapshot(
                 "right in a first step, wrong in a step with a second layer of the same kind: a second layer of the same kind: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.WritesForSharingLayers,
+            "writes-for-sharing-layers",
             "sharing",
             snapshot(
                 "right in a first step, wrong in a step with a layer that shares its cache: a layer that shares its cache: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.ScaleOfTheLatestLayer,
+            "scale-of-the-latest-layer",
             "other",
             snapshot(
                 "right in a first step, wrong in a step with a layer with scale 0.0625, sliding_window 3, logits_soft_cap 2.0: 40 of 41 rows are wrong, the first is row 1 (request 0, position 1), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.TableOfTheLatestGroup,
+            "table-of-the-latest-group",
             "group",
             snapshot(
                 "right in a first step, wrong in a step with a layer with head_size 32 in another group: 41 of 41 rows are wrong, the first is row 0 (request 0, position 0), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.OnePlanForAllBuilders,
+            "one-plan-for-all-builders",
             "equal",
             snapshot(
                 "right in a first step, wrong in a step with a batch of the same shape (q33_q7s60_q1s129) in flight as a micro-batch: 8 of 41 rows are wrong, the first is row 33 (request 1, position 54), in all heads; the largest error is ..."
             ),
         ),
         (
-            mutants.BoundOfTheLatestBuild,
+            "bound-of-the-latest-build",
             "unequal",
             snapshot(
                 "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows are wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
@@ -160,7 +163,7 @@ def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -
     ],
 )
 def test_the_finding_names_what_makes_the_difference(
-    plain: Callable[[str], str], make_case: Any, mutant: Any, history: str, words: str
+    plain: Callable[[str], str], make_case: Any, mutant: str, history: str, words: str
 ) -> None:
     rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
     one = everything(rows, session)[history]
@@ -173,7 +176,7 @@ def test_the_finding_names_what_makes_the_difference(
 
 
 def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(plain: Callable[[str], str], make_case: Any) -> None:
-    rows, session = begun(mutants.DecodesAsItPrefilled, make_case((1, 37), (1, 130)))
+    rows, session = begun("decodes-as-it-prefilled", make_case((1, 37), (1, 130)))
     found = check_step(rows, session, everything(rows, session)["a batch of prompts"])
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
@@ -183,15 +186,15 @@ def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(plain: Callabl
 
 
 def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
-    rows, session = begun(mutants.ShortensTheMetadata, make_case((5, 40), (1, 130)))
+    rows, session = begun("shortens-the-metadata", make_case((5, 40), (1, 130)))
     found = check_step(rows, session, everything(rows, session)["mirror"])
     assert isinstance(found, Broken)
     assert "forward of the layer changes metadata.seq_lens" in found.details
     assert found.meaning == "a layer changes the metadata, which all layers of the group share"
 
 
-@pytest.mark.parametrize("mutant", [mutants.KeepsThePagesOfARequest, mutants.PredictsLengths])
-def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any, mutant: Any) -> None:
+@pytest.mark.parametrize("mutant", ["keeps-the-pages-of-a-request", "predicts-lengths"])
+def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any, mutant: str) -> None:
     rows, session = begun(mutant, make_case((1, 33), (5, 40), (33, 33), (1, 129)))
     found = histories.check_decode_loop(rows, session)
     assert isinstance(found, Broken)
@@ -258,7 +261,7 @@ def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path: Any, ba
     assert check_step(rows, session, history) is None
 
 
-@pytest.mark.parametrize("mutant", [mutants.KeepsTheMaskInMetadata, mutants.WritesForSharingLayers])
-def test_layers_that_a_case_names_are_judged(tmp_path: Any, mutant: Any) -> None:
+@pytest.mark.parametrize("mutant", ["keeps-the-mask-in-metadata", "writes-for-sharing-layers"])
+def test_layers_that_a_case_names_are_judged(tmp_path: Any, mutant: str) -> None:
     rows, session = begun(mutant, named_case(tmp_path))
     assert isinstance(check_step(rows, session, histories.history_of(rows, session)), Broken)

@@ -1,0 +1,247 @@
+"""The plain candidate: attention as its definition, in float32, and the correct base of most mutants.
+
+Each rule of attention is one statement here, so that a patch of the catalogue can change it alone. A request is
+computed at once, with all its scores in memory. Positions, not pages, decide which keys a row sees.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
+
+State = tuple[Tensor, Tensor]
+"""Attention over some keys: output ``[rows, H, Dv]`` and log-sum-exp ``[rows, H]``, float32."""
+
+
+class PlainBackend(PagedBackend):
+    """Backend with every feature of attention; it reads lengths on the host, so no CUDA graph."""
+
+    features = frozenset(
+        {
+            "sliding_window",
+            "logits_soft_cap",
+            "alibi",
+            "alibi_non_causal",
+            "sinks",
+            "non_causal",
+            "head_size_v",
+            "lse",
+            "local",
+            "kv_sharing",
+            "fp8_kv",
+            "fp8_per_head",
+            "output_quant",
+            "short_keys",
+            "tree",
+            "cascade",
+        }
+    )
+    conventions = Conventions(padded_rows="untouched")
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_attn_types = tuple(AttentionType)
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "PLAIN"
+
+    @classmethod
+    def get_impl_cls(cls) -> type["PlainImpl"]:
+        return PlainImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type["PlainBuilder"]:
+        return PlainBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["PlainMetadata"]:
+        return PlainMetadata
+
+
+class PlainMetadata(PagedMetadata):
+    """Metadata of one step of the plain backend."""
+
+
+class PlainBuilder(PagedBuilder):
+    """Builder of :class:`PlainMetadata`."""
+
+    backend = PlainBackend
+    metadata_cls = PlainMetadata
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedMetadata:
+        common = common_attn_metadata
+        return super().build(common_prefix_len, common, fast_build)
+
+
+class PlainImpl(PagedImpl):
+    """One layer."""
+
+    backend = PlainBackend
+    metadata_cls = PlainMetadata
+
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        rows = (slot_mapping >= 0).nonzero().squeeze(1)
+        slots = slot_mapping[rows]
+        k_scale, v_scale = _scales(layer)
+        for new, cache, scale in ((key[rows], key_cache, k_scale), (value[rows], value_cache, v_scale)):
+            page, offset = slots // cache.shape[1], slots % cache.shape[1]
+            if cache.itemsize == 1:
+                cache.view(torch.uint8)[page, offset] = _codes(new, scale, cache.dtype).view(torch.uint8)
+            else:
+                cache[page, offset] = new.to(cache.dtype)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        common = metadata.common
+        table = common.block_table_tensor
+        starts = common.query_start_loc.tolist()
+        lens = common.seq_lens.tolist()
+        num_rows = starts[-1]
+        out = torch.zeros(num_rows, self.num_heads, self.head_size_v, device=query.device)
+        lse = torch.zeros(num_rows, self.num_heads, device=query.device)
+        for request, seq_len in enumerate(lens):
+            start, end = starts[request], starts[request + 1]
+            if start == end:
+                continue
+            q_pos = torch.arange(seq_len - (end - start), seq_len, device=query.device)
+            k_pos = torch.arange(seq_len, device=query.device)
+            if caches is not None:
+                scales = _scales(layer)
+                keys, values = (_read(*each, table[request], k_pos) for each in zip(caches, scales, strict=True))
+            else:
+                keys, values = key[start:end].float(), value[start:end].float()
+            seen = self.seen(metadata, q_pos, k_pos)
+            scores = self.scores(query[start:end], keys, q_pos, k_pos)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            # Weight 0 does not hide NaN: values that no row sees are left out.
+            values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
+            prefix = metadata.common_prefix_len
+            parts = [(0, prefix), (prefix, seq_len)] if prefix else [(0, seq_len)]
+            states = [self.state(scores[..., lo:hi], values[lo:hi], has_sinks=(lo, hi) == parts[0]) for lo, hi in parts]
+            out[start:end], lse[start:end] = _merged(states)
+        output[:num_rows] = out.to(output.dtype)
+        if output_lse is not None:
+            output_lse[:num_rows] = lse
+
+    def kv_head(self, device: torch.device) -> Tensor:
+        """Return the KV head of each query head, ``[H]``."""
+        return torch.arange(self.num_heads, device=device) // (self.num_heads // self.num_kv_heads)
+
+    def seen(self, metadata: PagedMetadata, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Return which rows of a request see which keys, by their positions: bool ``[rows, keys]``."""
+        distance = k_pos[None, :] - q_pos[:, None]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if metadata.common.causal:
+            seen &= distance <= 0
+        window, _ = self.sliding_window  # keys to the left, and without a causal mask as many to the right
+        if window >= 0:
+            seen &= distance >= -window
+            seen &= distance <= window
+        chunk = metadata.attention_chunk_size
+        if chunk is not None:
+            seen &= k_pos[None, :] // chunk == q_pos[:, None] // chunk
+        tree = metadata.tree
+        if tree is not None and len(tree) == len(q_pos):
+            node = k_pos - q_pos[0]  # new keys are numbered like rows; older ones are seen by all
+            seen &= (node < 0) | tree[:, node.clamp(min=0)]
+        return seen
+
+    def scores(self, query: Tensor, keys: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """Return the scores before the mask, ``[H, rows, keys]``."""
+        keys = keys[:, self.kv_head(query.device)]
+        scores = torch.einsum("qhd,khd->hqk", query.float(), keys)
+        scores = scores * self.scale
+        cap = self.logits_soft_cap
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        slopes = self.slopes_on(query.device)
+        if slopes is not None:
+            scores = scores + slopes[:, None, None] * (k_pos[None, :] - q_pos[:, None])
+        return scores
+
+    def state(self, scores: Tensor, values: Tensor, *, has_sinks: bool) -> State:
+        """Return the state over some keys from ``scores [H, rows, keys]``, -inf where a row does not see.
+
+        A row that sees nothing gets output 0, and LSE -inf without sinks.
+        """
+        sinks = self.sinks.to(scores.device)[:, None, None] if self.sinks is not None and has_sinks else None
+        top = torch.full((*scores.shape[:2], 1), torch.finfo(torch.float32).min, device=scores.device)
+        if scores.shape[-1]:
+            top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks - top)
+        weights = weights / total.masked_fill(total == 0, 1.0)
+        out = torch.einsum("hqk,khd->qhd", weights, values[:, self.kv_head(values.device)])
+        lse = top + torch.log(total)
+        return out, lse.squeeze(-1).T
+
+
+def _scales(layer: AttentionLayer) -> tuple[Tensor, Tensor]:
+    """Return the scales of keys and of values."""
+    return layer._k_scale, layer._v_scale
+
+
+def _read(cache: Tensor, scale: Tensor, table_row: Tensor, positions: Tensor) -> Tensor:
+    """Return the tokens of one request at ``positions``, float32 ``[n, Hkv, size]``; ``scale`` decodes FP8 codes."""
+    page = table_row[positions // cache.shape[1]].long()
+    tokens = cache[page, positions % cache.shape[1]].float()
+    return tokens * scale.reshape(-1, 1) if cache.itemsize == 1 else tokens
+
+
+def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the FP8 codes of ``x [n, Hkv, size]``: rounded to nearest, saturating."""
+    limit = torch.finfo(dtype).max
+    scaled = x.float() / scale.reshape(-1, 1)
+    return scaled.clamp(-limit, limit).to(dtype)
+
+
+def _merged(states: list[State]) -> State:
+    """Return the state over the keys of all ``states``; one without keys has LSE -inf and does not contribute."""
+    lse = torch.stack([lse for _, lse in states]).logsumexp(0)
+    out = torch.zeros_like(states[0][0])
+    for part_out, part_lse in states:
+        out += part_out * torch.exp(part_lse - lse).nan_to_num(0.0)[..., None]
+    return out, lse
+
+
+class Base(PlainBackend):
+    """The plain candidate under the name of the subclass, whose nested ``Impl`` or ``Builder`` contains the fault."""
+
+    Impl = PlainImpl
+    Builder = PlainBuilder
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.__name__.upper()
+
+    @classmethod
+    def get_impl_cls(cls) -> type[PlainImpl]:
+        return cls.Impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[PlainBuilder]:
+        return cls.Builder
