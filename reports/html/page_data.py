@@ -11,9 +11,9 @@ from typing import Any
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding, stated_cause
 from attncheck.reports.analysis.graph_levels import notes_of
-from attncheck.reports.analysis.recommendation import STANDINGS, known_needs, need_answers, needed_cases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.document.run_values import RunValues
+from attncheck.reports.html.needs import STANDINGS, known_needs, need_answers, needed_cases
 from attncheck.reports.html.safe_text import clean_json
 from attncheck.reports.run_file.records import (
     OUTCOMES,
@@ -63,7 +63,7 @@ def page_data(runs: Sequence[RunValues], names: Sequence[str]) -> str:
     """Return JSON of all records and speeds of the runs, which are called ``names``, for a ``<script>`` data element.
 
     ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, count, false claims, records]``; count
-    and claims as in :class:`attncheck.reports.analysis.recommendation.NeededCase`, None for functions. A record is
+    and claims as in :class:`attncheck.reports.html.needs.NeededCase`, None for functions. A record is
     ``[check, outcome, round, seconds, body, repro command]``. ``cases``: of the headers, ``[run, suite, case id, shape,
     description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``. ``findings``:
     ``[run, backend, title, cases]``. ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds,

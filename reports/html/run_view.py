@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attncheck.reports.analysis.findings import by_check
 from attncheck.reports.analysis.graph_levels import LevelRow
-from attncheck.reports.analysis.recommendation import known_needs
 from attncheck.reports.analysis.support import answered_cases
 from attncheck.reports.analysis.utilities import FunctionVerdict
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.html.budget_chart import BudgetUse, budget_chart, budget_uses
 from attncheck.reports.html.finding_view import FindingView, finding_views
+from attncheck.reports.html.needs import known_needs
 from attncheck.reports.html.speed_view import SpeedView, speed_view
 from attncheck.reports.html.support_view import SupportMatrix, Tone, support_matrix
 from attncheck.reports.run_file.records import UTILITIES, XFailed

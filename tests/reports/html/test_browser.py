@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.html import render_runs
 from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
 from attncheck.reports.run_file.header import CaseInfo
 from attncheck.reports.run_file.records import Failed, Unsupported
-from attncheck.reports.terminal.recommendation import recommendation
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -268,51 +266,6 @@ def test_rows_of_graph_levels_fit_a_phone(show: Any, run_with: Any, record_of: A
     for cell in cells.all():
         box = cell.bounding_box()
         assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
-
-
-def test_the_page_recommends_as_the_command_does(show: Any, timed: Any, run_with: Any, record_of: Any) -> None:
-    ignored = {"finding": "the sinks are ignored", "concerns": ("sinks",), "summary": "7 of 40 rows"}
-    who = {"suite": "lengths", "backend": "third"}
-    run = run_with(
-        [
-            *timed(["first", "second", "third"], LENGTHS, rounds=5),
-            record_of(Failed, case_id="a", needs=("sinks", "lse", "head_size=64"), **ignored, **who),
-            record_of(case_id="b", needs=("lse", "head_size=64"), **who),
-            record_of(case_id="c", needs=("lse", "alibi"), suite="lengths", backend="first"),
-            record_of(case_id="d", needs=("sinks", "head_size=64"), suite="lengths", backend="first"),
-            record_of(Unsupported, case_id="a", needs=("sinks", "lse"), reasons=("no",), backend="second"),
-        ]
-    )
-    page = show(run)
-    page.get_by_text("Which backend is right for what I need?").click()
-    finder = page.locator("[data-finder]")
-    seen = set()
-    for needs in (
-        ("sinks",),
-        ("lse",),
-        ("sinks", "lse"),
-        ("alibi", "sinks"),
-        ("head_size=128",),
-        ("lse", "head_size=64"),
-    ):
-        finder.get_by_role("button", name="Clear").click()
-        for need in needs:
-            key, is_form, value = need.partition("=")
-            if is_form:
-                finder.locator(f"select[data-key={key}]").select_option(value)
-            else:
-                finder.get_by_label(need, exact=True).check()
-        shown = []
-        for element in finder.locator(".found > *").all():
-            if element.get_attribute("class") == "standing":
-                heading = element.inner_text()
-            else:
-                shown += [(heading, name) for name in element.locator("strong").all_inner_texts()]
-        expected = [(STANDINGS[each.standing], each.backend) for each in recommendation(run, needs)]
-        assert shown == expected, needs
-        seen |= {heading for heading, _ in shown}
-    assert seen == set(STANDINGS.values())
-    assert "the sinks are ignored" not in finder.locator(".found").inner_text()  # of ("lse", "head_size=64")
 
 
 def test_what_opens_below_a_case_describes_it(show: Any, run_with: Any, record_of: Any) -> None:
