@@ -7,7 +7,7 @@ import pytest
 
 from attncheck.harness.cli import app as cli
 from attncheck.reports.analysis.recommendation import STANDINGS
-from attncheck.reports.html.support_view import SIGNS
+from attncheck.reports.document.support import SIGNS
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "html-page.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ folding and colours belong to the renderer as well.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SectionName = Literal[
     "verdict",
@@ -26,11 +26,20 @@ SectionName = Literal[
 Colour = Literal["", "red", "green", "yellow"]
 
 
+class Sign(NamedTuple):
+    """A verdict as one character, its tone (a colour of the HTML report's style sheet), and its meaning."""
+
+    sign: str
+    tone: Literal["good", "bad", "warn", "calm", "none"]
+    meaning: str
+
+
 @dataclass(frozen=True)
 class Span:
     """A part of a line. ``is_bold``: bold in Markdown. ``colour``, ``is_loud``: coloured, upper case in a terminal.
 
-    ``is_code``: code in Markdown, plain in a terminal.
+    ``is_code``: code in Markdown, plain in a terminal. ``sign``: HTML shows it before the text. ``count``: in a wide
+    table, HTML shows it instead of the text. Markdown and a terminal show the text alone.
     """
 
     text: str
@@ -38,6 +47,8 @@ class Span:
     colour: Colour = ""
     is_loud: bool = False
     is_code: bool = False
+    sign: Sign | None = None
+    count: str = ""
 
 
 BREAK = Span("\n")

@@ -44,7 +44,8 @@ SHOWN_FEATURES = 3
 PRINTED_WIDTH = 280
 """Maximum characters of a line that a process printed, in brief."""
 
-_COLOURS: dict[str, Colour] = {"failed": "red", "passed": "green", "not examined": "yellow"}
+_COLOURS: dict[str, Colour] = {"failed": "red", "passed": "green"}
+"""Colours of verdicts; a backend that passed with known faults is yellow."""
 
 
 def verdict(run: RunValues, *, whole: bool) -> list[Block]:
@@ -61,9 +62,8 @@ def verdict(run: RunValues, *, whole: bool) -> list[Block]:
         )
         below += _not_needed(each.not_needed, whole=whole)
         below += [f"could be declared: {', '.join(each.could_declare)}"] if each.could_declare else []
-        word = Span(
-            phrases.verdict_words(each.verdict, each.known), is_bold=True, colour=_COLOURS[each.verdict], is_loud=True
-        )
+        words = phrases.verdict_words(each.verdict, each.known)
+        word = Span(words, is_bold=True, colour=_COLOURS.get(words, "yellow"), is_loud=True)
         text = (Span(f"{phrases.one_line(each.backend)}: ", is_bold=True), word, f": {phrases.verdict_counts(each)}")
         lines.append(Item(text, tuple(map(Item, below))))
     absent = [] if whole else [name for name in run.silent if name in run.absent]
@@ -195,7 +195,7 @@ def _whole_function(record: Record, header: RunHeader) -> list[Block]:
 
 
 def _outcome(record: Record) -> Item:
-    return Item((Span(record.outcome, is_bold=True), f": {phrases.what_happened(record)}"))
+    return Item((Span(record.outcome, is_bold=True, colour="red"), f": {phrases.what_happened(record)}"))
 
 
 def _details(record: Record, header: RunHeader, finding: Finding | None = None) -> list[Block]:

@@ -45,16 +45,17 @@ def outcomes(run: RunValues, *, whole: bool) -> list[Block]:
                 " where nothing was examined.",
             )
         ),
-        _suites(run),
+        suites(run),
         Heading(2, "Backends and checks"),
         checks(run, run.summary.backends),
-        *listed(
-            [
-                f"Kernels of {name}: {phrases.chosen_kernels(cases)}"
-                for name, cases in run.summary.chosen_kernels.items()
-            ]
-        ),
+        *kernels(run),
     ]
+
+
+def kernels(run: RunValues) -> list[Block]:
+    """Return the kernels that libraries chose, a line for each backend."""
+    chosen = run.summary.chosen_kernels
+    return listed([f"Kernels of {name}: {phrases.chosen_kernels(cases)}" for name, cases in chosen.items()])
 
 
 def checks(run: RunValues, backends: Sequence[str], *, totals: bool = False) -> Table:
@@ -68,7 +69,7 @@ def checks(run: RunValues, backends: Sequence[str], *, totals: bool = False) -> 
     return table(headings, rows, is_turned=True)
 
 
-def _suites(run: RunValues) -> Table:
+def suites(run: RunValues) -> Table:
     """Return backends by suites, with what their figures depend on beside their names, and totals."""
     infos = {info.name: info for info in run.header.backends}
     rows = []
@@ -95,7 +96,9 @@ def _cell(tally: OutcomeCounts | None) -> Text:
     if tally is None or not tally.examined:
         return "-"
     text = f"{tally['passed']}/{tally.examined}"
-    return Span(text, is_bold=True, colour="red") if tally.short else Span(text, colour="green")
+    if tally.short:
+        return Span(text, is_bold=True, colour="red")
+    return Span(text, colour="yellow" if tally["xfailed"] else "green")
 
 
 def functions(run: RunValues, *, whole: bool) -> list[Block]:

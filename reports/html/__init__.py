@@ -1,8 +1,7 @@
-"""Runs as one self-contained HTML page that a reader can filter, sort, open, compare and print.
+"""Runs as one self-contained HTML page: verdicts, findings, tables, charts of times, and records to filter and open.
 
-Begin with ``page.py``, which assembles the page, and ``templates/page.html``. Modules ending in ``_view`` compute the
-values that templates show; those ending in ``_chart`` or ``_charts`` draw. ``page_data.py`` has all records for the
-page's scripts. Only this package needs the extra ``report`` (jinja2, matplotlib).
+Begin with ``page.py``: it lays out the blocks of ``reports.document``. ``text.py`` renders blocks, ``charts.py`` draws,
+and ``records.py`` has all records for the page's script. Only charts need the extra ``report`` (matplotlib).
 """
 
 from attncheck.reports.html.page import render_runs

@@ -1,115 +1,177 @@
-"""Assemble the page from templates, style sheet, scripts and data into one self-contained file.
+"""Lay out the blocks of runs, charts and records as one self-contained page.
 
 The page loads nothing. Its content security policy forbids that, and allows only its own script, by digest.
 """
 
 import base64
 import hashlib
-import shlex
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import PurePath
+from string import Template
+from typing import NamedTuple
 
-from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.graph_levels import legend, level_notes, unmeasured_cases
-from attncheck.reports.analysis.utilities import LEGEND, function_rows, notes_by_heading, provider_title
-from attncheck.reports.document.circumstances import facts
+from attncheck.errors import MissingExtraError, QuestionError
+from attncheck.reports.comparison.compare import compare_runs
+from attncheck.reports.document import comparison
+from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, spans
+from attncheck.reports.document.circumstances import circumstances, unexamined
+from attncheck.reports.document.failures import errors, expected, failure_blocks, verdict
+from attncheck.reports.document.graph_levels import graph_levels
 from attncheck.reports.document.run_values import RunValues
-from attncheck.reports.document.timings import averaged
-from attncheck.reports.html.budget_chart import TALLEST
-from attncheck.reports.html.comparison_view import comparison_view
-from attncheck.reports.html.environment import template_environment
-from attncheck.reports.html.finding_view import SHOWN
-from attncheck.reports.html.page_data import page_data
-from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
-from attncheck.reports.html.support_view import GRAPHS
-from attncheck.reports.html.units import measured_time
-from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
+from attncheck.reports.document.support import support_blocks
+from attncheck.reports.document.tables import checks, functions, kernels, suites
+from attncheck.reports.document.timings import timings
+from attncheck.reports.html.charts import ratio_chart, speed_charts
+from attncheck.reports.html.records import records_json
+from attncheck.reports.html.text import Card, PageBlock, escaped, inline, render
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "rules.js", "needs.js", "page.js")
-"""In the order of concatenation; they share one scope."""
-
-LONGEST_REASON = 240
-"""Maximum characters of a graph level's reason; records show all of them."""
+EXTRA = "report"
 
 
 def render_runs(runs: Sequence[Run]) -> str:
     """Return one self-contained HTML page of these runs, at least one; the first is compared with each of the others.
 
     Raises:
-        MissingExtraError: jinja2 or matplotlib is not installed.
+        MissingExtraError: matplotlib is not installed.
     """
-    environment = _environment()
-    from markupsafe import Markup
-
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("a report as HTML", "matplotlib", EXTRA)
     values = [RunValues.of(run) for run in runs]
-    names = run_names(values)
-    views = [run_view(run, f"run-{index}", names[index]) for index, run in enumerate(values)]
-    comparisons = [
-        comparison_view(runs[0], run, f"comparison-{index}", (names[0], names[index]))
-        for index, run in enumerate(runs)
-        if index
-    ]
-    script = _script()
-    # These values are safe: templates of the package, and JSON in which nothing can end its element.
-    return environment.get_template("page.html").render(
-        views=views,
-        comparisons=comparisons,
+    names = _names(runs)
+    compared = list(zip(runs[1:], names[1:], strict=True))
+    parts = [_comparison(runs[0], run, f"comparison-{place}", name) for place, (run, name) in enumerate(compared)]
+    parts += [_run(run, f"run-{place}", name) for place, (run, name) in enumerate(zip(values, names, strict=True))]
+    title = f"attncheck: {', '.join(each.verdict for each in values)} ({', '.join(names)})"
+    script = _file("page.js")
+    return Template(_file("page.html")).substitute(
         policy=_policy(script),
-        style=Markup(_text("page.css")),  # noqa: S704
-        script=Markup(script),  # noqa: S704
-        data=Markup(page_data(values, names)),  # noqa: S704
+        title=escaped(title),
+        style=_file("page.css"),
+        verdicts="\n".join(_banner(run, name) for run, name in zip(values, names, strict=True)),
+        links="\n".join(_links(part) for part in parts) if len(parts) == 1 else "\n".join(map(_link, parts)),
+        body="\n".join(_part(part, is_only=len(parts) == 1) for part in parts),
+        records=records_json(values, names),
+        script=script,
     )
 
 
-def _environment() -> "Environment":
-    """Return the template environment of the report."""
-    environment = template_environment(__package__, "a report as HTML", "matplotlib")
-    environment.filters |= {
-        "budgets": phrases.budgets,
-        "chosen_kernels": phrases.chosen_kernels,
-        "conventions": phrases.conventions,
-        "extent": phrases.extent,
-        "facts": facts,
-        "gap_outcome": phrases.gap_outcome,
-        "gap_reasons": phrases.gap_reasons,
-        "gap_what": phrases.gap,
-        "level_legend": legend,
-        "level_notes": level_notes,
-        "measured_level": phrases.measured_level,
-        "why_no_higher": lambda row: phrases.cut(phrases.why_no_higher(row), LONGEST_REASON),
-        "notes_by_heading": notes_by_heading,
-        "other_reasons": phrases.other_reasons,
-        "averaged": averaged,
-        "shell": shlex.join,
-        "time": measured_time,
-        "unmeasured": unmeasured_cases,
-        "verdict_counts": phrases.verdict_counts,
-        "verdict_words": phrases.verdict_words,
-        "what_happened": phrases.what_happened,
-    }
-    environment.globals |= {
-        "levels": GRAPH_LEVELS,
-        "row_tones": FUNCTION_TONES,
-        "function_rows": function_rows,
-        "provider_title": provider_title,
-        "functions_legend": LEGEND,
-        "tallest": TALLEST,
-        "graphs_column": GRAPHS,
-        "shown_findings": SHOWN,
-        "fastest_rounds": FASTEST_ROUNDS,
-    }
-    return environment
+class Section(NamedTuple):
+    """A heading of the page and the blocks below it."""
+
+    heading: Text
+    blocks: tuple[PageBlock, ...]
 
 
-def _script() -> str:
-    """Return all scripts as one block, whose names are local to it."""
-    return '"use strict";\n{\n' + "\n".join(_text(name) for name in SCRIPTS) + "}\n"
+class Part(NamedTuple):
+    """A run or a comparison. ``key``: the prefix of its sections in links."""
+
+    key: str
+    title: str
+    sections: tuple[Section, ...]
+
+
+def _run(run: RunValues, key: str, name: str) -> Part:
+    findings = failure_blocks(run)
+    declared, measured = _leading(support_blocks(run.header, run.present, run.found.support))
+    speeds = timings(run, whole=True)
+    blocks: list[PageBlock] = [Heading(2, "Verdicts"), *verdict(run, whole=True), *errors(run, whole=True)]
+    blocks += [Heading(2, "Findings"), *map(Card, findings)] if findings else []
+    if run.present:
+        by_suite = Folded("By suite, with versions and conventions", (suites(run),))
+        blocks += [Heading(2, "Checks"), checks(run, run.present, totals=True), *kernels(run), by_suite]
+        blocks += [Folded("Declared features", declared), *measured]
+    blocks += _folded(graph_levels(run, whole=True))
+    blocks += [*speeds[:1], *speed_charts(key, run.speeds), *speeds[1:]]
+    blocks += [*functions(run, whole=True), *expected(run, whole=True), *unexamined(run, whole=True)]
+    return Part(key, name, _sections([*blocks, *circumstances(run, whole=True)]))
+
+
+def _comparison(base: Run, new: Run, key: str, name: str) -> Part:
+    """Return the comparison of NEW, which is called ``name``, with BASE."""
+    title = f"Comparison: {name} with {PurePath(base.path).name}"
+    try:
+        found = compare_runs(base, new)
+    except QuestionError as error:
+        blocks: list[PageBlock] = [Paragraph(Span(f"These runs cannot be compared: {error}", is_bold=True))]
+    else:
+        chart = [ratio_chart(key, found.speeds)] if found.speeds else []
+        blocks = [comparison.closing(found), *chart, *comparison.compared(found, whole=True)]
+    return Part(key, title, _sections([Heading(2, "Verdict"), *blocks]))
+
+
+def _sections(blocks: Sequence[PageBlock]) -> tuple[Section, ...]:
+    """Return the sections that begin at headings of level 2, of which the first block must be one."""
+    starts = [place for place, block in enumerate(blocks) if isinstance(block, Heading) and block.level == 2]
+    sections = []
+    for start, end in pairwise([*starts, len(blocks)]):
+        heading, *content = blocks[start:end]
+        if content and isinstance(heading, Heading):
+            sections.append(Section(heading.text, tuple(content)))
+    return tuple(sections)
+
+
+def _leading(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Return the blocks before the first heading, and the others."""
+    first = next((place for place, block in enumerate(blocks) if isinstance(block, Heading)), len(blocks))
+    return tuple(blocks[:first]), tuple(blocks[first:])
+
+
+def _folded(blocks: Sequence[Block]) -> list[Block]:
+    """Return the blocks with each heading of level 3 and what follows it as a fold."""
+    starts = [place for place, block in enumerate(blocks) if isinstance(block, Heading) and block.level == 3]
+    folds = []
+    for start, end in pairwise([*starts, len(blocks)]):
+        heading = blocks[start]
+        if isinstance(heading, Heading):
+            title = "".join(span.text for span in spans(heading.text))
+            folds.append(Folded(title, tuple(blocks[start + 1 : end])))
+    return [*blocks[: starts[0] if starts else len(blocks)], *folds]
+
+
+def _banner(run: RunValues, name: str) -> str:
+    """Return the verdict of a run with its counts, and a warning if it was cut off."""
+    word, _, counts = run.closing().partition(": ")
+    tone = {"passed": "good", "failed": "bad"}.get(run.verdict, "warn")
+    tone = "warn" if word != run.verdict else tone  # known faults
+    warning = f'<p class="warning">{escaped(run.warning)}</p>' if run.warning else ""
+    return (
+        f'<section class="verdict"><p class="chip t-{tone}">{escaped(word)}</p><div><p>{escaped(counts)}</p>'
+        f'<p class="small">{escaped(name)}, {escaped(run.header.started)}</p>{warning}</div></section>'
+    )
+
+
+def _link(part: Part) -> str:
+    return f'<a href="#{part.key}">{escaped(part.title)}</a>'
+
+
+def _links(part: Part) -> str:
+    links = [f'<a href="#{part.key}-{place}">{inline(each.heading)}</a>' for place, each in enumerate(part.sections)]
+    return "\n".join(links)
+
+
+def _part(part: Part, *, is_only: bool) -> str:
+    """Return all sections of a part, below a heading of its own if there are several."""
+    heading = "" if is_only else f'<h2 class="part" id="{part.key}">{escaped(part.title)}</h2>\n'
+    sections = [
+        f'<section>\n<h2 id="{part.key}-{place}">{inline(each.heading)}</h2>\n{render(each.blocks)}\n</section>'
+        for place, each in enumerate(part.sections)
+    ]
+    return heading + "\n".join(sections)
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Return file names that differ: with folders if names are equal, and with numbers if paths are."""
+    paths = [PurePath(run.path) for run in runs]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{index}: {name}" for index, name in enumerate(names, start=1)]
+    return names
 
 
 def _policy(script: str) -> str:
@@ -121,5 +183,5 @@ def _policy(script: str) -> str:
     )
 
 
-def _text(name: str) -> str:
+def _file(name: str) -> str:
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from importlib import resources
+from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from attncheck.errors import MissingExtraError
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.measured import (
     LEVEL,
@@ -28,8 +30,12 @@ from attncheck.reports.analysis.recommendation import (
     known_needs,
     need_answer,
 )
-from attncheck.reports.html.environment import template_environment
-from attncheck.reports.html.safe_text import clean_json
+from attncheck.reports.document.blocks import Sign
+from attncheck.reports.document.support import SIGNS as MEASURED_SIGNS
+from attncheck.reports.html.records import clean_json
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 T = TypeVar("T")
 
@@ -62,26 +68,9 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
 """Needs of models. The size of a window is no need: cases of any window count."""
 
 
-class Sign(NamedTuple):
-    """A verdict as one character, its colour, and its meaning in the legend."""
-
-    sign: str
-    tone: str
-    meaning: str
-
-
 SIGNS: Mapping[str, Sign] = {
-    "short": Sign("\u2717", "bad", "declared, and wrong"),
-    "wrong": Sign("!", "bad", "accepts it undeclared and returns wrong output"),
-    "died": Sign("\u2020", "bad", "not declared, and the process died"),
-    "right": Sign("\u2713", "good", "right"),
-    "answered": Sign("+", "warn", "not declared, right all the same"),
-    "unproven": Sign("?", "warn", "every case fails for another reason"),
-    "unclear": Sign("~", "warn", "not declared, refused unclearly"),
-    "refused": Sign("\u2013", "calm", "not declared, refused"),
+    **{str(verdict): sign for verdict, sign in MEASURED_SIGNS.items()},
     "unreached": Sign("\u2026", "warn", "not reached: the run was stopped"),
-    "declared": Sign("\u25cb", "none", "declared, not examined"),
-    "left": Sign("\u00b7", "none", "not examined"),
 }
 """By verdict of a need."""
 
@@ -94,6 +83,9 @@ TONES: Mapping[Standing, str] = {
     "not reached": "warn",
     "not examined": "none",
 }
+
+_LONGEST_SENTENCE, _LONGEST_NAME = 600, 160
+"""Maximum characters of a sentence in a table, and of a name; the pages of runs show all of them."""
 
 _PER_CHARACTER, _MARGIN, _HEIGHT = 6.6, 14, 20
 _LONGEST = 40
@@ -176,14 +168,11 @@ def site_files(site: Site) -> Iterator[tuple[str, str]]:
     Raises:
         MissingExtraError: jinja2 is not installed.
     """
-    environment = template_environment(__package__, "attncheck site")
-    environment.filters |= {"slug": slug, "day": lambda started: started[:10]}
+    environment = _environment()
     environment.globals |= {
         "site": site,
         "policy": POLICY + ("; connect-src 'self'" if site.reloads else ""),
         "signs": SIGNS,
-        "tones": TONES,
-        "standings": STANDINGS,
         "presets": PRESETS,
         "headings": FORMS,
         "levels": LEVELS,
@@ -200,7 +189,7 @@ def site_files(site: Site) -> Iterator[tuple[str, str]]:
     for device, path in site.device_pages.items():
         members = site.by_device[device]
         needs = known_needs(members)
-        values = {"forms": forms(needs), "features": features(needs), "data": clean_json(matrix_data(members, needs))}
+        values = {"forms": forms(needs), "features": features(needs), "data": _data_block(matrix_data(members, needs))}
         yield page(path, "matrix.html", device=device, members=members, **values)
     for name, own in site.by_backend.items():
         yield page(f"backends/{slug(name)}.html", "backend.html", name=name, members=own)
@@ -211,6 +200,34 @@ def site_files(site: Site) -> Iterator[tuple[str, str]]:
     yield "site.css", _text("attncheck.reports.html", "page.css") + _text(__package__, "site.css")
     for name in ("site.js", "icon.svg"):
         yield name, _text(__package__, name)
+
+
+def _environment() -> "Environment":
+    """Return the templates' environment, which escapes every text and cleans it of control characters."""
+    if find_spec("jinja2") is None:
+        raise MissingExtraError("attncheck site", "jinja2", "report")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def finalize(value: object) -> object:
+        return phrases.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=finalize,
+    )
+    environment.filters |= {
+        "brief": lambda text: phrases.cut(phrases.one_line(text), _LONGEST_SENTENCE),
+        "day": lambda started: started[:10],
+        "name": lambda text: phrases.cut(phrases.one_line(text), _LONGEST_NAME),
+        "plural": phrases.plural,
+        "slug": slug,
+    }
+    return environment
 
 
 def forms(needs: Sequence[str]) -> dict[str, list[str]]:
@@ -265,6 +282,11 @@ def matrix_data(members: Sequence[Subject], needs: Sequence[str]) -> dict[str, A
         "sets": [list(each) for each in sets],
         "backends": backends,
     }
+
+
+def _data_block(data: object) -> str:
+    """Return the data as JSON that cannot end the element it stands in."""
+    return clean_json(data).replace("<", "\\u003c")
 
 
 def verdict(subject: Subject) -> Verdict:

@@ -1,8 +1,10 @@
 """Hand-made records: reports know nothing else."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,58 @@ def as_markdown(tmp_path: Path, graph_header: RunHeader, write_run: Callable[...
         return markdown.render_run(read_run(write_run(path, graph_header, *records)))
 
     return render
+
+
+class Parsed(HTMLParser):
+    """An HTML page taken apart: elements with their attributes, and texts by the element around them.
+
+    ``faults``: elements that are not closed, once and in order.
+    """
+
+    VOID = frozenset({"meta", "br", "input", "wbr"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.faults: list[str] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        self.faults += [f"<{tag}> is not closed" for tag in self._open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.faults.append(f"</{tag}> closes nothing, at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        """The attributes of every element of that name."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def shown(self) -> str:
+        """All text that a reader without JavaScript sees."""
+        parts = [text for tag, texts in self.texts.items() if tag not in ("script", "style") for text in texts]
+        return " ".join(" ".join(parts).split())
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data of the records on the page."""
+        return json.loads(self.texts["script"][0])
+
+
+@pytest.fixture
+def parsed() -> Callable[[str], Parsed]:
+    """``parsed(page)``: an HTML page taken apart."""
+    return Parsed

@@ -5,6 +5,7 @@ import unicodedata
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ HOSTILE = (
     "\x1b[31mred\x1b[2J\x07\x00\x85 \u202egnp.exe\u2066 \ufeff",
     "a\n\n# heading\n\n<b>\n::error::told\n##[error]told\r::stop-commands::x",
     "| a | b |\n|---|---|\n``` ` ~~~ </details>",
+    "</script></style></title></text></svg><svg onload=hacked()> ' onmouseover='hacked() <!-- --> $body $",
 )
 TEXT_FORMATS = ("terminal", "markdown", "github", "csv", "junit")
 
@@ -116,3 +118,33 @@ def test_junit_is_well_formed(run: Run) -> None:
         *("testsuites", "testsuite", "testcase", "properties", "property"),
         *("failure", "error", "skipped", "system-out"),
     }
+
+
+def test_html_has_no_element_and_no_attribute_of_a_text(run: Run, parsed: Callable[[str], Any]) -> None:
+    text, _ = FORMATS["html"].render_runs([run], Style())
+    page = parsed(text)
+    assert page.faults == []
+    assert [each.get("type") for each in page.all("script")] == ["application/json", None]
+    assert len(page.all("style")) == len(page.all("title")) == 1
+    assert {tag for tag, _ in page.elements}.isdisjoint({"img", "details>", "textarea", "link", "iframe"})
+    names = {name for _, attributes in page.elements for name in attributes}
+    assert not {name for name in names if name.startswith("on") or "hacked" in name}
+    assert "<!--" not in text
+    assert {each for each in text if unicodedata.category(each) in ("Cc", "Cf")} <= {"\n", "\t"}
+    name = "".join("?" if unicodedata.category(c) in ("Cc", "Cf") and not c.isspace() else c for c in run.header.device)
+    assert "".join(name.split()) in "".join(page.shown.split())
+
+
+@pytest.mark.browser
+def test_no_text_runs_as_a_script_in_a_browser(run: Run, browser: Any, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(FORMATS["html"].render_runs([run], Style()).text, encoding="utf-8")
+    page = browser.new_page()
+    page.add_init_script("window.calls = 0; window.hacked = () => { window.calls += 1; }")
+    page.goto(file.as_uri())
+    for button in page.get_by_role("button", name="Details of").all():
+        button.evaluate("button => button.click()")
+    assert page.locator("tr.opened").count() > 0
+    assert page.evaluate("window.calls") == 0
+    assert page.locator("img").count() == 0
+    page.close()

@@ -1,20 +1,15 @@
-"""Runs written by hand, with the times of an imagined device, and pages of them taken apart."""
+"""Runs written by hand, with the times of an imagined device."""
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
-from attncheck.reports.html import render_runs
-from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, RunFooter, Unsupported, XFailed
+from attncheck.reports.run_file.records import Failed, Passed, Record, RunFooter, Unsupported
 from attncheck.reports.run_file.store import Run, count_outcomes
-from attncheck.reports.run_file.timings import Ceilings, DeviceState, Kernel, Latency, StepPart, Timing
+from attncheck.reports.run_file.timings import Ceilings, DeviceState, Latency, StepPart, Timing
 
 ENVIRONMENT = Environment(
     attncheck="0.1.0",
@@ -133,127 +128,6 @@ def timed_records(
     return found
 
 
-HOSTILE = (
-    "<script>window.hacked = 1</script>",
-    "</script><script>window.hacked = 2</script>",
-    '"><img src=x onerror="window.hacked = 3">',
-    "' onmouseover='window.hacked = 4",
-    r"$\frac{1}{0}$ \% & <b>",
-    "\x1b[31mred\x1b[0m \x07\x00 \x85 \u202egnp.exe \u2066 \u2028",
-    "{{ 7 * 7 }} {% raw %} javascript:window.hacked=5 --> <!-- ]]>",
-    "</style></title></text></svg></textarea><svg onload=window.hacked=6>",
-)
-"""Hostile names and messages of a backend."""
-
-
-def hostile_run() -> Run:
-    """A run in which every text from foreign code is hostile, and one message has 100 kB."""
-    found: list[Record] = []
-    for index, text in enumerate(HOSTILE):
-        kernels = (Kernel(name=text, count=1, duration_ns=5.0),)
-        device = DeviceState(throttle_reasons=(text,))
-        times = Timing(
-            latencies=(latency("forward", (100, 200, 300), 1000, 1000),),
-            ceilings=CEILINGS.model_copy(update={"dtype": text}),
-            kernels=kernels,
-            device=device,
-            notes=(text,),
-        )
-        levels = GraphLevels(
-            declared="ALWAYS",
-            measured="NEVER",
-            recorder="cuda",
-            probes=(GraphProbe(name=text, level="ALWAYS", outcome="failed", reason=text),),
-            notes=(text,),
-        )
-        who = {"backend": text, "suite": text, "needs": (text, f"{text}={text}"), "backend_version": text}
-        failure = {"summary": text, "meaning": text, "details": (text,)}
-        long = {"summary": f"{text} {'long ' * 20000}"} if not index else {}
-        figures = {text: 1.0, "budget_share": 2.0}
-        found += [
-            record(Passed, case_id=f"{text} passed", notes=(text,), figures=figures, **who),
-            record(Passed, case_id=f"{text} timed", check="timing", timing=times, **who),
-            record(Failed, case_id=f"{text} failed", figures=figures, **(failure | long), **who),
-            record(Failed, case_id=f"{text} graph", check="cudagraph", graph=levels, **failure, **who),
-            record(
-                Errored, case_id=f"{text} errored", stage=text, error_type=text, message=text, traceback=text, **who
-            ),
-            record(Crashed, case_id=f"{text} crashed", stage=text, cause=text, output=text, **who),
-            record(Unsupported, case_id=f"{text} unsupported", reasons=(text,), **who),
-            record(XFailed, case_id=f"{text} expected", underlying="failed", summary=text, reason=text, **who),
-            record(Failed, case_id=text, check="utilities", **failure, **who),
-        ]
-    run = run_of(
-        found,
-        path=f"{HOSTILE[1]}.jsonl",
-        command=HOSTILE,
-        notes=HOSTILE,
-        environment=ENVIRONMENT.model_copy(update={"device_name": HOSTILE[2], "cpu": HOSTILE[0]}),
-    )
-    footer = RunFooter(finished=HOSTILE[1], counts={}, errors=HOSTILE)
-    return Run(run.path, run.header, run.records, footer)
-
-
-class Parsed(HTMLParser):
-    """A page taken apart: elements with their attributes, text by the element around it; and what is not well-formed.
-
-    It does not check which elements may be where; it checks that each is closed, once and in order.
-    """
-
-    VOID = frozenset({"meta", "br", "input", "wbr"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.faults: list[str] = []
-        self._open: list[str] = []
-        self.feed(page)
-        self.close()
-        self.faults += [f"<{tag}> is not closed" for tag in self._open]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self._open or self._open.pop() != tag:
-            self.faults.append(f"</{tag}> closes nothing, at {self.getpos()}")
-
-    def handle_data(self, data: str) -> None:
-        self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        """The attributes of every element of that name."""
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def shown(self) -> str:
-        """All text that a reader without JavaScript sees."""
-        return " ".join(
-            " ".join("".join(text).split()) for tag, text in self.texts.items() if tag not in ("script", "style")
-        )
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The data of the records on the page."""
-        return json.loads(self.texts["script"][0])
-
-
-@pytest.fixture
-def parse() -> Callable[..., Parsed]:
-    """The page of runs, taken apart."""
-
-    def page(*runs: Run) -> Parsed:
-        return Parsed(render_runs(runs))
-
-    return page
-
-
 @pytest.fixture
 def record_of() -> Callable[..., Record]:
     return record
@@ -267,13 +141,3 @@ def run_with() -> Callable[..., Run]:
 @pytest.fixture
 def timed() -> Callable[..., list[Record]]:
     return timed_records
-
-
-@pytest.fixture(scope="session")
-def hostile() -> Run:
-    return hostile_run()
-
-
-@pytest.fixture(scope="session")
-def hostile_texts() -> tuple[str, ...]:
-    return HOSTILE

@@ -1,19 +1,31 @@
-"""The page: one file that fetches nothing, has its sections in order, and is readable without a script."""
+"""The HTML report: one file that fetches nothing, has its sections in order, and is readable without a script."""
 
 import base64
 import hashlib
 import re
 import sys
+from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import Any
 
 import matplotlib as mpl
 import pytest
 
 from attncheck.errors import MissingExtraError
-from attncheck.reports.html import environment, render_runs
-from attncheck.reports.run_file.records import Failed, Passed, Unavailable, Unsupported
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.support import SupportRow
+from attncheck.reports.document.support import SIGNS, support_blocks
+from attncheck.reports.html import page as page_module
+from attncheck.reports.html import render_runs, text
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Unavailable, Unsupported, XFailed
 
 LENGTHS = (512, 1024, 2048, 4096)
+
+
+@pytest.fixture
+def parse(parsed: Callable[[str], Any]) -> Callable[..., Any]:
+    """``parse(run, ...)``: the page of these runs, taken apart."""
+    return lambda *runs: parsed(render_runs(runs))
 
 
 @pytest.fixture
@@ -24,67 +36,35 @@ def two(timed: Any, run_with: Any) -> list[Any]:
 
 def test_sections_come_in_the_order_of_a_reader(parse: Any, timed: Any, run_with: Any, record_of: Any) -> None:
     failed = record_of(Failed, case_id="bad", backend="one", summary="3 of 8 rows", needs=("lse",))
-    parsed = parse(run_with([*timed(["one", "two"], LENGTHS, rounds=2), failed]))
-    headings = [attributes["id"] for tag, attributes in parsed.elements if tag == "h2"]
-    assert headings == [
-        *(f"run-0-{name}" for name in ("answer", "findings", "checks", "support", "speeds", "budgets", "gaps")),
-        "run-0-circumstances",
-        "records",
-        "all-speeds",
+    page = parse(run_with([*timed(["one", "two"], LENGTHS, rounds=2), failed]))
+    assert page.texts["h2"] == [
+        *("Verdicts", "Findings", "Checks", "Features", "Sizes and forms", "Speeds"),
+        *("Not examined", "Circumstances", "Records"),
     ]
-    assert "failed" in parsed.texts["p"]
-    assert "2 backends (1 failed, 1 passed), 9 cases (the worst of 2 rounds counts)" in parsed.shown
-    for text in ("a gpu, compute capability 9.0, driver 580.1", "3 of 8 rows", "feature 'lse' is not declared"):
-        assert text in parsed.shown
-    assert "attncheck run --backend one --suite decode --case bad --check numerics --device cuda" in parsed.shown
-
-
-def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any, run_with: Any, record_of: Any) -> None:
-    failed = record_of(Failed, case_id="bad", backend="quick", suite="lengths", summary="3 of 8 rows", needs=("sinks",))
-    absent = record_of(Unavailable, case_id="bad", backend="absent", suite="lengths", reasons=("needs a moon",))
-    left = record_of(Unsupported, case_id="bad", backend="slow", suite="lengths", reasons=("no sinks",))
-    run = run_with([*timed(["quick", "right", "slow"], LENGTHS, rounds=5), failed, absent, left], command=("a", "b *"))
-    parsed = parse(run)
-    lines = [" ".join(text.split()) for text in parsed.texts["p"]]
-    assert lines.index("8 cases right, 1 not applicable") < lines.index(
-        "1 finding in 1 of 9 cases; 8 right"
-    )  # the right ones come first
-    covered = [text for text in parsed.texts["span"] if " of 9" in text]
-    assert covered[:2] == ["8 of 9", "9 of 9"]  # slow did not run the case that needs sinks
-    assert "sinks (1 of 1 case wrong)" in parsed.texts["span"]
-    assert parsed.texts["p"].count("Fastest of the right ones in ") == 1
-    assert {"lengths", "right"} <= set(parsed.texts["strong"])
-    assert not any("not certain" in text for text in parsed.texts["span"])
-    assert "Not examined: absent" in [" ".join(text.split()) for text in parsed.texts["summary"]]
-    assert ": needs a moon" in parsed.texts["li"]
-    assert "a 'b *'" in parsed.texts["code"]  # a command that is shown is quoted for a shell
+    assert "failed 2 backends (1 failed, 1 passed), 9 cases (the worst of 2 rounds counts)" in page.shown
+    for shown in ("a gpu, compute capability 9.0, driver 580.1", "3 of 8 rows", "feature 'lse' is not declared"):
+        assert shown in page.shown
+    command = "attncheck run --backend one --suite decode --case bad --check numerics --device cuda"
+    assert any(code.startswith(command) for code in page.texts["code"])
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {link["href"].removeprefix("#") for link in page.all("a")} <= set(ids)
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_the_page_is_well_formed_with_one_backend_and_with_twelve(
-    parse: Any, timed: Any, run_with: Any, count: int
-) -> None:
-    parsed = parse(run_with(timed([f"backend_{index}" for index in range(count)], LENGTHS, rounds=5)))
-    assert parsed.faults == []
-    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    links = [attributes["href"] for attributes in parsed.all("a")]
-    assert {link.removeprefix("#") for link in links} <= set(ids)
-    assert len(parsed.all("svg")) >= 5
-
-
-def test_nothing_is_fetched_and_no_other_script_may_run(parse: Any, timed: Any, run_with: Any) -> None:
-    parsed = parse(run_with(timed(["one"], LENGTHS)))
-    for tag, attributes in parsed.elements:
+def test_the_page_is_well_formed_and_fetches_nothing(parse: Any, timed: Any, run_with: Any, count: int) -> None:
+    page = parse(run_with(timed([f"backend_{index}" for index in range(count)], LENGTHS, rounds=5)))
+    assert page.faults == []
+    for tag, attributes in page.elements:
         assert tag not in ("link", "img", "iframe", "object", "base")
         assert not {"src", "srcset", "action"} & set(attributes)
         assert all(value.startswith("#") for name, value in attributes.items() if name in ("href", "xlink:href"))
         assert not [name for name in attributes if name.startswith("on")]
-    style = "".join(parsed.texts["style"])
+    style = "".join(page.texts["style"])
     assert "url(" not in style
     assert "@import" not in style
-    (policy,) = [each["content"] for each in parsed.all("meta") if "content-security-policy" in str(each).lower()]
-    digest = base64.b64encode(hashlib.sha256(parsed.texts["script"][1].encode()).digest()).decode()
+    (policy,) = [each["content"] for each in page.all("meta") if "content-security-policy" in str(each).lower()]
+    digest = base64.b64encode(hashlib.sha256(page.texts["script"][1].encode()).digest()).decode()
     assert policy.split("; ")[:2] == ["default-src 'none'", f"script-src 'sha256-{digest}'"]
 
 
@@ -99,56 +79,220 @@ def test_the_same_runs_are_the_same_page_and_leave_matplotlib_as_it_was(two: Any
 
 
 def test_runs_are_compared_with_the_first(parse: Any, two: Any) -> None:
-    parsed = parse(*two)
-    assert parsed.faults == []
-    assert "Comparison: new.jsonl with base.jsonl" in parsed.shown
-    assert "regression" in parsed.shown.replace("no regression", "")
-    assert re.search(r" of BASE is \d\.\d+ \u00b1 \d\.\d+ times as fast as \w+ of NEW in ", parsed.shown)
-    assert [each["id"] for each in parsed.all("h2")][:2] == ["comparison-1", "run-0"]
-    assert parsed.texts["td"].count("slower") == 8  # forward of every case of the first backend, and nothing else
+    page = parse(*two)
+    assert page.faults == []
+    assert page.texts["h2"][:2] == ["Comparison: new.jsonl with base.jsonl", "Verdict"]
+    assert "regression" in page.texts["b"]
+    chart = page.all("svg")[0]["aria-label"]
+    assert chart.count(": slower ") == 8  # forward of each case of the first backend
+    assert page.data["texts"].count("new.jsonl") == 1
 
 
 def test_runs_that_cannot_be_compared_are_shown_with_the_reason(parse: Any, run_with: Any, record_of: Any) -> None:
     runs = [run_with([record_of(backend=name, case_id=name)], path=f"{name}.jsonl") for name in ("one", "other")]
-    parsed = parse(*runs)
-    assert "These runs cannot be compared" in parsed.shown
-    assert [each["id"] for each in parsed.all("h2")] == ["comparison-1", "run-0", "run-1", "records", "all-speeds"]
+    page = parse(*runs)
+    assert "These runs cannot be compared" in page.shown
+    assert page.texts["h2"].count("Verdicts") == 2
 
 
-def test_runs_of_one_file_name_have_distinct_labels(parse: Any, run_with: Any, record_of: Any) -> None:
+def test_runs_of_one_file_name_have_distinct_names(parse: Any, run_with: Any, record_of: Any) -> None:
     runs = [run_with([record_of()], path=f"{folder}/run.jsonl") for folder in ("a", "b", "b")]
-    assert parse(*runs).data["runs"] == ["1: a/run.jsonl", "2: b/run.jsonl", "3: b/run.jsonl"]
-    assert parse(*runs[:2]).data["runs"] == ["a/run.jsonl", "b/run.jsonl"]
+    assert {"1: a/run.jsonl", "2: b/run.jsonl", "3: b/run.jsonl"} <= set(parse(*runs).texts["h2"])
+    assert {"a/run.jsonl", "b/run.jsonl"} <= set(parse(*runs[:2]).texts["h2"])
 
 
 def test_a_page_of_an_unfinished_run_states_so_first(parse: Any, run_with: Any, record_of: Any) -> None:
-    parsed = parse(run_with([record_of()], is_complete=False))
-    assert "unfinished" in parsed.texts["p"]
-    assert parsed.shown.index("run.jsonl was cut off") < parsed.shown.index("compute capability")
+    page = parse(run_with([record_of()], is_complete=False))
+    assert "unfinished" in page.texts["p"]
+    assert page.texts["p"].index("unfinished") < next(i for i, p in enumerate(page.texts["p"]) if "was cut off" in p)
 
 
 def test_a_run_without_any_answer_is_a_page_too(parse: Any, run_with: Any, record_of: Any) -> None:
     nothing = record_of(Unavailable, reasons=("needs a GPU",))
     left_out = record_of(Unsupported, check="lse", reasons=("no",), by="attncheck")
-    parsed = parse(run_with([nothing, left_out]))
-    assert parsed.faults == []
-    assert "needs a GPU" in parsed.shown
-    assert "unsupported by attncheck" in parsed.shown
+    page = parse(run_with([nothing, left_out]))
+    assert page.faults == []
+    assert "needs a GPU" in page.shown
+    assert "unsupported by attncheck" in page.shown
     assert parse(run_with([])).faults == []
 
 
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
-def test_what_is_missing_is_named_with_what_installs_it(
-    monkeypatch: pytest.MonkeyPatch, run_with: Any, record_of: Any, package: str
-) -> None:
-    monkeypatch.setattr(environment, "find_spec", lambda name: None if name == package else object())
+def test_matplotlib_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch, run_with: Any, record_of: Any) -> None:
+    monkeypatch.setattr(page_module, "find_spec", lambda _: None)
     with pytest.raises(
-        MissingExtraError, match=rf"{package}, which is not installed; pip install 'attncheck\[report\]'"
+        MissingExtraError, match=r"matplotlib, which is not installed; pip install 'attncheck\[report\]'"
     ):
         render_runs([run_with([record_of()])])
 
 
-def test_kernels_that_a_library_chose_stand_below_the_table(parse: Any, run_with: Any, record_of: Any) -> None:
-    one = record_of(Passed, case_id="a", backend="one", chosen_kernels=("<flash>",))
-    assert "Kernels of one: <flash> (1 case)" in parse(run_with([one])).shown
-    assert "Kernels of" not in parse(run_with([record_of(Passed, case_id="a", backend="one")])).shown
+def test_a_known_fault_is_neither_green_nor_red(parse: Any, run_with: Any, record_of: Any) -> None:
+    known = record_of(XFailed, case_id="b", underlying="failed", summary="7 rows", reason="known")
+    page = parse(run_with([record_of(case_id="a"), known]))
+    cells = {attributes.get("class") for attributes in page.all("td")}
+    assert "number t-warn" in cells
+    assert not {"number t-good", "number t-bad"} & cells
+    chips = [attributes["class"] for tag, attributes in page.elements if "chip" in str(attributes.get("class"))]
+    assert set(chips) == {"chip t-warn"}
+
+
+@pytest.mark.parametrize("others", [0, 5], ids=["words", "counts"])
+def test_measured_support_has_signs_and_words(run_with: Any, record_of: Any, parsed: Any, others: int) -> None:
+    names = ["one", *(f"other_{index}" for index in range(others))]
+    header = run_with([record_of(backend=name) for name in names]).header
+    rows = [
+        SupportRow("one", "alibi", is_declared=True, right=3),
+        SupportRow("one", "sinks", is_declared=True, right=1, short=2),
+        SupportRow("one", "mla", is_declared=False, refused=4),
+        SupportRow("one", "tree", is_declared=False, wrong=1, refused=2),
+        SupportRow("one", "lse", is_declared=True, left=5),
+    ]
+    markup = text.render(support_blocks(header, names, rows))
+    page = parsed(markup)
+    signs = [each for each in page.elements if each[1].get("class", "").startswith("sign")]
+    in_cells = [attributes["title"] for _, attributes in signs if "title" in attributes]
+    assert in_cells == [
+        "right (3)",
+        "declared: not examined",
+        "not declared: refused (4)",
+        "wrong in 2 of 3",
+        "not declared: refused (2); accepted, and the output is wrong (1)",
+    ]
+    assert [count for count in page.texts["span"] if count in ("3", "4", "2/3", "1")] == ["3", "4", "2/3", "1"]
+    explained = [SIGNS[name].meaning for name in ("right", "declared", "refused", "short", "wrong")]
+    assert [meaning for meaning in explained if f" {meaning}</span>" in markup] == (explained if others else [])
+    assert ('class="matrix"' in markup) == bool(others)
+
+
+def colours() -> Iterator[tuple[str, tuple[str, str]]]:
+    """The named colours of the style sheet: for a light page, and for a dark one."""
+    style = (resources.files("attncheck.reports.html") / "templates" / "page.css").read_text(encoding="utf-8")
+    for name, light, dark in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style):
+        yield name, (light, dark)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG 2 defines it."""
+    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_read(theme: int) -> None:
+    """4.5 to 1 for text and 3 to 1 for marks, as WCAG 2 requires (AA)."""
+    shown = {name: pair[theme] for name, pair in colours()}
+    for ink in ("ink", "muted", "link", "good", "bad", "warn", "calm"):
+        for ground in ("ground", "surface", "raised"):
+            assert contrast(shown[ink], shown[ground]) >= 4.5, (ink, ground)
+    for tone in ("good", "bad", "warn", "calm"):
+        assert contrast(shown[tone], shown[f"{tone}-ground"]) >= 4.5, tone
+    for index in range(12):
+        assert contrast(shown[f"series-{index}"], shown["ground"]) >= 3, index
+
+
+# ---- The data of the records ----
+
+
+def rebuilt(data: Any) -> list[tuple[Any, ...]]:
+    """All records of a page as ``(backend, suite, case id, check, outcome, content, command)``."""
+    texts = data["texts"]
+    return [
+        (
+            *(texts[place] for place in (backend, suite)),
+            case_id,
+            *(texts[place] for place in (check, outcome)),
+            data["contents"][content],
+            "".join(texts[place] for place in command),
+        )
+        for _, backend, suite, case_id, _, _, records in data["groups"]
+        for check, outcome, _, _, content, *command in records
+    ]
+
+
+def test_every_record_is_there_with_its_command(parse: Any, run_with: Any, record_of: Any) -> None:
+    run = run_with(
+        [
+            record_of(case_id="a", duration_s=0.25),
+            record_of(case_id="a b --check c", check="lse"),
+            record_of(case_id="a", backend="other"),
+            record_of(Unsupported, case_id="b", reasons=("no",)),
+            record_of(check="utilities", case_id="f"),
+        ]
+    )
+    data = parse(run).data
+    expected = [(r.backend, r.suite, r.case_id, r.check, r.outcome, repro_command(r, run.header)) for r in run.records]
+    assert sorted((*row[:5], row[6]) for row in rebuilt(data)) == sorted(expected)
+    assert data["contents"] == [{}, {"": "no"}]
+    assert data["groups"][0][-1][0][3] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (
+            Failed,
+            {"summary": "7 rows", "meaning": "off by one", "figures": {"budget_share": 18.4}},
+            {"": "7 rows", "error / allowed": 18.4, "cause": "perhaps: off by one", "figures": {"budget_share": 18.4}},
+        ),
+        (Passed, {"figures": {"budget_share": float("nan")}}, {"error / allowed": "inf"}),
+        (
+            Errored,
+            {"stage": "forward", "error_type": "ValueError", "message": "no\nsuch", "traceback": "File 1"},
+            {"": "ValueError in forward: no", "message": "no\nsuch", "traceback": "File 1"},
+        ),
+        (
+            Crashed,
+            {"stage": "check lse", "cause": "killed by SIGABRT", "output": "x"},
+            {"": "killed by SIGABRT during check lse", "it printed": "x"},
+        ),
+        (Unsupported, {"reasons": ("a", "b"), "by": "attncheck"}, {"": "left out by attncheck: a; b"}),
+        (
+            XFailed,
+            {"underlying": "failed", "summary": "7 rows", "reason": "known"},
+            {"": "failed: 7 rows", "expected": "known"},
+        ),
+    ],
+)
+def test_the_content_of_a_record_has_its_fields(
+    parse: Any, run_with: Any, record_of: Any, kind: Any, fields: Any, expected: Any
+) -> None:
+    ((*_, content, _),) = rebuilt(parse(run_with([record_of(kind, **fields)])).data)
+    assert content.items() >= expected.items()
+
+
+def test_times_of_a_record_are_in_units(parse: Any, run_with: Any, timed: Any) -> None:
+    first, *_ = timed(["one"], (4096,))
+    ((*_, content, _),) = rebuilt(parse(run_with([first])).data)
+    heads, forward, build = content["times"]
+    latency = first.timing.latencies[0]
+    assert (heads[1], forward[0], build[0]) == ("median", "forward", "build")
+    assert forward[1] == f"{latency.median_ns / 1000:.1f} us"
+    assert forward[4] == f"{min(latency.samples_ns) / 1000:.1f} us to {max(latency.samples_ns) / 1000:.1f} us"
+    assert content["device"] == "copy 4 TB/s, matmul of bfloat16 600 TFLOP/s"
+
+
+# ---- Charts ----
+
+
+def test_a_chart_has_a_row_for_each_case_and_a_marker_for_each_backend(parse: Any, run_with: Any, timed: Any) -> None:
+    page = parse(run_with(timed(["one", r"$\a_1$ <b>"], LENGTHS, rounds=5)))
+    (svg,) = page.all("svg")
+    assert svg["aria-label"].count("decode.512: ") == 2
+    for shown in (*(f"{kind}.{length}" for kind in ("decode", "prefill") for length in LENGTHS), r"$\a_1$ <b>"):
+        assert shown in page.texts["text"]
+    styles = " ".join(str(attributes.get("style")) for _, attributes in page.elements)
+    assert "var(--series-0)" in styles
+    assert "var(--series-1)" in styles
+    assert "#0a0b" not in styles
+    assert "the least time that the device allows" in page.texts["figcaption"][0]
+
+
+def test_a_chart_has_at_most_its_rows_and_states_what_it_leaves_out(parse: Any, run_with: Any, timed: Any) -> None:
+    page = parse(run_with(timed(["\u6ce8\u610f \U0001f680"], range(512, 512 + 41 * 64, 64))))
+    assert "; 42 more rows are in the table" in page.texts["figcaption"][0]
+    assert "\u6ce8\u610f \U0001f680" in page.texts["text"]  # a name that the measuring font does not have
