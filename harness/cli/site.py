@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,23 +15,31 @@ from attncheck.harness.cli.interruption import interruptible
 from attncheck.harness.cli.output import print_stderr
 
 if TYPE_CHECKING:
-    from attncheck.reports.site.model import SiteRun
+    from attncheck.reports.analysis.measured import MeasuredRun
 
 _PORT = 8008
 _EVERY_S = 1.0
 """Seconds between two looks at the run files."""
 
 
+RunFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="RUN...", help="Run files written by `attncheck run`.", show_default=False),
+]
+Folders = Annotated[
+    list[Path] | None, typer.Option("--runs", metavar="DIR", help="Every run file in this folder. May be repeated.")
+]
+Skipped = Annotated[
+    str, typer.Option("--skip", metavar="NAME,...", help="Leave out the run files in folders of these names.")
+]
+"""Arguments of the commands that read many runs."""
+
+
 def site(
     context: typer.Context,
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Run files written by `attncheck run`.", show_default=False),
-    ] = None,
-    folders: Annotated[
-        list[Path] | None,
-        typer.Option("--runs", metavar="DIR", help="Every run file in this folder. May be repeated."),
-    ] = None,
+    runs: RunFiles = None,
+    folders: Folders = None,
+    skipped: Skipped = "",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Write the site into this folder.")] = Path("site"),
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes that read run files.")] = 2,
     serve: Annotated[
@@ -44,18 +52,12 @@ def site(
     The site opens from its folder or from any web server, and loads nothing from elsewhere. Files that cannot be read
     are listed on its page of runs. Exit code 0: the site is written; 2: no run file can be read.
     """
-    from attncheck.reports.site.build import refuse_foreign, run_files
-
-    for folder in folders or ():
-        if not folder.is_dir():
-            raise QuestionError(f"--runs {folder} is not a folder; name a folder, or give run files as arguments")
+    from attncheck.reports.site.build import refuse_foreign
 
     def found() -> list[Path]:
-        paths = [*(runs or ()), *(path for folder in folders or () for path in run_files(folder))]
-        return list({path.resolve(): path for path in paths}.values())
+        return chosen_files(runs, folders, skipped, is_none_allowed=serve)
 
-    if not found() and not (serve and folders):
-        raise QuestionError("there is no run file; give RUN or --runs DIR")
+    found()
     refuse_foreign(output)
     sources = _Sources(found, output, jobs)
     if serve:
@@ -68,6 +70,27 @@ def site(
     return 0
 
 
+def chosen_files(
+    runs: Sequence[Path] | None, folders: Sequence[Path] | None, skipped: str, *, is_none_allowed: bool = False
+) -> list[Path]:
+    """Return the run files that were named, and those in the folders.
+
+    Raises:
+        QuestionError: a folder is none, or there is no run file, unless the folders may get some later.
+    """
+    from attncheck.reports.site.build import run_files
+
+    for folder in folders or ():
+        if not folder.is_dir():
+            raise QuestionError(f"--runs {folder} is not a folder; name a folder, or give run files as arguments")
+    names = {name.strip() for name in skipped.split(",")}
+    paths = [*(runs or ()), *(path for folder in folders or () for path in run_files(folder))]
+    found = list({path.resolve(): path for path in paths if names.isdisjoint(path.parent.parts)}.values())
+    if not found and not (is_none_allowed and folders):
+        raise QuestionError("there is no run file; give RUN or --runs DIR")
+    return found
+
+
 class _Sources:
     """The run files of a site. Only those that are new or changed are read again."""
 
@@ -77,8 +100,9 @@ class _Sources:
         self._jobs = jobs
         self._states: dict[Path, tuple[int, int]] = {}
         self._names: dict[Path, str] = {}
-        self._runs: dict[str, SiteRun] = {}
+        self._runs: dict[str, MeasuredRun] = {}
         self._unread: dict[str, str] = {}
+        self._pages: dict[str, str] = {}
 
     @property
     def has_runs(self) -> bool:
@@ -102,6 +126,8 @@ class _Sources:
         kept = set(names.values()).difference(changed.values())
         self._runs = {name: self._runs[name] for name in kept & set(self._runs)} | {run.name: run for run in runs}
         self._unread = {name: self._unread[name] for name in kept & set(self._unread)} | unread
+        for run in runs:
+            self._pages.pop(run.key, None)
         self._states, self._names = states, names
         return True
 
@@ -110,7 +136,8 @@ class _Sources:
         from attncheck.reports.analysis.phrases import plural
         from attncheck.reports.site.build import write_site
 
-        site = write_site(self._runs.values(), self._unread, self._output, reloads=reloads)
+        runs = self._runs.values()
+        site = write_site(runs, self._unread, self._output, reloads=reloads, pages=self._pages, processes=self._jobs)
         counts = (len(site.runs), "run"), (len(site.by_backend), "backend"), (len(site.by_device), "device")
         typer.echo(f"{self._output / 'index.html'}: {', '.join(plural(*count) for count in counts)}")
 

@@ -1,61 +1,76 @@
-"""Rank the backends of a run by measured suitability for a combination of needs.
+"""Which backends of a device were measured as right for a combination of needs, over any number of runs.
 
-A need is a feature (``sinks``) or a form (``block_size=32``), as in a record's ``needs``. Pure functions of records,
-findings and times. A script in the HTML page applies the same rules to the same values.
+A need is a feature (``sinks``), a form (``block_size=32``), or a CUDA-graph level (``cudagraph=ALWAYS``). The site's
+script applies the same :data:`RULES` to the needs that a reader selects.
 """
 
 import statistics
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, get_args
 
 from attncheck.errors import SelectionError
-from attncheck.reports.analysis.findings import Finding
-from attncheck.reports.analysis.support import SupportRow, by_size
-from attncheck.reports.analysis.verdicts import RunFindings
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Record
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.measured import LEVEL, WRONG, MeasuredFinding, Pace, Subject, paces
+from attncheck.reports.analysis.support import SupportRow, SupportVerdict, by_form
 
-Standing = Literal["right", "right in each", "wrong", "declared", "not declared", "not tried"]
-"""``right``: in cases that need all; ``right in each``: in cases of each need, but no right case needs all."""
+Standing = Literal["wrong", "right", "right in each", "not declared", "refused", "not reached", "not examined"]
+"""``right``: in cases that need all; ``right in each``: in cases of each need, but no examined case needs all."""
 
 STANDINGS: Mapping[Standing, str] = {
+    "wrong": "accepts it and returns wrong output",
     "right": "right in every case that needs all of this",
     "right in each": "right for each alone; never tested together",
-    "wrong": "wrong",
-    "declared": "declared, not measured",
-    "not declared": "not declared",
-    "not tried": "not tried: no case shows it",
+    "not declared": "not declared, right all the same",
+    "refused": "refused",
+    "not reached": "not reached: the run was stopped",
+    "not examined": "not examined: no case shows it",
 }
-"""Headings, best first."""
+"""Headings, in the order of all answers: what returns wrong output must be seen first."""
+
+ORDER: tuple[Standing, ...] = get_args(Standing)
+
+STANDING_OF: Mapping[str, Standing] = {
+    "short": "wrong",
+    "wrong": "wrong",
+    "died": "wrong",
+    "right": "right",
+    "answered": "not declared",
+    "refused": "refused",
+    "unclear": "refused",
+    "unproven": "not examined",
+    "left": "not examined",
+}
+"""The standing of a case by its count, and of a need by the verdict of its :class:`SupportRow`."""
 
 
-@dataclass(frozen=True)
-class NeededCase:
-    """A case of one backend: its needs, and the count of a :class:`SupportRow` it belongs to.
-
-    ``false``: the needs of the case that are false claims of the backend.
-    """
-
-    backend: str
-    case: str
-    needs: frozenset[str]
-    count: str
-    false: frozenset[str]
-
-    def counts_for(self, needs: Collection[str]) -> bool:
-        """Return whether the case needs all of ``needs``, and no false claim beyond ``needs`` explains its failure."""
-        return self.needs.issuperset(needs) and not (self.count == "short" and self.false.difference(needs))
+RULES: tuple[tuple[Literal["together", "alone"], Standing], ...] = (
+    ("together", "wrong"),
+    ("together", "right"),
+    ("together", "refused"),
+    ("alone", "refused"),
+    ("alone", "wrong"),
+    ("together", "not declared"),
+    ("alone", "not declared"),
+    ("alone", "not reached"),
+    ("alone", "not examined"),
+)
+"""The standing of a combination is the first that a case with all needs, or a need alone, has. The site uses it too."""
 
 
 @dataclass(frozen=True)
 class NeedAnswer:
-    """The result for one need of one backend alone; ``words``: counts of cases, as in the support table."""
+    """The result for one need of one backend alone; ``words``: counts of cases, as in the support table.
 
-    standing: Literal["right", "wrong", "declared", "not declared", "not tried"]
+    ``verdict``: that of its row of support; ``declared`` and ``unreached`` if it has none, or none that is examined.
+    ``count``: the cases with this verdict, ``12``, or ``2/12`` if some of the declared ones are wrong.
+    """
+
+    standing: Standing
+    verdict: SupportVerdict | Literal["declared", "unreached"]
     words: str
+    count: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,25 +78,25 @@ class Suitability:
     """The result for one backend and all needs together.
 
     right, wrong: numbers of cases that need all. ``why``: an explanation. ``findings``: those of the cases concerned.
-    ``median_ns``: geometric mean of the times of ``forward`` over ``timed`` cases. These cases need all, and were timed
-    for every right backend that has times.
+    ``median_ns``: geometric mean of the times of ``forward`` over ``timed`` right cases that need all. ``pace``: the
+    same as a multiple of the fastest in each case, None if no other backend was timed there.
     """
 
-    backend: str
+    subject: Subject
     standing: Standing
-    right: int = 0
-    wrong: int = 0
-    why: str = ""
-    findings: tuple[Finding, ...] = ()
-    median_ns: float | None = None
-    timed: int = 0
+    right: int
+    wrong: int
+    why: str
+    findings: tuple[MeasuredFinding, ...]
+    median_ns: float | None
+    timed: int
+    pace: Pace | None
 
 
-def known_needs(records: Sequence[Record], header: RunHeader) -> tuple[str, ...]:
-    """Return every need of a case and every declared feature of the run, features first, forms by numeric value."""
-    needs = {need for record in records if record.check != UTILITIES for need in record.needs}
-    needs.update(feature for backend in header.backends for feature in backend.features)
-    return tuple(sorted(needs, key=_order))
+def known_needs(subjects: Iterable[Subject]) -> tuple[str, ...]:
+    """Return every need of a case and every declared feature, features first, forms by numeric value."""
+    needs = {need for subject in subjects for need in (*subject.support, *subject.not_reached, *subject.features)}
+    return tuple(sorted(needs, key=by_form))
 
 
 def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
@@ -102,131 +117,112 @@ def checked_needs(text: str, known: Collection[str]) -> tuple[str, ...]:
     return needs
 
 
-def needed_cases(found: RunFindings) -> tuple[NeededCase, ...]:
-    """Return every case of every backend, in the order of the records."""
-    false = {each.backend: {claim.capability for claim in each.false_claims} for each in found.verdicts}
-    return tuple(
-        NeededCase(backend, name, needs := frozenset(case.needs), case.count, needs & false.get(backend, set()))
-        for (backend, name), case in found.cases.items()
-    )
+def need_answer(subject: Subject, need: str) -> NeedAnswer:
+    """Return the result for one need alone."""
+    row = subject.support.get(need)
+    unreached = subject.not_reached[need]
+    count = f" ({unreached})" if unreached else ""
+    if row is not None and row.verdict != "left":
+        is_below = need.startswith(f"{LEVEL}=") and row.verdict == "refused"
+        words = f"not declared: a lower level is measured ({row.refused})" if is_below else row.in_words
+        words += f"; not reached{count}" if unreached else ""
+        return NeedAnswer(STANDING_OF[row.verdict], row.verdict, words, _count(row))
+    if unreached or (row is None and subject.is_stopped):
+        return NeedAnswer("not reached", "unreached", f"not reached{count}: the run was stopped", str(unreached or ""))
+    if row is not None:
+        return NeedAnswer("not examined", "left", row.in_words)
+    if need in subject.features:
+        return NeedAnswer("not examined", "declared", "declared: no case")
+    return NeedAnswer("not examined", "left", "no case")
 
 
-def need_answers(
-    needs: Collection[str], found: RunFindings, cases: Sequence[NeededCase], header: RunHeader
-) -> dict[tuple[str, str], NeedAnswer]:
-    """Return, by (backend, need), the result for each need alone."""
-    rows = {(row.backend, row.feature): row for row in found.support}
-    features = {backend.name: backend.features for backend in header.backends}
-    examined = {case.backend for case in cases if case.count != "left"}
-    return {
-        (each.backend, need): _need_answer(
-            need, rows.get((each.backend, need)), features.get(each.backend, ()), each.backend in examined
-        )
-        for each in found.verdicts
-        for need in needs
-    }
+def _count(row: SupportRow) -> str:
+    declared = row.right + row.short
+    if row.verdict == "short":
+        return f"{row.short}/{declared}"
+    return str(declared or row.wrong or row.died or row.answered or row.unclear or row.refused)
 
 
-def recommend(
-    needs: Sequence[str],
-    found: RunFindings,
-    cases: Sequence[NeededCase],
-    answers: Mapping[tuple[str, str], NeedAnswer],
-    times: Mapping[tuple[str, str], float],
-) -> tuple[Suitability, ...]:
-    """Return the backends of a run, the most suitable first; right backends are ordered by time, untimed ones last.
+def recommend(needs: Sequence[str], members: Sequence[Subject]) -> tuple[Suitability, ...]:
+    """Return the backends of one device by standing; right backends are ordered by time, untimed ones last."""
+    relative = paces(members)
+    judged = [_suitability(subject, needs, relative) for subject in members]
 
-    ``times``: the median of ``forward`` in nanoseconds by (backend, ``suite/id``). ``answers``: the results for each
-    need alone.
-    """
-    own = {each.backend: [case for case in cases if case.backend == each.backend] for each in found.verdicts}
-    judged = [_suitability(name, needs, found, own[name], answers) for name in own]
-    matching = {
-        each.backend: {case.case for case in own[each.backend] if case.count == "right" and case.counts_for(needs)}
-        for each in judged
-        if each.standing == "right"
-    }
-    timed = {name: {case for case in members if (name, case) in times} for name, members in matching.items()}
-    shared = sorted(set.intersection(*known)) if (known := [each for each in timed.values() if each]) else []
-    if shared:
-        judged = [
-            replace(
-                each,
-                median_ns=statistics.geometric_mean(times[each.backend, case] for case in shared),
-                timed=len(shared),
-            )
-            if timed.get(each.backend)
-            else each
-            for each in judged
-        ]
-    order = list(STANDINGS)
-    return tuple(
-        sorted(
-            judged,
-            key=lambda each: (order.index(each.standing), each.median_ns is None, each.median_ns or 0.0, -each.right),
-        )
-    )
+    def key(each: Suitability) -> tuple[int, bool, float, int]:
+        pace = each.pace.ratio if each.pace else 0.0
+        return ORDER.index(each.standing), each.pace is None, pace, -each.right
+
+    return tuple(sorted(judged, key=key))
 
 
-def _suitability(
-    backend: str,
-    needs: Sequence[str],
-    found: RunFindings,
-    own: Sequence[NeededCase],
-    answers: Mapping[tuple[str, str], NeedAnswer],
-) -> Suitability:
-    counted = [case for case in own if case.counts_for(needs)]
-    right = [case for case in counted if case.count == "right"]
-    wrong = {case.case for case in counted if case.count == "short"}
-    beyond = {name for case in own if case.needs.issuperset(needs) and case not in counted for name in case.false}
-    each = {need: answers[backend, need] for need in needs}
-    standing = _standing(len(right), len(wrong), [answer.standing for answer in each.values()])
+def _suitability(subject: Subject, needs: Sequence[str], relative: Mapping[tuple[str, str], Pace]) -> Suitability:
+    counted = {name: case for name, case in subject.cases.items() if case.counts_for(needs)}
+    right = [name for name, case in counted.items() if case.counted.count == "right"]
+    wrong = [name for name, case in counted.items() if case.counted.count in WRONG]
+    alone = {need: need_answer(subject, need) for need in needs}
+    together = {STANDING_OF[case.counted.count] for case in counted.values()}
+    standing = standing_of(together, {answer.standing for answer in alone.values()})
+    decisive = {need: answer for need, answer in alone.items() if standing in ("right in each", answer.standing)}
+    concerned = set(wrong or counted)
     if standing == "wrong" and not wrong:
-        false = {need for need, answer in each.items() if answer.standing == "wrong"}
-        wrong = {case.case for case in own if case.count == "short" and case.needs & false}
-        why = [f"{need}: {each[need].words}" for need in needs if need in false]
-    elif standing in ("right", "wrong"):
-        why = [f"wrong in {len(wrong)} of {len(right) + len(wrong)}"] if wrong else []
-        why += [f"fails only with {', '.join(sorted(beyond - set(needs)))}"] if beyond and not wrong else []
-    elif standing == "right in each":
-        why = [f"{need}: {answer.words}" for need, answer in each.items()]
-        others = Counter(case.count for case in counted)
-        why += (
-            [f"cases that need all of this: {', '.join(f'{n} {what}' for what, n in others.items())}"] if others else []
-        )
-    else:
-        why = [f"{need}: {answer.words}" for need, answer in each.items() if answer.standing == standing]
-    concerned = wrong or {case.case for case in counted}
+        failing = {name: case for name, case in subject.cases.items() if case.counted.count in WRONG}
+        concerned = {name for name, case in failing.items() if case.blamed.intersection(decisive)}
+    times = [time.median for name in right if (time := counted[name].time) is not None]
+    timed = [relative[subject.name, name] for name in right if (subject.name, name) in relative]
     return Suitability(
-        backend,
-        standing,
-        len(right),
-        len(wrong),
-        "; ".join(why),
-        tuple(f for f in found.findings if f.backend == backend and concerned.intersection(f.cases)),
+        subject=subject,
+        standing=standing,
+        right=len(right),
+        wrong=len(wrong),
+        why="; ".join(_why(subject, standing, (len(right), len(wrong)), alone, decisive)),
+        findings=tuple(finding for finding in subject.faults if concerned.intersection(finding.cases)),
+        median_ns=statistics.geometric_mean(times) if times else None,
+        timed=len(times),
+        pace=_mean(timed) if timed else None,
     )
 
 
-def _standing(right: int, wrong: int, alone: Sequence[str]) -> Standing:
-    if wrong or (not right and "wrong" in alone):
-        return "wrong"
-    if right:
-        return "right"
-    order: tuple[Standing, ...] = ("not declared", "not tried", "declared")
-    return next((standing for standing in order if standing in alone), "right in each")
+def _why(
+    subject: Subject,
+    standing: Standing,
+    counts: tuple[int, int],
+    needs: Collection[str],
+    decisive: Mapping[str, NeedAnswer],
+) -> list[str]:
+    """Return what explains a standing. ``counts``: right and wrong cases. ``decisive``: answers that caused it."""
+    right, wrong = counts
+    if wrong:
+        return [f"wrong in {wrong} of {right + wrong}"]
+    if standing == "right":
+        failing = [case for case in subject.cases.values() if case.counted.count == "short"]
+        with_all = [case for case in failing if set(needs).issubset(case.needs)]
+        beyond = {claim for case in with_all for claim in case.blamed.difference(needs)}
+        return [f"fails only with {', '.join(sorted(beyond))}"] if beyond else []
+    return [f"{need}: {answer.words}" for need, answer in decisive.items()]
 
 
-def _need_answer(need: str, row: SupportRow | None, features: Collection[str], is_examined: bool) -> NeedAnswer:
-    if row is None or not is_examined:
-        words = "no case" if is_examined else "not examined"
-        if "=" in need:
-            return NeedAnswer("not tried", words)  # the header lists declared features only, no forms
-        return NeedAnswer("declared" if need in features else "not declared", words)
-    if row.verdict in ("right", "short"):
-        return NeedAnswer("right" if row.verdict == "right" else "wrong", row.in_words)
-    return NeedAnswer("declared" if row.is_declared else "not declared", row.in_words.rpartition("declared: ")[2])
+def standing_of(together: Collection[Standing], alone: Collection[Standing]) -> Standing:
+    """Return the standing for a combination of needs: that of the first of :data:`RULES` that applies.
+
+    ``together``: the standings of the cases that need all. ``alone``: the standings of each need.
+    """
+    found = {"together": together, "alone": alone}
+    return next((standing for which, standing in RULES if standing in found[which]), "right in each")
 
 
-def _order(need: str) -> tuple[bool, str, tuple[bool, int, str]]:
-    key, is_form, value = need.partition("=")
-    return bool(is_form), key, by_size(value)
+def _mean(found: Sequence[Pace]) -> Pace:
+    """Return the geometric mean; without an interval if one of them has none."""
+    ratio = statistics.geometric_mean(pace.ratio for pace in found)
+    low = [pace.low for pace in found if pace.low is not None]
+    high = [pace.high for pace in found if pace.high is not None]
+    if len(low) < len(found):
+        return Pace(ratio, None, None)
+    return Pace(ratio, statistics.geometric_mean(low), statistics.geometric_mean(high))
+
+
+def pace_words(pace: Pace) -> str:
+    """Return ``the fastest``, or ``53 times the fastest``, with its interval, or with why there is none."""
+    words = "the fastest" if pace.ratio < 1.0005 else f"{phrases.budgets(pace.ratio)} times the fastest"
+    if pace.low is None or pace.high is None:
+        return f"{words}; fewer than 3 processes: no interval"
+    return f"{words} ({phrases.budgets(pace.low)} to {phrases.budgets(pace.high)})"

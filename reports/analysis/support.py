@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
@@ -166,17 +165,17 @@ def _needs(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def support_rows(
-    cases: CountedCases, header: RunHeader, false: Mapping[str, Collection[str]] | None = None
+    cases: CountedCases, features: Mapping[str, Collection[str]], false: Mapping[str, Collection[str]] | None = None
 ) -> tuple[SupportRow, ...]:
-    """Return a row for each backend and feature or form that a case needs; backends in the header's order.
+    """Return a row for each backend and feature or form that a case needs; backends in the order of ``features``.
 
-    ``false``: by backend, the capabilities that a finding concerns. If None, every failing case counts against
-    everything it needs.
+    ``features``: by backend, what it declares. ``false``: by backend, the capabilities that a finding concerns. If
+    None, every failing case counts against everything it needs.
 
     An undeclared case counts only for the needs that its reasons name: a case refused for its layout proves nothing
     about its head size. A case without a latent cache does not count for a backend that serves only latent layers.
     """
-    declared = {backend.name: set(backend.features) for backend in header.backends}
+    declared = {backend: set(own) for backend, own in features.items()}
     for (backend, _), case in cases.items():
         if case.is_declared:
             declared[backend].update(case.needs)
@@ -184,11 +183,9 @@ def support_rows(
     for (backend, _), case in cases.items():
         if LATENT in declared[backend] and LATENT not in case.needs:
             continue
-        named = [feature for feature in case.needs if any(_is_named(feature, reason) for reason in case.reasons)]
-        outside = named or [feature for feature in case.needs if feature not in declared[backend]]
-        concerned = case.needs if case.is_declared else outside
+        own_needs = concerned(case, declared[backend])
         for feature in case.needs:
-            counts[backend, feature][case.count] += feature in concerned
+            counts[backend, feature][case.count] += feature in own_needs
     order = list(declared)
     return tuple(
         SupportRow(
@@ -202,6 +199,17 @@ def support_rows(
     )
 
 
+def concerned(case: CountedCase, declared: Collection[str]) -> tuple[str, ...]:
+    """Return the needs that the result of a case concerns: all needs of a declared case, else those not declared.
+
+    ``declared``: the features and forms of its backend. If the reasons of an undeclared case name needs, only these.
+    """
+    if case.is_declared:
+        return case.needs
+    named = [feature for feature in case.needs if any(_is_named(feature, reason) for reason in case.reasons)]
+    return tuple(named or [feature for feature in case.needs if feature not in declared])
+
+
 def _is_named(feature: str, reason: str) -> bool:
     """Return whether a reason names a feature (``...: feature 'sinks' ...``) or form (``head_size 72: ...``)."""
     key, is_form, value = feature.partition("=")
@@ -212,6 +220,12 @@ def by_size(value: str) -> tuple[bool, int, str]:
     """Return a sort key for values of forms: numbers by size, then texts."""
     is_size = value.isdecimal() and len(value) < 20
     return not is_size, int(value) if is_size else 0, value
+
+
+def by_form(need: str) -> tuple[bool, str, tuple[bool, int, str]]:
+    """Return a sort key for needs: features, then forms by name and value."""
+    key, is_form, value = need.partition("=")
+    return bool(is_form), key, by_size(value)
 
 
 def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:

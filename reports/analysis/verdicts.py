@@ -63,9 +63,9 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
         if record.check != UTILITIES:
             by_backend.setdefault(record.backend, []).append(record)
     false = {name: {claim.capability for claim in claims if claim.backend == name} for name in by_backend}
-    support = support_rows(cases, header, false)
+    declared = header.declared
+    support = support_rows(cases, declared, false)
     rows = level_rows(records)
-    declared = {info.name: set(info.features) for info in header.backends}
     verdicts = []
     for name, own in by_backend.items():
         if not own:
@@ -81,7 +81,7 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
                 tuple(finding for finding in found if finding.backend == name),
                 tuple(claim for claim in claims if claim.backend == name),
                 (*_undeclared_and_right(support, name), *_higher_level(rows, name)),
-                tuple(sorted(declared.get(name, set()) - needed)),
+                tuple(sorted(set(declared.get(name, ())) - needed)),
             )
         )
     return RunFindings(found, tuple(verdicts), cases, support, rows)

@@ -66,7 +66,7 @@ def _run(run: Run) -> _Json:
             for (backend, check), counts in values.summary.by_check.items()
         ],
         "not_examined": [asdict(gap) for gap in values.summary.gaps],
-        "support": [_support(row) for row in support_rows(values.found.cases, run.header)],
+        "support": [_support(row) for row in support_rows(values.found.cases, run.header.declared)],
         "graph_levels": [_level(row) for row in values.found.levels],
         "speeds": [_speed(speed) for speed in values.speeds],
         "traffic": [_traffic(each) for each in traffic(run.header, values.speeds)],

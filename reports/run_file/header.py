@@ -165,6 +165,11 @@ class RunHeader(RunFileValue):
         """The cases that the header lists, by suite and id."""
         return {(case.suite, case.id): case for case in self.cases}
 
+    @property
+    def declared(self) -> dict[str, tuple[str, ...]]:
+        """The features that each backend declares, by its name."""
+        return {backend.name: backend.features for backend in self.backends}
+
     def suite_ref(self, name: str) -> str:
         """Return the ``--suite`` argument for the suite called ``name``, or the name itself if the header lacks it."""
         return next((suite.ref for suite in self.suites if suite.name == name), name)

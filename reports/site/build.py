@@ -3,15 +3,18 @@
 import gc
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 from attncheck.errors import QuestionError
-from attncheck.reports.site.digest import digest_of
-from attncheck.reports.site.model import SiteRun
-from attncheck.reports.site.pages import FOLDERS, Site, SiteFile, site_files, write_file
+from attncheck.reports.analysis.measured import MeasuredRun, measured_run
+from attncheck.reports.html import render_runs
+from attncheck.reports.run_file.store import read_run
+from attncheck.reports.site.pages import Site, site_files
+from attncheck.reports.speeds.speed import forward_times
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 """The ends of the names of run files."""
@@ -19,8 +22,14 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
 MARK = "data/written.txt"
 """The file that marks a folder as a site. Its text changes whenever the site is written."""
 
+FOLDERS = ("backends", "devices", "runs", "badges")
+"""Folders whose files depend on the runs."""
+
 _FEW = 8
 """Up to this many runs are read in this process, since others take longer to start."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def run_files(folder: Path) -> list[Path]:
@@ -37,45 +46,73 @@ def names_of(files: Iterable[Path]) -> dict[Path, str]:
     return {path: path.resolve().relative_to(shared).as_posix() for path in paths}
 
 
-def read_runs(names: dict[Path, str], processes: int) -> tuple[list[SiteRun], dict[str, str]]:
+def read_runs(names: dict[Path, str], processes: int) -> tuple[list[MeasuredRun], dict[str, str]]:
     """Read the run files; return the runs, and why others cannot be read, by name."""
-    if len(names) <= _FEW:
-        found = [_read(item) for item in names.items()]
-    else:
-        # Records have no cycles: without the garbage collector, reading takes a fifth less time.
-        with ProcessPoolExecutor(processes, get_context("spawn"), initializer=gc.disable) as pool:
-            found = list(pool.map(_read, names.items(), chunksize=4))
-    runs = [each for each in found if isinstance(each, SiteRun)]
+    found = _each(_read, list(names.items()), processes)
+    runs = [each for each in found if isinstance(each, MeasuredRun)]
     unread = {name: each for name, each in zip(names.values(), found, strict=True) if isinstance(each, str)}
     return runs, unread
 
 
-def _read(item: tuple[Path, str]) -> SiteRun | str:
+def _each(function: Callable[[_Item], _Result], items: list[_Item], processes: int) -> list[_Result]:
+    if len(items) <= _FEW:
+        return list(map(function, items))
+    # Records have no cycles: without the garbage collector, reading takes a fifth less time.
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=gc.disable) as pool:
+        return list(pool.map(function, items, chunksize=4))
+
+
+def _read(item: tuple[Path, str]) -> MeasuredRun | str:
     path, name = item
     try:
-        return digest_of(path, name)
+        run = read_run(path)
     except QuestionError as error:
         return str(error)
+    return measured_run(run, name, forward_times(run))
 
 
-def write_site(runs: Iterable[SiteRun], unread: dict[str, str], output: Path, *, reloads: bool = False) -> Site:
-    """Write the site into ``output``, and delete its earlier pages and chunks there.
+def _page(path: str) -> str:
+    return render_runs([read_run(Path(path))])
+
+
+def write_site(
+    runs: Iterable[MeasuredRun],
+    unread: dict[str, str],
+    output: Path,
+    *,
+    reloads: bool = False,
+    pages: MutableMapping[str, str] | None = None,
+    processes: int = 2,
+) -> Site:
+    """Write the site into ``output``, and delete its earlier pages there.
+
+    ``pages``: the HTML reports of runs, by key. Missing ones are made and added.
 
     Raises:
-        MissingExtraError: jinja2 is not installed.
+        MissingExtraError: jinja2 is not installed, or what the HTML report needs.
     """
     newest_first = sorted(runs, key=lambda run: (run.started, run.key), reverse=True)
     site = Site(tuple(newest_first), unread, reloads)
-    written = {output / MARK}
-    for file in site_files(site):
-        write_file(file, output)
-        written.add(output / file.path)
+    pages = {} if pages is None else pages
+    missing = [run for run in newest_first if run.key in site.sources and run.key not in pages]
+    made = _each(_page, [run.path for run in missing], processes)
+    pages.update((run.key, text) for run, text in zip(missing, made, strict=True))
+    texts = dict(site_files(site)) | {f"runs/{key}.html": pages[key] for key in site.sources}
+    for name, text in texts.items():
+        _write(output / name, text)
     for folder in FOLDERS:
         for path in (output / folder).glob("*"):
-            if path not in written:
+            if path.relative_to(output).as_posix() not in texts:
                 path.unlink()
-    write_file(SiteFile(MARK, f"{time.time_ns()}\n"), output)
+    _write(output / MARK, f"{time.time_ns()}\n")
     return site
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the text; a file whose text is unchanged keeps its time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 def refuse_foreign(output: Path) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from attncheck.reports.analysis.measured import Time
 from attncheck.reports.run_file.records import Passed, Record, XPassed
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import PARTS, TIMING, Ceilings, Latency, StepPart, Timing
 
 
@@ -96,6 +98,16 @@ def speeds(records: Iterable[Record]) -> tuple[Speed, ...]:
             if rounds and len(rounds) == len(timings):
                 found.append(Speed(backend, case, part, tuple(rounds), tuple(timings)))
     return tuple(found)
+
+
+def forward_times(run: Run) -> dict[tuple[str, str], Time]:
+    """Return the times of ``forward`` by backend and ``suite/id``."""
+    machine = run.header.environment.digest
+    return {
+        (speed.backend, speed.case): Time(speed.median_ns, *speed.interval_ns, len(speed.rounds), machine)
+        for speed in speeds(run.records)
+        if speed.part == "forward"
+    }
 
 
 def by_backend(speeds: Iterable[Speed], part: StepPart) -> dict[str, dict[str, Speed]]:

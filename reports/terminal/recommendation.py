@@ -2,74 +2,56 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import PurePath
 from typing import Any
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.recommendation import (
-    STANDINGS,
-    Suitability,
-    known_needs,
-    need_answers,
-    needed_cases,
-    recommend,
-)
-from attncheck.reports.analysis.verdicts import run_findings
-from attncheck.reports.run_file.store import Run
-from attncheck.reports.speeds.speed import speeds
+from attncheck.reports.analysis.measured import MeasuredFinding, Subject
+from attncheck.reports.analysis.recommendation import STANDINGS, Suitability, pace_words
 from attncheck.reports.speeds.tables import time_unit
 from attncheck.reports.terminal.columns import Style
 
-_COLORS = {"right": "32", "right in each": "32", "wrong": "31"}
+_COLORS = {"wrong": "31", "right": "32", "right in each": "32"}
 
 
-def needs_of(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return every need of a case or declared feature of a backend in the runs."""
-    return tuple(dict.fromkeys(need for run in runs for need in known_needs(run.records, run.header)))
+def by_device(members: Sequence[Subject]) -> dict[str, tuple[Subject, ...]]:
+    """Return the subjects of each device, in their order."""
+    return {device: tuple(own) for device, own in groupby(members, key=lambda subject: subject.device)}
 
 
-def recommendation(run: Run, needs: Sequence[str]) -> tuple[Suitability, ...]:
-    """Return the backends of a run, the most suitable first."""
-    found = run_findings(run.records, run.header)
-    cases = needed_cases(found)
-    times = {(each.backend, each.case): each.median_ns for each in speeds(run.records) if each.part == "forward"}
-    return recommend(needs, found, cases, need_answers(needs, found, cases, run.header), times)
-
-
-def render_recommendation(run: Run, needs: Sequence[str], backends: Sequence[Suitability], style: Style) -> str:
-    """Return a paragraph for each standing, the best first, with a line for each backend."""
-    env = run.header.environment
-    device = env.device_name if env.driver else f"{run.header.device}: {env.cpu}"
-    parts = [style.wrap(f"{PurePath(run.path).name} ({device}): which backend is right for {', '.join(needs)}?")]
-    parts += [style.wrap(warning)] if (warning := phrases.incomplete(run)) else []
+def render_recommendation(device: str, needs: Sequence[str], backends: Sequence[Suitability], style: Style) -> str:
+    """Return a paragraph for each standing, in the order of ``STANDINGS``, with a line for each backend."""
+    parts = [style.wrap(f"On {phrases.one_line(device)}: which backend is right for {', '.join(needs)}?")]
     for standing, members in groupby(backends, key=lambda each: each.standing):
         lines = [style.paint(STANDINGS[standing], _COLORS.get(standing, "33"))]
         for each in members:
-            lines.append(style.wrap(f"{phrases.one_line(each.backend)}: {_words(each)}", "  "))
-            lines += [style.wrap(f"{_kind(each)}: {title}", "    ") for title in titles(each)]
+            lines.append(style.wrap(f"{phrases.one_line(each.subject.name)}: {_words(each)}", "  "))
+            kind = "finding" if standing == "wrong" else "other finding"
+            lines += [style.wrap(f"{kind}: {title(finding)}", "    ") for finding in each.findings]
         parts.append("\n".join(lines))
     return style.printable("\n\n".join(parts))
 
 
-def titles(each: Suitability) -> list[str]:
-    """Return the cause and the extent of each finding that concerns the needs."""
-    return [f"{phrases.one_line(finding.title)} ({phrases.extent(finding)})" for finding in each.findings]
+def title(finding: MeasuredFinding) -> str:
+    """Return the cause and the number of cases of a finding."""
+    return f"{phrases.one_line(finding.title)} ({phrases.plural(len(finding.cases), 'case')})"
 
 
-def as_json(run: Run, backends: Sequence[Suitability]) -> dict[str, Any]:
+def as_json(device: str, backends: Sequence[Suitability]) -> dict[str, Any]:
     """Return the recommendation as values for JSON, with times in nanoseconds."""
     return {
-        "run": run.path,
+        "device": device,
         "backends": [
             {
-                "backend": each.backend,
+                "backend": each.subject.name,
                 "standing": each.standing,
                 "right": each.right,
                 "wrong": each.wrong,
                 "why": each.why,
-                "findings": titles(each),
+                "findings": [title(finding) for finding in each.findings],
+                "coverage": each.subject.coverage,
                 "median_ns": each.median_ns,
                 "timed_cases": each.timed,
+                "times_the_fastest": each.pace.ratio if each.pace else None,
             }
             for each in backends
         ],
@@ -80,11 +62,9 @@ def _words(each: Suitability) -> str:
     words = [phrases.plural(each.right, "case")] if each.standing == "right" else []
     if each.median_ns is not None:
         unit = time_unit([each.median_ns])
-        words.append(
-            f"{unit.text(each.median_ns)} {unit.name} (geometric mean over {phrases.plural(each.timed, 'case')})"
-        )
-    return "; ".join([*words, *([phrases.one_line(each.why)] if each.why else [])])
-
-
-def _kind(each: Suitability) -> str:
-    return "finding" if each.standing == "wrong" else "other finding"
+        mean = f"geometric mean over {phrases.plural(each.timed, 'case')}"
+        words.append(f"{unit.text(each.median_ns)} {unit.name} ({mean})")
+        words += [pace_words(each.pace)] if each.pace else []
+    words += [phrases.one_line(each.why)] if each.why else []
+    words += [each.subject.coverage] if each.subject.is_stopped else []
+    return "; ".join(words)

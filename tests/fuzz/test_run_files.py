@@ -16,14 +16,17 @@ from mutations import answered, damaged, obeyed, reshaped, try_inputs, written
 
 from attncheck.errors import QuestionError
 from attncheck.harness.run.expectation_writing import expectations_text
+from attncheck.reports.analysis.measured import measured_run, subjects
+from attncheck.reports.analysis.recommendation import known_needs, recommend
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file.header import CaseInfo, Environment, RunHeader
 from attncheck.reports.run_file.merging import merge_runs
 from attncheck.reports.run_file.records import OUTCOMES, Record
 from attncheck.reports.run_file.store import Run, read_run
-from attncheck.reports.terminal import recommendation
+from attncheck.reports.speeds.speed import forward_times
 from attncheck.reports.terminal.columns import Style
+from attncheck.reports.terminal.recommendation import render_recommendation
 
 LATENCY = {"clock": "host", "median_ns": 1e3, "low_ns": 900, "high_ns": 1100, "samples_ns": [900, 1000, 1100]}
 TIMING = {
@@ -97,8 +100,9 @@ def _shown(run: Run, base: Run, chance: Random) -> str:
         case 1:
             return repr(merge_runs([run, run]))
         case 2:
-            needs = recommendation.needs_of([run])[:2]
-            return recommendation.render_recommendation(run, needs, recommendation.recommendation(run, needs), STYLE)
+            members = subjects([measured_run(run, "run", forward_times(run))])
+            needs = known_needs(members)[:2]
+            return render_recommendation("a device", needs, recommend(needs, members), STYLE)
         case 3 if form.render_comparison is not None:
             return "".join(form.render_comparison(compare_runs(base, run), STYLE))
         case _:

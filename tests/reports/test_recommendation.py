@@ -6,25 +6,19 @@ from typing import Any
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.reports.analysis.recommendation import (
-    Suitability,
-    checked_needs,
-    known_needs,
-    need_answers,
-    needed_cases,
-    recommend,
-)
+from attncheck.reports.analysis.measured import Time, measured_run, subjects
+from attncheck.reports.analysis.recommendation import Suitability, checked_needs, known_needs, recommend
 from attncheck.reports.analysis.support import REFUSED
-from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.store import Run
 
 Ranked = Callable[..., dict[str, Suitability]]
 
 
 @pytest.fixture
 def ranked(header: Any) -> Ranked:
-    """``ranked("sinks,lse", *records)``: the suitability of each backend, the best first."""
+    """``ranked("sinks,lse", *records)``: the suitability of each backend, in the order of the answer."""
 
     def by_backend(
         needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any
@@ -32,11 +26,10 @@ def ranked(header: Any) -> Ranked:
         names = dict.fromkeys(record.backend for record in records)
         backends = tuple(BackendInfo(name=name, ref=name, features=features.get(name, ())) for name in names)
         stated = header.model_copy(update={"backends": backends})
-        found = run_findings(records, stated)
-        cases = needed_cases(found)
-        wanted = checked_needs(needs, known_needs(records, stated))
-        answers = need_answers(wanted, found, cases, stated)
-        return {each.backend: each for each in recommend(wanted, found, cases, answers, times or {})}
+        run = Run("run.jsonl", stated, records, footer=RunFooter(finished="", counts={}))
+        timed = {key: Time(median, median, median, 1, "a machine") for key, median in (times or {}).items()}
+        members = subjects([measured_run(run, "run", timed)])
+        return {each.subject.name: each for each in recommend(checked_needs(needs, known_needs(members)), members)}
 
     return by_backend
 
@@ -55,7 +48,7 @@ def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ranked: Ranked, 
         make("passed", backend="All", case_id="d", needs=(*both, "alibi")),
         make("passed", backend="Half", case_id="a", needs=("sinks",)),
     )
-    assert standings(found) == {"All": "right", "Each": "right in each", "Half": "not tried"}
+    assert standings(found) == {"All": "right", "Each": "right in each", "Half": "not examined"}
     assert list(found) == ["All", "Each", "Half"]
     assert found["All"].right == 2
     assert found["Each"].why == "sinks: right (1); block_size=32: right (1)"
@@ -71,7 +64,7 @@ def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ranked: 
     ]
     liar = ranked("sinks,lse", *records)["Liar"]
     assert (liar.standing, liar.right, liar.wrong) == ("wrong", 0, 1)
-    assert [finding.title for finding in liar.findings] == ["the sinks are ignored"]
+    assert [finding.title for finding in liar.findings] == ["likely: the sinks are ignored"]
     assert ranked("sinks", *records)["Liar"].wrong == 2
     # A false claim of a need that was not requested explains the failure.
     lse = ranked("lse", *records)["Liar"]
@@ -104,35 +97,31 @@ def test_declared_alone_and_refused_are_different(ranked: Ranked, make: Any) -> 
     found = ranked(
         "sinks",
         make("unavailable", backend="Away", **out),
-        make("unavailable", backend="Other", **out),
         make("passed", backend="Idle", case_id="b", needs=("lse",)),
         make("unsupported", backend="Refusing", **out),
         make("passed", backend="Refusing", check="refusals", notes=(f"{REFUSED} construct: no",), **out),
         Away=("sinks",),
         Idle=("sinks", "lse"),
     )
-    assert standings(found) == {
-        "Away": "declared",
-        "Idle": "declared",
-        "Other": "not declared",
-        "Refusing": "not declared",
-    }
-    assert found["Away"].why == "sinks: not examined"
-    assert found["Refusing"].why == "sinks: refused (1)"
+    assert standings(found) == {"Away": "not examined", "Idle": "not examined", "Refusing": "refused"}
+    assert found["Away"].why == "sinks: declared: not examined"
+    assert found["Idle"].why == "sinks: declared: no case"
+    assert found["Refusing"].why == "sinks: not declared: refused (1)"
 
 
-def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ranked: Ranked, make: Any) -> None:
+def test_right_backends_are_ordered_by_their_multiple_of_the_fastest(ranked: Ranked, make: Any) -> None:
     records = [
         make("passed", backend=name, case_id=case, needs=("lse",))
         for name in ("Slow", "Fast", "Untimed")
         for case in ("a", "b", "c")
     ]
     case = records[0].case.replace("/a", "/{}").format
-    times = {("Slow", case("a")): 4e3, ("Slow", case("b")): 9e3, ("Fast", case("a")): 1e3, ("Fast", case("b")): 4e3}
-    found = ranked("lse", *records, times=times | {("Slow", case("c")): 1.0})
+    times = {("Slow", case("a")): 4e3, ("Slow", case("b")): 9e3, ("Fast", case("a")): 1e3, ("Fast", case("b")): 1e3}
+    found = ranked("lse", *records, times=times | {("Slow", case("c")): 6e3})
     assert list(found) == ["Fast", "Slow", "Untimed"]
-    assert [found[name].median_ns for name in found] == [pytest.approx(2e3), pytest.approx(6e3), None]
-    assert found["Fast"].timed == 2
+    assert [found[name].median_ns for name in found] == [pytest.approx(1e3), pytest.approx(6e3), None]
+    assert [each.pace and each.pace.ratio for each in found.values()] == [1, pytest.approx(6), None]
+    assert found["Slow"].timed == 3
 
 
 @pytest.mark.parametrize(

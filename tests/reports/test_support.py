@@ -15,7 +15,7 @@ from attncheck.reports.run_file.records import Record
 def rows(header: Any) -> Any:
     def support(*records: Record, features: tuple[str, ...] = ()) -> dict[str, SupportRow]:
         stated = header.model_copy(update={"backends": (BackendInfo(name="reference", ref="r", features=features),)})
-        return {row.feature: row for row in support_rows(counted_cases(records), stated)}
+        return {row.feature: row for row in support_rows(counted_cases(records), stated.declared)}
 
     return support
 
@@ -149,7 +149,7 @@ def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, ma
     fine = make("passed", case_id="h96b", needs=("head_size=96",))
     refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     records = (*sizes, short, fine, *outside("h72", "head_size=72", claim=refused))
-    text = render(support_blocks(header, ["reference"], support_rows(counted_cases(records), header)))
+    text = render(support_blocks(header, ["reference"], support_rows(counted_cases(records), header.declared)))
     assert "| `alibi` | right (2) |" in text
     assert "| `head_size` | 64 (1), 128 (1); **wrong**: 96 (1 of 2 right); refused: 72 |" in text
 
@@ -161,7 +161,9 @@ def test_a_case_that_falls_short_for_another_reason_counts_for_none_of_its_needs
     stated = header.model_copy(
         update={"backends": (BackendInfo(name="reference", ref="r", features=("alibi", "sinks")),)}
     )
-    found = {row.feature: row for row in support_rows(counted_cases(records), stated, {"reference": {"alibi"}})}
+    found = {
+        row.feature: row for row in support_rows(counted_cases(records), stated.declared, {"reference": {"alibi"}})
+    }
     assert {name: row.verdict for name, row in found.items()} == {
         "alibi": "short",
         "head_size=64": "unproven",

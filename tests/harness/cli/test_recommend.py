@@ -48,7 +48,7 @@ def recommend(*words: str) -> int:
 
 def test_right_backends_come_first_with_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommend("--needs", "sinks,block_size=16") == 0
-    right, wrong = capsys.readouterr().out.split("\n\n")[1:]
+    wrong, right = capsys.readouterr().out.split("\n\n")[1:]
     assert right.splitlines() == snapshot(
         [
             "right in every case that needs all of this",
@@ -56,15 +56,43 @@ def test_right_backends_come_first_with_their_time(capsys: pytest.CaptureFixture
         ]
     )
     assert wrong.splitlines() == [
-        "wrong",
+        "accepts it and returns wrong output",
         snapshot("  Liar: wrong in 1 of 1"),
-        snapshot("    finding: the sinks are ignored (1 case, check numerics)"),
+        snapshot("    finding: the sinks are ignored (1 case)"),
     ]
 
 
 def test_the_exit_code_states_whether_a_backend_is_right() -> None:
     assert recommend("--needs", "lse") == 1  # declared by one, measured of none
     assert recommend("--needs", "sinks", "--needs", "block_size=16") == 0
+
+
+def test_right_for_each_alone_is_not_right_together(
+    header: RunHeader, make_record: Callable[..., Record], write_run: Callable[..., Path]
+) -> None:
+    records = [make_record("passed", case_id=need, needs=(need,)) for need in ("sinks", "lse")]
+    write_run(Path("each.jsonl"), header, *records)
+    assert cli.main(["recommend", "each.jsonl", "--needs", "sinks,lse"]) == 1
+
+
+def test_all_files_of_a_device_have_one_answer(
+    header: RunHeader,
+    make_record: Callable[..., Record],
+    write_run: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for folder, name in (("a", "reference"), ("b", "Wrong"), ("faults", "reference")):
+        Path(folder).mkdir()
+        outcome = "failed" if folder == "faults" else "passed"
+        later = header.model_copy(update={"started": f"2026-01-02T00:00:0{len(folder)}+00:00"})
+        write_run(Path(folder, "run.jsonl"), later, make_record(outcome, backend=name, needs=("sinks",)))
+    words = ["--runs", ".", "--needs", "sinks", "--skip", "faults", "--device", "cpu"]
+    assert cli.main(["recommend", *words]) == 0
+    text = capsys.readouterr().out
+    assert text.count("which backend is right") == 1
+    assert {"reference: 1 case", "Wrong: 1 case"} <= {line.strip() for line in text.splitlines()}
+    assert cli.main(["recommend", *words[:-1], "A100"]) == 2
+    assert "--device A100: nothing was measured on it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -88,8 +116,8 @@ def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommend("--needs", "sinks", "--format", "json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["needs"] == ["sinks"]
-    ((good, liar),) = (run["backends"] for run in report["runs"])
+    ((liar, good),) = (device["backends"] for device in report["devices"])
     assert (good["backend"], good["standing"], good["right"]) == ("Good", "right", 1)
     assert good["median_ns"] == pytest.approx(2e6)
     assert (liar["backend"], liar["standing"], liar["wrong"]) == ("Liar", "wrong", 1)
-    assert liar["findings"] == snapshot(["the sinks are ignored (1 case, check numerics)"])
+    assert liar["findings"] == snapshot(["the sinks are ignored (1 case)"])

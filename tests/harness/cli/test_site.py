@@ -31,8 +31,18 @@ def run(
 def test_a_site_is_written_from_files_and_folders(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["site", str(run), "--runs", "runs", "--output", "out"]) == 0
     assert capsys.readouterr().out == "out/index.html: 1 run, 1 backend, 1 device\n"
-    assert "reference" in Path("out/backends.html").read_text(encoding="utf-8")
+    assert "reference" in Path("out/index.html").read_text(encoding="utf-8")
     assert cli.main(["site", str(run), "--output", "out"]) == 0  # an earlier site is written again
+
+
+def test_planted_faults_are_no_backends_of_a_site(
+    run: Path, header: RunHeader, make_record: Callable[..., Record], write_run: Callable[..., Path]
+) -> None:
+    for folder in ("faults", "miniatures"):
+        Path("runs", folder).mkdir()
+        write_run(Path("runs", folder, "b.jsonl"), header, make_record("failed", backend="Wrong"))
+    assert cli.main(["site", "--runs", "runs", "--skip", "faults, miniatures", "--output", "out"]) == 0
+    assert "Wrong" not in Path("out/index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -71,14 +81,14 @@ def test_the_server_shows_a_run_as_it_grows_and_ends_with_a_signal(
                 with urlopen(match[0] + name, timeout=30) as answer:
                     return str(answer.read().decode())
 
-            assert "unfinished" in page("runs.html")
-            assert "data/reload.js" in page("index.html")
+            assert ">stopped<" in page("runs.html")
+            assert "data/written.txt" in page("index.html")
             written = page("data/written.txt")
             run.write_text("".join(lines), encoding="utf-8")
             limit = time.monotonic() + 60
             while page("data/written.txt") == written and time.monotonic() < limit:
                 time.sleep(0.2)
-            assert "unfinished" not in page("runs.html")
+            assert ">stopped<" not in page("runs.html")
             process.terminate()
             assert process.wait(60) == 128 + signal.SIGTERM
         finally:

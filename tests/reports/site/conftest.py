@@ -1,15 +1,17 @@
 """Small runs of one backend with given outcomes by case."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attncheck.reports.run_file.header import BackendInfo, RunHeader
+from attncheck.reports.analysis.measured import MeasuredRun, Subject, measured_run, subjects
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.site.digest import digest_of
-from attncheck.reports.site.model import SiteRun
+from attncheck.reports.run_file.store import read_run
+from attncheck.reports.site.build import names_of, read_runs, write_site
+from attncheck.reports.speeds.speed import forward_times
 
 LATENCY = {"part": "forward", "clock": "events", "samples_ns": [1], "is_settled": True}
 
@@ -20,7 +22,8 @@ def run_file(
 ) -> Callable[..., Path]:
     """``run_file(day, {"a": "passed"})`` writes a run of that day in January with these outcomes by case id.
 
-    ``device``, ``backend``, ``version``: of the run. ``finding``: of its failures. ``times``: nanoseconds by case id.
+    ``device``, ``backend``, ``version``: of the run. ``finding``, ``concerns``: of its failures. ``times``: nanoseconds by case id,
+    in ``processes``. ``machine``: fields of the environment. ``needs``: by case id, or of all cases. ``stopped``: ids of cases that the run did not reach.
     """
 
     def write(
@@ -30,43 +33,72 @@ def run_file(
         device: str = "a gpu",
         backend: str = "Mine",
         version: str = "1",
+        features: tuple[str, ...] = ("sliding_window",),
         finding: str = "the window is ignored",
+        concerns: tuple[str, ...] = (),
+        needs: Any = ("sliding_window", "block_size=16"),
         times: dict[str, float] | None = None,
-        folder: str = "runs",
+        processes: int = 1,
+        stopped: tuple[str, ...] = (),
+        machine: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Path:
-        environment = header.environment.model_copy(update={"device_name": device, "capability": "9.0"})
+        environment = header.environment.model_copy(
+            update={"device_name": device, "capability": "9.0"} | (machine or {})
+        )
         whose = {"backend": backend, "backend_ref": backend, "backend_version": version}
-        common = whose | {"environment": environment.digest, "needs": ("sliding_window", "block_size=16")} | fields
-        records = [
-            make_record(outcome, case_id=case, **(common | ({"finding": finding} if outcome == "failed" else {})))
-            for case, outcome in outcomes.items()
-        ]
-        for case, time in (times or {}).items():
-            latency = LATENCY | {"median_ns": time, "low_ns": 0.99 * time, "high_ns": 1.01 * time}
-            timing = {"latencies": [latency]}
-            records += [make_record("passed", case_id=case, check="timing", timing=timing, **common)]
+        common = whose | {"environment": environment.digest} | fields
+        records = []
+        for case, outcome in outcomes.items():
+            own = {"needs": needs[case] if isinstance(needs, dict) else needs}
+            own |= {"finding": finding, "concerns": concerns} if outcome == "failed" else {}
+            own |= {"reason": finding} if outcome == "xfailed" else {}
+            records.append(make_record(outcome, case_id=case, **common, **own))
+            for round_ in range(processes if case in (times or {}) else 0):
+                time = (times or {})[case]
+                latency = LATENCY | {"median_ns": time, "low_ns": 0.99 * time, "high_ns": 1.01 * time}
+                timed = {"check": "timing", "round": round_, "timing": {"latencies": [latency]}, "needs": own["needs"]}
+                records.append(make_record("passed", case_id=case, **(common | timed)))
+        selected = (*outcomes, *stopped)
         described = header.model_copy(
             update={
                 "started": f"2026-01-{day:02}T00:00:00+00:00",
                 "environment": environment,
-                "backends": (BackendInfo(name=backend, ref=backend, version=version, features=("sliding_window",)),),
-                "checks": ("numerics", "timing", "refusals"),
+                "backends": (BackendInfo(name=backend, ref=backend, version=version, features=features),),
+                "checks": ("numerics", "timing", "refusals", "poison"),
+                "rounds": processes,
+                "cases": tuple(CaseInfo(suite="smoke", id=case, shape="head size 64") for case in selected),
             }
         )
-        path = tmp_path / folder / f"{len(list(tmp_path.rglob('*.jsonl'))):03}.jsonl"
+        path = tmp_path / "runs" / f"{len(list(tmp_path.rglob('*.jsonl'))):03}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        return write_run(path, described, *records)
+        write_run(path, described, *records)
+        if stopped:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            path.write_text("".join(lines[:-1]), encoding="utf-8")  # without its footer
+        return path
 
     return write
 
 
+def measured(path: Path) -> MeasuredRun:
+    run = read_run(path)
+    return measured_run(run, path.name, forward_times(run))
+
+
 @pytest.fixture
-def run_of(run_file: Callable[..., Path]) -> Callable[..., SiteRun]:
-    """``run_of(...)`` returns what the site keeps of such a run."""
+def subjects_of() -> Callable[..., tuple[Subject, ...]]:
+    """``subjects_of(file, ...)``: every backend on every device."""
+    return lambda *files: subjects(map(measured, files))
 
-    def read(*args: Any, **fields: Any) -> SiteRun:
-        path = run_file(*args, **fields)
-        return digest_of(path, path.name)
 
-    return read
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[Path]], Path]:
+    """``build(files)`` writes the site of these run files, without the HTML reports of runs, and returns its folder."""
+    monkeypatch.setattr("attncheck.reports.site.build.render_runs", lambda _: "<title>a run</title>")
+
+    def write(files: Iterable[Path]) -> Path:
+        write_site(*read_runs(names_of(files), 1), tmp_path / "site")
+        return tmp_path / "site"
+
+    return write

@@ -2,39 +2,39 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attncheck.reports.analysis.recommendation import STANDINGS
-from attncheck.reports.site.build import names_of, read_runs, write_site
-from attncheck.reports.site.model import SiteRun
+from attncheck.reports.analysis.recommendation import STANDINGS, known_needs, recommend
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
 HOSTILE = "</script><img src=x onerror=window.hacked=1>/../../\u202e{{ 7 * 7 }}"
-KINDS = ("index", "backends", "devices", "cases", "runs", "backends/*", "devices/*", "cases/*")
+KINDS = ("index", "cases", "runs", "backends/*", "devices/*")
 
 
 @pytest.fixture
-def site(tmp_path: Path, run_file: Callable[..., Path]) -> Path:
-    """Two devices; ``Mine`` is wrong in version 1 and right in version 2, ``other`` is wrong."""
-    files = (
-        run_file(1, {"a": "failed", "b": "unsupported"}),
-        run_file(2, {"a": "passed", "b": "unsupported"}, version="2", times={"a": 2e5}),
-        run_file(2, {"a": "failed", "b": "passed"}, backend="other", finding="the sinks are ignored"),
-        run_file(3, {"a": "passed"}, device="b gpu", needs=("sinks", "block_size=32")),
-    )
-    return build(files, tmp_path / "site")
+def files(run_file: Callable[..., Path]) -> list[Path]:
+    """On one device ``Mine`` is right, ``Other`` returns wrong output, ``Stopped`` was not finished."""
+    both = ("sinks", "sliding_window", "block_size=16")
+    needs = {"a": both, "b": ("sinks", "head_size=64"), "c": ("lse", "block_size=16")}
+    return [
+        run_file(1, {"a": "passed", "b": "passed", "c": "unsupported"}, needs=needs, times={"a": 1e5}),
+        run_file(1, {"a": "failed", "b": "passed", "c": "passed"}, needs=needs, backend="Other", concerns=("sinks",)),
+        run_file(1, {"c": "passed"}, needs=needs, backend="Stopped", stopped=("a", "b")),
+        run_file(1, {"a": "passed"}, needs=both, backend="Slow", times={"a": 53e5}),
+        run_file(2, {"a": "passed"}, device="b gpu", needs=("sinks", "block_size=32")),
+    ]
 
 
-def build(files: Any, output: Path) -> Path:
-    write_site(*read_runs(names_of(files), 1), output)
-    return output
+@pytest.fixture
+def site(build: Callable[..., Path], files: list[Path]) -> Path:
+    return build(files)
 
 
 def pages(site: Path) -> list[Path]:
@@ -63,7 +63,6 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.goto(address)
-        settled(page)
         return page
 
     yield opened
@@ -72,120 +71,89 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert complaints == []
 
 
-def settled(page: Any) -> None:
-    """Wait until a script has filled the page, if the page has one."""
-    if page.locator("#found").count():
-        page.locator("#found > *").first.wait_for()
+def answers(page: Any) -> list[tuple[str, str]]:
+    """Name and standing of each backend, from the top."""
+    rows = page.locator("table.matrix tbody tr").all()
+    return [
+        (row.locator("th a").text_content(), row.locator(".together").text_content().partition(" (")[0]) for row in rows
+    ]
 
 
-def found(page: Any) -> dict[str, list[str]]:
-    """The backends by the heading of their standing."""
-    headings = page.locator("#found .standing").all_inner_texts()
-    tables = page.locator("#found table").all()
-    return {
-        heading.partition(" (")[0]: table.locator("tbody th").all_inner_texts()
-        for heading, table in zip(headings, tables, strict=True)
-    }
-
-
-def test_filters_select_what_was_measured(visit: Any, site: Path) -> None:
+def test_the_page_answers_every_pair_of_needs_as_the_command_does(
+    visit: Any, site: Path, files: list[Path], subjects_of: Any
+) -> None:
+    members = [subject for subject in subjects_of(*files) if subject.device == "a gpu"]
     page = visit((site / "index.html").as_uri())
-    page.select_option("[name=device]", "a gpu")
-    page.check("[value=sliding_window]")
-    assert found(page) == {STANDINGS["right"]: ["Mine"], STANDINGS["wrong"]: ["other"]}
-    assert "the sinks are ignored" in page.locator("#found").inner_text()
-    page.select_option("[name=device]", "b gpu")
-    page.locator("#found h2", has_text="b gpu").wait_for()
-    assert "Mine" not in found(page).get(STANDINGS["right"], [])
-    page.uncheck("[value=sliding_window]")
+    for needs in combinations(known_needs(members), 2):
+        page.evaluate("(needs) => judge(needs)", list(needs))
+        expected = {each.subject.name: STANDINGS[each.standing] for each in recommend(needs, members)}
+        assert dict(answers(page)) == expected, needs
+
+
+def test_what_returns_wrong_output_is_first_and_a_slow_backend_is_no_noise(visit: Any, site: Path) -> None:
+    page = visit((site / "index.html").as_uri())
+    page.get_by_text("features").click()
     page.check("[value=sinks]")
-    page.select_option("[name=block_size]", "32")
-    assert found(page)[STANDINGS["right"]] == ["Mine"]
-    for group in ("*", "*Hopper"):
-        page.select_option("[name=device]", "a gpu")
-        page.select_option("[name=device]", group)
-        page.locator("#found h2").nth(1).wait_for()
-        assert page.locator("#found h2").count() == 2
+    page.check("[value=sliding_window]")
+    assert answers(page)[0] == ("Other", STANDINGS["wrong"])
+    slow = page.locator("tr", has=page.get_by_role("link", name="Slow")).locator(".time")
+    assert slow.inner_text() == "53 times the fastest *, 1 case"
 
 
 def test_the_address_holds_the_selection(visit: Any, site: Path) -> None:
     page = visit((site / "index.html").as_uri())
-    page.select_option("[name=device]", "b gpu")
-    page.select_option("[name=block_size]", "32")
+    page.select_option("select >> nth=1", "block_size=16")
+    page.get_by_text("features").click()
     page.check("[value=sinks]")
-    page.locator("#found h2", has_text="b gpu").wait_for()
+    page.fill("[name=find]", "o")
     copy = visit(page.url)
-    assert copy.locator("[name=device]").input_value() == "b gpu"
-    assert copy.locator("[name=block_size]").input_value() == "32"
+    assert answers(copy) == answers(page)
+    assert copy.locator("tbody tr:visible").count() == page.locator("tbody tr:visible").count() == 3
+    copy.get_by_role("navigation", name="Devices").get_by_role("link", name="b gpu").click()
     assert copy.locator("[value=sinks]").is_checked()
-    assert found(copy) == found(page)
-    copy.get_by_role("button", name="Clear").click()
-    copy.locator("#found h2", has_text="a gpu").wait_for()
-    assert "block_size" not in copy.url
-    assert "sinks" not in copy.url
+    copy.get_by_role("link", name="Clear").click()
+    assert not copy.locator("[value=sinks]").is_checked()
 
 
-def test_the_fastest_is_named_only_if_intervals_are_apart(visit: Any, run_of: Any, tmp_path: Path) -> None:
-    def timed(name: str, low: float, high: float, **fields: Any) -> Any:
-        (backend,) = run_of(1, {"a": "passed"}, backend=name).backends
-        case = replace(backend.cases["smoke/a"], time=((low + high) / 2, low, high, fields.pop("processes", 3)))
-        return replace(backend, cases={"smoke/a": case}, **fields)
-
-    def remarks(*backends: Any) -> list[str]:
-        run: SiteRun = replace(run_of(1, {"a": "passed"}), backends=backends)
-        write_site([run], {}, tmp_path / "site")
-        page = visit((tmp_path / "site/index.html").as_uri())
-        return [text.partition("), ")[2] for text in page.locator("#found tbody td:nth-child(3)").all_inner_texts()]
-
-    assert remarks(timed("slow", 2e5, 2.1e5), timed("fast", 1e5, 1.1e5)) == ["fastest", ""]
-    assert remarks(timed("slow", 1.05e5, 2.1e5), timed("fast", 1e5, 1.1e5)) == [
-        "lowest, but not certain",
-        "within the noise, or not certain",
-    ]
-    assert remarks(timed("slow", 2e5, 2.1e5, processes=2), timed("fast", 1e5, 1.1e5))[0] == "lowest, but not certain"
+def test_a_preset_and_a_search_among_the_cases(visit: Any, site: Path) -> None:
+    page = visit((site / "index.html").as_uri())
+    page.get_by_role("link", name="gpt-oss").click()
+    assert page.locator("[value=sinks]").is_checked()
+    assert answers(page)[0][1] == STANDINGS["wrong"]
+    cases = visit((site / "cases.html").as_uri())
+    cases.fill("[name=find]", "smoke/c")
+    assert cases.locator("tbody tr:visible").count() == 1
 
 
-def test_without_a_need_a_backend_without_a_right_case_is_not_tried(visit: Any, run_file: Any, tmp_path: Path) -> None:
-    refusing = run_file(1, {"a": "passed"}, check="refusals", notes=("refused at forward: no",))
-    page = visit((build([refusing], tmp_path / "site") / "index.html").as_uri())
-    assert found(page) == {STANDINGS["not tried"]: ["Mine"]}
-
-
-def test_hostile_names_are_text(visit: Any, run_file: Any, tmp_path: Path) -> None:
+def test_hostile_names_are_text(visit: Any, run_file: Any, build: Any) -> None:
     hostile = run_file(1, {"a": "failed"}, backend=HOSTILE, device=HOSTILE, version=HOSTILE, finding=HOSTILE)
-    site = build([hostile, run_file(2, {"a": "passed"}, backend=HOSTILE, device=HOSTILE)], tmp_path / "site")
+    site = build([hostile, run_file(2, {"a": "passed"}, backend="b", device="b")])
     for path in pages(site):
         page = visit(path.as_uri())
         assert page.evaluate("window.hacked") is None
         assert page.locator("img:not([src^='../badges/'])").count() == 0
-        if path.parent.name in ("backends", "devices") or path.stem in ("index", "backends", "devices"):
-            assert "{{ 7 * 7 }}" in page.locator("main").inner_text()
 
 
-def test_every_page_works_offline_as_a_file(visit: Any, site: Path) -> None:
-    for path in site.rglob("*.html"):
+def test_the_site_works_below_a_path_of_a_server_and_offline(visit: Any, site: Path) -> None:
+    for path in pages(site):
         visit(path.as_uri(), offline=True)
-
-
-def test_the_site_works_below_a_path_of_a_server(visit: Any, site: Path) -> None:
     handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(site.parent))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f"http://127.0.0.1:{server.server_port}/site/"
         page = visit(f"{base}index.html", within=base)
-        for name in ("Backends", "Devices", "Cases", "Runs"):
-            page.get_by_role("navigation").get_by_role("link", name=name).click()
-            settled(page)
-        page.goto(f"{base}backends.html")
+        for name in ("Cases", "Runs", "Backends"):
+            page.wait_for_load_state("networkidle")
+            page.get_by_role("navigation", name="Pages").get_by_role("link", name=name).click()
+        page.wait_for_load_state("networkidle")
         page.locator("tbody th a").first.click()
         assert page.locator("h1").inner_text() == "Mine"
         page.wait_for_load_state("networkidle")
         server.shutdown()
 
 
-@pytest.mark.parametrize("width", [1440, 640, 320])
+@pytest.mark.parametrize("width", [1440, 390, 320])
 def test_pages_fit_the_window_at_every_zoom(visit: Any, site: Path, width: int) -> None:
-    """A window of 1280 pixels has 640 at a zoom of 200 %, and 320 at 400 %."""
     for path in pages(site):
         page = visit(path.as_uri(), viewport={"width": width, "height": 800}, device_scale_factor=2)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
@@ -197,23 +165,15 @@ def test_the_keyboard_suffices(visit: Any, site: Path) -> None:
     page.keyboard.press("Tab")
     assert page.evaluate(f"{focused}.className") == "skip"
     page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    assert page.evaluate(f"{focused}.name") == "device"
-    page.keyboard.press("ArrowDown")
-    page.locator("#found h2", has_text="b gpu").wait_for()
     for _ in range(30):
         page.keyboard.press("Tab")
         assert page.evaluate(f"getComputedStyle({focused}).outlineStyle") != "none", "the focus is visible"
+        if page.evaluate(f"{focused}.tagName") == "SUMMARY":
+            page.keyboard.press("Enter")
         if page.evaluate(f"{focused}.value") == "sinks":
             break
     page.keyboard.press("Space")
-    assert found(page)[STANDINGS["right"]] == ["Mine"]
-    page.locator("#found tbody a").first.focus()
-    page.keyboard.press("Enter")
-    page.wait_for_url("**/backends/*")
-    page.get_by_role("button", name="Dark").focus()
-    page.keyboard.press("Space")
-    assert page.get_by_role("button", name="Dark").get_attribute("aria-pressed") == "true"
+    assert answers(page)[0] == ("Other", STANDINGS["wrong"])
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

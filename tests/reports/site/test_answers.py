@@ -1,0 +1,122 @@
+"""What many runs come to: one answer for each backend on each device, true whatever a run expected or left out."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.reports.analysis.measured import Subject
+from attncheck.reports.analysis.recommendation import STANDINGS, need_answer, pace_words, recommend
+from attncheck.reports.analysis.support import REFUSED
+from attncheck.reports.site.pages import badge, history, verdict
+
+RunFile = Callable[..., Path]
+Subjects = Callable[..., tuple[Subject, ...]]
+
+
+def test_a_known_fault_is_wrong_whatever_the_run_expected(run_file: RunFile, subjects_of: Subjects) -> None:
+    (known,) = subjects_of(run_file(1, {"a": "xfailed", "b": "passed"}))
+    assert verdict(known) == ("wrong (known)", "bad", "1 finding, 1 case right, 1 wrong")
+    assert "wrong (known): 1 finding" in badge(known)
+    (both,) = subjects_of(run_file(1, {"a": "xfailed"}), run_file(2, {"c": "failed"}, finding="the sinks are ignored"))
+    assert verdict(both)[:2] == ("wrong", "bad")
+
+
+def test_a_stopped_run_makes_no_green_verdict_and_no_green_badge(run_file: RunFile, subjects_of: Subjects) -> None:
+    (stopped,) = subjects_of(run_file(1, {"a": "passed"}, stopped=("b", "c")))
+    assert verdict(stopped) == ("1 of 3 cases, run stopped", "warn", "1 case right")
+    assert "1 of 3 cases, run stopped" in badge(stopped)
+    # A later run that reaches the other cases completes the answer.
+    files = run_file(1, {"a": "passed"}, stopped=("b",)), run_file(2, {"a": "passed", "b": "passed"})
+    assert verdict(subjects_of(*files)[0]) == ("right", "good", "2 cases right")
+
+
+def test_a_need_of_a_case_that_was_not_reached_is_no_missing_case(run_file: RunFile, subjects_of: Subjects) -> None:
+    needs = {"a": ("lse",), "b": ("sinks",)}
+    other = run_file(1, {"a": "passed", "b": "passed"}, backend="other", needs=needs)
+    mine, _ = subjects_of(other, run_file(1, {"a": "passed"}, needs=needs, stopped=("b",)))
+    assert need_answer(mine, "sinks").words == "not reached (1): the run was stopped"
+    assert need_answer(mine, "alibi").standing == "not reached"
+    assert need_answer(mine, "lse").standing == "right"
+
+
+def test_what_returns_wrong_output_stands_first(run_file: RunFile, subjects_of: Subjects) -> None:
+    refusal = {"needs": ("sinks",), "check": "refusals", "features": ()}
+    accepts = run_file(1, {"a": "failed", "b": "passed"}, backend="Zed", **refusal)
+    right = run_file(1, {"a": "passed"}, backend="Able", needs=("sinks",), features=("sinks",))
+    refuses = run_file(1, {"a": "passed"}, backend="Noble", notes=(f"{REFUSED} construct: no",), **refusal)
+    found = recommend(["sinks"], subjects_of(accepts, right, refuses))
+    assert [(each.subject.name, each.standing) for each in found] == [
+        ("Zed", "wrong"),
+        ("Able", "right"),
+        ("Noble", "refused"),
+    ]
+    assert next(iter(STANDINGS.values())) == "accepts it and returns wrong output"
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [(1, "53 times the fastest; fewer than 3 processes: no interval"), (3, "53 times the fastest (53 to 53)")],
+)
+def test_a_slower_backend_is_never_within_the_noise(
+    run_file: RunFile, subjects_of: Subjects, processes: int, words: str
+) -> None:
+    fast = run_file(1, {"a": "passed"}, backend="Fast", times={"a": 1e5}, processes=processes)
+    slow = run_file(1, {"a": "passed"}, backend="Slow", times={"a": 53e5}, processes=processes)
+    first, second = recommend([], subjects_of(slow, fast))
+    assert (first.subject.name, second.subject.name) == ("Fast", "Slow")
+    assert second.pace is not None
+    assert pace_words(second.pace) == words
+
+
+def test_times_of_another_machine_are_not_compared(run_file: RunFile, subjects_of: Subjects) -> None:
+    files = [
+        run_file(1, {"a": "passed"}, backend=name, times={"a": 1e5}, machine={"cores": cores})
+        for name, cores in (("One", 8), ("Two", 16))
+    ]
+    assert [each.pace for each in recommend([], subjects_of(*files))] == [None, None]
+
+
+def test_a_likely_cause_is_called_likely(run_file: RunFile, subjects_of: Subjects) -> None:
+    cause = {"finding": "the window is one key too long", "meaning": "the window is one key too long"}
+    needs = {"a": ("sliding_window", "head_size=64"), "b": ("sliding_window", "head_size=32")}
+    (mine,) = subjects_of(run_file(1, {"a": "failed", "b": "failed"}, needs=needs, **cause))
+    ((finding, _),) = mine.findings
+    assert finding.title.startswith(("likely: ", "perhaps: "))
+
+
+def test_the_newest_result_of_each_case_of_the_newest_version_counts(run_file: RunFile, subjects_of: Subjects) -> None:
+    old = run_file(1, {"a": "failed", "gone": "failed"}, version="1")
+    whole = run_file(2, {"a": "failed", "b": "passed"}, version="2")
+    part = run_file(3, {"a": "passed"}, version="2")
+    (mine,) = subjects_of(whole, part, old)
+    assert {name: case.counted.count for name, case in mine.cases.items()} == {"smoke/a": "right", "smoke/b": "right"}
+    assert (mine.version, mine.findings, verdict(mine).word) == ("2", (), "right")
+    assert [(len(period.runs), period.backend.version) for period in history(mine)] == [(1, "2"), (1, "2"), (1, "1")]
+
+
+def test_a_run_that_compares_no_outputs_hides_no_wrong_one(run_file: RunFile, subjects_of: Subjects) -> None:
+    wrong = run_file(1, {"a": "failed"})
+    (mine,) = subjects_of(wrong, run_file(2, {"a": "passed"}, check="poison"))
+    assert verdict(mine)[:2] == ("wrong", "bad")
+    assert [finding.title for finding, _ in mine.findings] == ["the window is ignored"]
+    (mended,) = subjects_of(wrong, run_file(2, {"a": "passed"}))
+    assert verdict(mended)[:2] == ("right", "good")
+
+
+def test_a_finding_counts_until_all_of_its_cases_are_examined_again(run_file: RunFile, subjects_of: Subjects) -> None:
+    runs = [run_file(1, {"a": "failed", "b": "failed"}), run_file(2, {"a": "passed"})]
+    assert len(subjects_of(*runs)[0].findings) == 1
+    assert subjects_of(*runs, run_file(3, {"b": "passed"}))[0].findings == ()
+
+
+def test_equal_runs_are_one_line_of_the_history(run_file: RunFile, subjects_of: Subjects) -> None:
+    days = [run_file(day, {"a": "passed"}) for day in (1, 2, 3)]
+    (mine,) = subjects_of(*days, run_file(4, {"a": "failed"}))
+    assert [len(period.runs) for period in history(mine)] == [1, 3]
+
+
+def test_gpus_come_before_cpus(run_file: RunFile, subjects_of: Subjects) -> None:
+    gpu = run_file(1, {"a": "passed"}, device="z gpu")
+    cpu = run_file(1, {"a": "passed"}, device="a cpu", machine={"capability": None})
+    assert [subject.device for subject in subjects_of(cpu, gpu)] == ["z gpu", "a cpu"]
