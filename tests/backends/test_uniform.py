@@ -170,3 +170,11 @@ def test_codes_are_written_like_numbers(dtype, slots):
         if slot >= 0:
             expected[slot // 4, slot % 4] = codes.view(torch.uint8)
     assert torch.equal(stored, expected)
+
+
+def test_a_row_without_a_slot_changes_no_bit_of_slot_0():
+    """Slot 0 may hold a NaN that arithmetic would make another one."""
+    pools = [torch.full((2, 4, 2, 16), 0x7FA1, dtype=torch.int16) for _ in range(2)]
+    rows = torch.randn(3, 2, 16, dtype=torch.bfloat16)
+    write_slots(ONES, rows, rows, *(pool.view(torch.bfloat16) for pool in pools), torch.tensor([-1, -1, -1]))
+    assert all((pool == 0x7FA1).all() for pool in pools)

@@ -48,6 +48,8 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
         self.num_queries_per_kv = given.num_heads // given.num_kv_heads
         self.scale = float(given.scale)
         self.kv_cache_dtype = given.kv_cache_dtype
+        self.alibi_slopes = given.alibi_slopes
+        self.kv_sharing_target_layer_name = given.kv_sharing_target_layer_name
         self.sliding_window = (-1, -1) if given.sliding_window is None else (given.sliding_window - 1, 0)
         self.logits_soft_cap = given.logits_soft_cap or 0
 

@@ -114,22 +114,6 @@ def scratch(results: int, rank: int, segments: int) -> SplitScratch:
     return SplitScratch(out, lse, programs=10_000, most=segments)
 
 
-def test_decodes_extends_and_prompts_in_one_batch() -> None:
-    make_step().check()
-
-
-def test_every_row_sees_every_key_where_it_is_not_causal() -> None:
-    make_step(causal=False).check()
-
-
-def test_rows_before_the_first_key_see_nothing() -> None:
-    make_step(((5, 2), (1, 0), (2, 9))).check()
-
-
-def test_more_rows_than_a_block_and_more_keys_than_a_tile() -> None:
-    make_step(((40, 130), (1, 1), (33, 33), (2, 140)), heads=2).check()
-
-
 @pytest.mark.parametrize("segments", [2, 4, 16])
 def test_keys_in_segments_some_of_them_empty(segments: int) -> None:
     step = make_step(((1, 150), (2, 3), (3, 1)), heads=2)
@@ -149,33 +133,6 @@ def test_segments_that_have_no_room_are_not_made() -> None:
     room = scratch(3, 20, 4)
     make_step(((1, 150), (1, 3))).check(scratch=room)
     assert room.lse.isnan().all()
-
-
-@pytest.mark.parametrize("heads", [1, 4, 70])
-def test_any_number_of_heads(heads: int) -> None:
-    make_step(((1, 9), (2, 5)), heads=heads).check()
-
-
-@pytest.mark.parametrize(("rank", "rotary", "page"), [(16, 16, 16), (33, 1, 1), (5, 0, 7)])
-def test_any_sizes(rank: int, rotary: int, page: int) -> None:
-    make_step(((1, 40), (6, 20)), rank=rank, rotary=rotary, page=page).check()
-
-
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)], ids=str)
-def test_half_precision(dtype: torch.dtype, allowed: float) -> None:
-    make_step(dtype=dtype).check(allowed)
-
-
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
-def test_a_cache_of_another_dtype(stored: torch.dtype) -> None:
-    make_step(((1, 20), (3, 9)), stored=stored).check()
-
-
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("segments", [1, 2])
-def test_codes_mean_their_number_times_the_scale(stored: torch.dtype, segments: int) -> None:
-    step = make_step(((1, 70), (3, 9)), stored=stored, k_scale=0.3)
-    step.check(scratch=scratch(100, 20, segments))
 
 
 def test_tensors_lie_in_any_way() -> None:

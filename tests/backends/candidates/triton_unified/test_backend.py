@@ -1,4 +1,3 @@
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,51 +9,13 @@ pytest.importorskip("triton")
 
 from attncheck.backends.candidates.triton_unified.attention import ragged_attention, unified_attention
 from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend
-from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
-from attncheck.backends.registry import load
+from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.verification import contract_problems
-from attncheck.cases.loader import load_suite, select
-from attncheck.harness.checks.cudagraph.measurement import measure_level
-from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
-from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import AttentionParams, CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
 DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
-
-
-@pytest.mark.parametrize(
-    ("cases", "checks"),
-    [
-        pytest.param(["combined", "fp8-cache-per-head", "verify-tree*"], ("numerics", "lse"), marks=pytest.mark.slow),
-        pytest.param(
-            ["decode", "output-quant*", "encoder*", "cross*", "local"],
-            ("numerics", "containment"),
-            marks=pytest.mark.slow,
-        ),
-        (["decode"], ("numerics",)),
-        (["heads-first", "shared-cache"], ("cache_write",)),
-    ],
-    ids=str,
-)
-def test_cases_are_answered_right(cases: list[str], checks: tuple[str, ...]) -> None:
-    selected = select(load_suite("interpreted").cases, cases)
-    examiner = Examiner(RunPlan(cases=selected, backends=(load("triton_unified"),), checks=checks, device=str(DEVICE)))
-    fallen = [record for record in examiner.run() if record.outcome not in {"passed", "unsupported"}]
-    assert not fallen
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_graphs_of_decodes_and_of_mixed_batches_stay_right(window: int | None) -> None:
-    """Some of the probes; the whole level is measured in the suite of interpreted kernels."""
-    case = replace(select(load_suite("interpreted").cases, ["decode"])[0], layer=replace(SMALL, sliding_window=window))
-    questions = ProbeProblems(case, 0, DEVICE)
-    questions.probes = tuple(p for p in questions.probes if p.name in {"padded decode", "mixed buckets"})
-    measurement = measure_level(UnifiedBackend, questions, DEVICE)
-    assert measurement.declared is measurement.reached is AttentionCGSupport.ALWAYS
-    assert [probe.outcome for probe in measurement.levels.probes] == ["passed", "passed"]
 
 
 def test_it_keeps_the_contract() -> None:

@@ -1,6 +1,3 @@
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from inline_snapshot import snapshot
@@ -9,14 +6,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
-from attncheck.reference import reshape_and_cache as right
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, SIZE, SIZE_V, BLOCKS, PAGE = 3, 24, 40, 5, 6
-SLOTS = [7, -1, 29, 0, 13, -1, 14]
-ROWS = len(SLOTS) + 2
-
-Pages = Callable[[int, torch.dtype], Tensor]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,88 +28,10 @@ def nhd(size: int, dtype: torch.dtype) -> Tensor:
     return memory(BLOCKS, PAGE, HEADS, size, dtype=dtype)
 
 
-def hnd(size: int, dtype: torch.dtype) -> Tensor:
-    return memory(BLOCKS, HEADS, PAGE, size, dtype=dtype).transpose(1, 2)
-
-
-def spread(size: int, dtype: torch.dtype) -> Tensor:
-    """Space between blocks, slots, heads and numbers."""
-    wide = memory(2 * BLOCKS, PAGE + 1, HEADS + 2, 3 * size, dtype=dtype)
-    return wide[1::2, :PAGE, 1 : HEADS + 1, ::3]
-
-
 def bytes_of(x: Tensor) -> Tensor:
     """All the memory of a view's storage."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage(), 0, (x.untyped_storage().nbytes(),))
-
-
-def check(key: Tensor, value: Tensor, pages: Pages, dtype: torch.dtype, slots: Tensor, **scales: Any) -> None:
-    """Both caches, and what lies between their numbers, are what the reference makes of them, byte for byte."""
-    got, expected = ([pages(SIZE, dtype), pages(SIZE_V, dtype)] for _ in range(2))
-    before = bytes_of(expected[0]).clone()
-    inputs = key.clone(), value.clone(), slots.clone()
-    reshape_and_cache(key, value, *got, slots, **scales)
-    right(key, value, *expected, slots, **scales)
-    for mine, theirs in zip(got, expected, strict=True):
-        assert torch.equal(bytes_of(mine), bytes_of(theirs))
-    assert not torch.equal(bytes_of(got[0]), before)
-    for kept, given in zip(inputs, (key, value, slots), strict=True):
-        torch.testing.assert_close(given, kept, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("pages", [nhd, hnd, spread])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_exactly_the_mapped_slots_change(pages: Pages, dtype: torch.dtype) -> None:
-    key, value = numbers(ROWS, HEADS, SIZE, dtype=dtype), numbers(ROWS, HEADS, SIZE_V, dtype=dtype)
-    check(key, value, pages, dtype, torch.tensor(SLOTS, device=DEVICE))
-
-
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
-def test_a_cache_of_another_dtype_holds_the_rounded_rows(stored: torch.dtype) -> None:
-    key, value = numbers(ROWS, HEADS, SIZE), numbers(ROWS, HEADS, SIZE_V)
-    check(key, value, nhd, stored, torch.tensor(SLOTS, device=DEVICE, dtype=torch.int32))
-
-
-def test_keys_and_values_may_be_slices_of_one_tensor() -> None:
-    fused = numbers(ROWS, HEADS * (SIZE + SIZE_V) + 5, dtype=torch.float16)
-    key = fused[:, 2 : 2 + HEADS * SIZE].unflatten(1, (HEADS, SIZE))
-    value = fused[:, 4 + HEADS * SIZE : 4 + HEADS * (SIZE + SIZE_V)].unflatten(1, (HEADS, SIZE_V))
-    slots = torch.tensor(SLOTS, device=DEVICE).repeat_interleave(3)[::3]
-    check(key, value, hnd, torch.float16, slots)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("of_scale", ["number", "one", "head", "slot"])
-def test_codes_are_those_of_the_reference(dtype: torch.dtype, of_scale: str) -> None:
-    shapes = {"one": (1,), "head": (HEADS,), "slot": (BLOCKS, PAGE, HEADS)}
-    scales: list[Any] = [0.3, 0.07]
-    if of_scale in shapes:
-        scales = [numbers(*shapes[of_scale]).abs() / 10 + scale for scale in scales]
-    key, value = numbers(ROWS, HEADS, SIZE), numbers(ROWS, HEADS, SIZE_V)
-    key[0, 0, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -0.0, 1e-30])
-    check(key, value, hnd, dtype, torch.tensor(SLOTS, device=DEVICE), k_scale=scales[0], v_scale=scales[1])
-
-
-def test_codes_of_bfloat16_rows_go_through_float32() -> None:
-    key, value = (numbers(ROWS, HEADS, size, dtype=torch.bfloat16) for size in (SIZE, SIZE_V))
-    check(key, value, nhd, torch.float8_e4m3fn, torch.tensor(SLOTS, device=DEVICE), k_scale=0.3, v_scale=0.7)
-
-
-def test_a_cache_of_floats_ignores_scales_and_keeps_nan_as_it_is() -> None:
-    key, value = numbers(ROWS, HEADS, SIZE), numbers(ROWS, HEADS, SIZE_V)
-    key[0, 0, 0] = torch.tensor(0x7F812345, dtype=torch.int32).view(torch.float32)
-    check(key, value, nhd, torch.float32, torch.tensor(SLOTS, device=DEVICE), k_scale=0.3, v_scale=0.7)
-
-
-def test_both_caches_may_lie_in_one_tensor() -> None:
-    pool = memory(2, BLOCKS, PAGE, HEADS, SIZE, dtype=torch.float16)
-    expected = pool.clone()
-    key, value = (numbers(ROWS + extra, HEADS, SIZE, dtype=torch.float16)[extra:] for extra in (0, 1))
-    slots = torch.tensor(SLOTS, device=DEVICE)
-    reshape_and_cache(key, value, pool[0], pool[1], slots)
-    right(key, value, expected[0], expected[1], slots)
-    assert torch.equal(bytes_of(pool), bytes_of(expected))
 
 
 def test_nothing_is_written_for_no_rows_nor_beyond_the_cache() -> None:

@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.candidates.triton_unified import launch
 from attncheck.backends.candidates.triton_unified.tiling import (
     SplitScratch,
@@ -41,25 +40,6 @@ def scratch_of(batch: Any, segments: int, fill: float = torch.nan) -> SplitScrat
     return SplitScratch(out, torch.full((results,), fill, device=device), programs=10**6, most=segments)
 
 
-@pytest.mark.parametrize(
-    "modifier",
-    [
-        {},
-        {"sinks": (0.7, -math.inf)},
-        {"window": (70, 0)},
-        {"attn_chunk_size": 48},
-        {"logits_soft_cap": 1.0, "alibi_slopes": (0.1, -0.02)},
-        {"head_size_v": 24},
-    ],
-    ids=str,
-)
-def test_segments_are_merged_to_the_whole(paged: Batch, segments: list[int], modifier: dict[str, Any]) -> None:
-    """A request for every segment, one whose last segments are empty, one without keys, two rows of one."""
-    batch = paged([(1, 130), (1, 33), (1, 0), (2, 96)], (2, 1, 16), **modifier)
-    batch.assert_right(scratch=scratch_of(batch, 4))
-    assert segments == [2 if "window" in modifier else 4]
-
-
 @pytest.mark.parametrize("position", [0, 31, 32, 63, 64, 95, 96, 127, 128, 129])
 def test_a_key_at_the_edge_of_a_segment_is_counted_once(paged: Batch, position: int) -> None:
     """All scores are 0 but that of one key, which outweighs the others: the output is its value."""
@@ -84,36 +64,6 @@ def test_what_scratch_held_cannot_matter(paged: Batch, fill: float) -> None:
     assert lse[1].tolist() == [-math.inf, -math.inf]
 
 
-def test_rows_of_no_request_are_left_alone(paged: Batch, segments: list[int]) -> None:
-    batch = paged([(1, 70), (1, 40), (1, 40)], (2, 1, 16))
-    batch.query_start_loc[-1] = 2
-    out, lse = batch.attend(scratch=scratch_of(batch, 2))
-    assert segments == [2]
-    assert out[:2].isfinite().all()
-    assert out[2].isnan().all()
-    assert lse[2].isnan().all()
-
-
-@pytest.mark.parametrize("split", [1, 4])
-@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_codes_mean_their_scales(paged: Batch, split: int, codes: torch.dtype) -> None:
-    """One scale a KV head; slots of no request hold NaN codes."""
-    k_scale, v_scale = torch.tensor([0.25, 3.0]), torch.tensor([7.0, 0.11])
-    batch = paged([(1, 100), (5, 20)], (4, 2, 16), cache_dtype=codes)
-    batch.k_scale, batch.v_scale = (scale.to(batch.query.device) for scale in (k_scale, v_scale))
-    assert batch.key_cache.float().isnan().any()
-    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
-    batch.k_scale, batch.v_scale = batch.k_scale[1:], batch.v_scale[:1]
-    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
-
-
-@pytest.mark.parametrize("split", [1, 4])
-def test_codes_without_a_scale_are_their_numbers(paged: Batch, split: int) -> None:
-    batch = paged([(1, 100), (5, 20)], (4, 2, 16), cache_dtype=torch.float8_e4m3fn)
-    assert batch.k_scale is None
-    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
-
-
 @pytest.mark.parametrize("split", [1, 4])
 def test_what_is_no_number_stays_none(paged: Batch, split: int) -> None:
     """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
@@ -123,33 +73,6 @@ def test_what_is_no_number_stays_none(paged: Batch, split: int) -> None:
     assert out[0].isnan().all()
     assert lse[0].isnan().all()
     assert out[1].isfinite().all()
-
-
-@pytest.mark.parametrize("split", [1, 4])
-def test_the_output_is_quantised_inside(paged: Batch, split: int) -> None:
-    """Codes are those of the float output, saturated; rows of no request keep theirs."""
-    batch = paged([(1, 100), (3, 40)], (2, 1, 16))
-    batch.query_start_loc[-1] = 3
-    plain, _ = batch.attend()
-    scale = torch.tensor([0.0009], device=plain.device)
-    coded = torch.full(plain.shape, 3.0, device=plain.device).to(torch.float8_e4m3fn)
-    from attncheck.backends.candidates.triton_unified.attention import unified_attention
-
-    unified_attention(
-        batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        coded,
-        **batch.arguments(),
-        output_scale=scale,
-        scratch=scratch_of(batch, split),
-    )
-    expected = encode_fp8(plain, scale, torch.float8_e4m3fn).float()
-    assert expected[:3].abs().max() == 448.0
-    # Segments round differently: where the quotient lies between two codes, the other one may come out.
-    assert ((coded.float() - expected)[:3].abs() <= expected[:3].abs() / 8 + 2**-9).all()
-    assert (coded.float()[:3] == expected[:3]).float().mean() > 0.95
-    assert (coded.float()[3] == 3.0).all()
 
 
 def test_scratch_holds_what_wanted_programs_leave() -> None:

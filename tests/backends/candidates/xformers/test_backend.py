@@ -17,41 +17,6 @@ from attncheck.backends.candidates.xformers import impl as impl_module
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.3)
 MIXED = [(1, 5), (1, 33), (7, 19), (3, 3)]
-LAYERS = {
-    "plain": {},
-    "window": {"sliding_window": 9},
-    "cap": {"logits_soft_cap": 2.0},
-    "both": {"sliding_window": 9, "logits_soft_cap": 2.0},
-}
-
-
-def assert_right(step):
-    rows = step.num_rows
-    torch.testing.assert_close(step.output[:rows].double(), step.truth[:rows], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(step.output_lse[:rows].double(), step.truth_lse[:rows], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("modifiers", LAYERS.values(), ids=LAYERS)
-def test_mixed_batches_are_right(modifiers, make_step):
-    step = make_step(XFormersBackend, replace(PLAIN, **modifiers), MIXED)
-    assert step.run() is step.output
-    assert_right(step)
-
-
-def test_padding_and_requests_without_keys_are_right(make_step):
-    step = make_step(XFormersBackend, PLAIN, [(1, 20), (1, 0), (1, 3)], padding=(2, 2))
-    step.run()
-    assert_right(step)
-    assert not step.output[1].any()
-
-
-@pytest.mark.parametrize("block_size", [32, 48])
-def test_other_pages_are_right(block_size, make_step):
-    step = make_step(
-        XFormersBackend, PLAIN, [(1, block_size), (1, block_size + 1), (2, 5)], cache=CacheSpec(block_size=block_size)
-    )
-    step.run()
-    assert_right(step)
 
 
 @pytest.fixture

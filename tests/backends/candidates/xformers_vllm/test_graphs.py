@@ -44,7 +44,7 @@ def test_the_views_read_the_device_in_forward(plain):
     found = finding(PromisingBuilder)
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
-        "declared UNIFORM_SINGLE_TOKEN_DECODE, measured NEVER: probe 'decode' broke: forward cannot be captured (8 requests of 1 token each): host read: .item() at src/attncheck/backends/candidates/xformers_vllm/metadata.py:N in _view; host read: .item() at src/attncheck/backends/candidates/xformers_vllm/metadata.py:N in _view"
+        "declared UNIFORM_SINGLE_TOKEN_DECODE, measured NEVER: probe 'decode' broke: forward cannot be captured (8 requests of 1 token each): host read: .item() at src/attncheck/backends/candidates/xformers_vllm/builder.py:N in _view; host read: .item() at src/attncheck/backends/candidates/xformers_vllm/builder.py:N in _view"
     )
     assert "UNIFORM_SINGLE_TOKEN_DECODE" in found.summary
 
