@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, ROW, BAND, NAME = 900, 14, 9, 52
+WIDTH, ROW, BAND, NAME = 900, 16, 9, 52
 """Pixels of a chart's width, of a row, and of each further mark in it; characters of a row's name."""
 MOST_ROWS = 40
 """Maximum rows of a chart; the tables have all of them."""
@@ -36,9 +36,7 @@ SERIES = tuple(f"#0a0b{index:02x}" for index in range(0x20, 0x2C))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 """Markers that distinguish backends in addition to colours."""
 
-_VARIABLES = dict(
-    zip((INK, MUTED, RULE, GOOD, BAD, CALM), ("ink", "muted", "rule", "good", "bad", "calm"), strict=True)
-)
+_VARIABLES = {INK: "ink", MUTED: "muted", RULE: "rule", GOOD: "good", BAD: "bad", CALM: "calm"}
 _VARIABLES |= {color: f"series-{index}" for index, color in enumerate(SERIES)}
 _PLACEHOLDER = re.compile("|".join(_VARIABLES))
 _VERDICTS = {"slower": (BAD, "X"), "faster": (GOOD, "D"), "same": (CALM, "o"), "cannot tell": (MUTED, "|")}
@@ -59,6 +57,11 @@ class ChartRow(NamedTuple):
     name: str
     marks: tuple[Mark, ...]
     least: float | None = None
+
+    @property
+    def height(self) -> int:
+        """The height in pixels."""
+        return ROW + BAND * (len(self.marks) - 1)
 
 
 def speed_charts(key: str, speeds: Sequence[Speed]) -> list[Drawing]:
@@ -92,9 +95,8 @@ def ratio_chart(key: str, changes: Sequence[SpeedChange]) -> Drawing:
         )
         for each in ordered
     ]
-    return _chart(
-        key, "time of NEW / time of BASE, with an interval that holds for all pairs", rows, _VERDICTS, _ratios
-    )
+    about = "time of NEW / time of BASE; intervals hold for all pairs at once, and a single process has none"
+    return _chart(key, about, rows, _VERDICTS, _ratios)
 
 
 def _case_rows(speeds: Sequence[Speed]) -> list[ChartRow]:
@@ -126,9 +128,8 @@ def _chart(
     shown = rows[:MOST_ROWS]
     if left_out := len(rows) - len(shown):
         about += f"; {left_out} more rows are in the table"
-    height = 84 + sum(_height(row) for row in shown)
-
     names = [phrases.cut(phrases.one_line(row.name), NAME) for row in shown]
+    height = 84 + sum(row.height for row in shown)
 
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, max(map(len, names)), height)
@@ -136,15 +137,15 @@ def _chart(
         middles = []
         top = 0.0
         for row in shown:
-            middles.append(top + _height(row) / 2)
             for place, mark in enumerate(row.marks):
-                y = top + ROW / 2 + BAND * place + 1
+                y = top + ROW / 2 + BAND * place
                 color, marker = looks[mark.series]
                 axes.hlines(y, mark.low, mark.high, color=color, linewidth=3, alpha=0.45)
                 used[mark.series] = axes.scatter([mark.value], [y], s=20, c=color, marker=marker, linewidths=1)
             if row.least is not None:
-                axes.vlines(row.least, top + 2, top + _height(row) - 2, color=INK, linewidth=1.4)
-            top += _height(row)
+                axes.vlines(row.least, top + 2, top + row.height - 2, color=INK, linewidth=1.4)
+            middles.append(top + row.height / 2)
+            top += row.height
             axes.axhline(top, color=RULE, linewidth=0.6)
         axes.set_yticks(middles, names, color=INK)
         axes.set_ylim(top, 0)
@@ -155,10 +156,6 @@ def _chart(
     values = [f"{row.name}: {mark.series} {write(mark.value)}" for row in shown for mark in row.marks]
     label = phrases.cut(phrases.one_line("; ".join(values)), LONGEST_LABEL)
     return Drawing(phrases.one_line(about), _svg(key, label, height, draw))
-
-
-def _height(row: ChartRow) -> int:
-    return ROW + BAND * (len(row.marks) - 1) + 2
 
 
 def _axes(figure: "Figure", longest: int, height: int) -> "Axes":

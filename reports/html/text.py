@@ -86,7 +86,7 @@ def _block(block: PageBlock) -> str:
         case Code(text, "sh"):
             return "\n".join(map(_command, text.splitlines()))
         case Code(text):
-            return f"<pre>{escaped(text.rstrip())}</pre>"
+            return f'<pre tabindex="0">{escaped(text.rstrip())}</pre>'
         case Folded(title, blocks):
             return f"<details><summary>{escaped(title)}</summary>\n{render(blocks)}\n</details>"
         case Card(blocks):
@@ -150,7 +150,10 @@ def _table(table: Table) -> str:
         return "<p>Nothing was recorded.</p>"
     columns = ["number" if all(map(_is_number, column)) else "" for column in zip(*table.rows, strict=True)]
     signs = _signs(table)
-    heads = [_element("th", escaped(name), kind) for name, kind in zip(table.headings, columns, strict=True)]
+    heads = [
+        _element("th" if name else "td", escaped(name), kind)
+        for name, kind in zip(table.headings, columns, strict=True)
+    ]
     rows = ["".join(map(_cell, row, columns, range(len(row)))) for row in table.rows]
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     grid = f"\n<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>\n{body}\n</tbody>\n"

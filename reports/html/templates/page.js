@@ -186,7 +186,7 @@ function content(name, value) {
 
 /* Return a text as it is, or as an element that keeps its lines. */
 function lines(text) {
-  return text.includes("\n") ? element("pre", {}, text) : text;
+  return text.includes("\n") ? element("pre", { tabindex: 0 }, text) : text;
 }
 
 function smallTable([heads, ...lines]) {
@@ -292,7 +292,9 @@ function hasOption(field, value) {
 
 for (const table of document.querySelectorAll("main section:not(#explorer) table")) {
   if (table.tHead.rows[0].cells[0].textContent === "backend") linkCells(table);
-  [...table.tHead.rows[0].cells].forEach((head, place) => sortable(head, () => sortBody(table, place, head)));
+  [...table.tHead.rows[0].cells].forEach((head, place) => {
+    if (head.tagName === "TH") sortable(head, () => sortBody(table, place, head));
+  });
 }
 document.querySelector(".rows thead tr").append(element("td", {}), ...COLUMNS.map(({ title, style }, place) =>
   sortable(element("th", { scope: "col", class: style || "" }, title), () => {

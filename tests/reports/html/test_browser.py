@@ -223,3 +223,13 @@ def test_the_first_screen_of_a_phone_has_the_verdicts(show: Any, run: Any) -> No
         assert line.locator(".chip").inner_text() == verdict
         box = line.bounding_box()
         assert box["y"] + box["height"] < 844
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(show: Any, run: Any, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = show(run, color_scheme=scheme, bypass_csp=True)
+    page.locator("button.open").first.click()
+    found = Axe().run(page).response["violations"]
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found] == []

@@ -292,6 +292,15 @@ def test_a_chart_has_a_row_for_each_case_and_a_marker_for_each_backend(parse: An
     assert "the least time that the device allows" in page.texts["figcaption"][0]
 
 
+def test_marks_are_to_the_right_of_faster_ones(parse: Any, run_with: Any, timed: Any) -> None:
+    page = parse(run_with(timed(["fast", "slow"], (4096,), rounds=5)))
+    marks = [attributes for attributes in page.all("use") if "--series-" in str(attributes.get("style"))]
+    by_backend = [[float(each["x"]) for each in marks if f"series-{place})" in each["style"]] for place in range(2)]
+    drawn = [pair for pair in zip(*by_backend, strict=True) if pair[0] != pair[1]]
+    assert len(drawn) == 3  # decode, prefill and the legend
+    assert all(fast < slow for fast, slow in drawn)
+
+
 def test_a_chart_has_at_most_its_rows_and_states_what_it_leaves_out(parse: Any, run_with: Any, timed: Any) -> None:
     page = parse(run_with(timed(["\u6ce8\u610f \U0001f680"], range(512, 512 + 41 * 64, 64))))
     assert "; 42 more rows are in the table" in page.texts["figcaption"][0]
