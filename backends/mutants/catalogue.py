@@ -24,7 +24,9 @@ PLAIN = "plain"
 
 PLAIN_FILE = "backends/mutants/plain.py"
 
-_REFS = {PLAIN: "attncheck.backends.mutants.plain:PlainBackend", PROVIDER: "attncheck.reference"}
+PLAIN_REF = "attncheck.backends.mutants.plain:PlainBackend"
+
+_REFS = {PLAIN: PLAIN_REF, PROVIDER: "attncheck.reference"}
 """References of the bases that are no registered backends."""
 
 _FOLDER = Path(__file__).parent

@@ -11,8 +11,6 @@ from attncheck.backends.mutants.plain import Base, PlainImpl
 class Blind(Base):
     """The plain candidate under the name of the subclass, whose nested ``Impl`` ignores the scores."""
 
-    features = Base.features | {"merge_nan"}
-
     @classmethod
     def functions(cls):
         def merge_attn_states(out_a, lse_a, out_b, lse_b):

@@ -4,8 +4,12 @@ Each rule of attention is one statement here, so that a patch of the catalogue c
 computed at once, with all its scores in memory. Positions, not pages, decide which keys a row sees.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import conv1d, silu
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
@@ -36,6 +40,7 @@ class PlainBackend(PagedBackend):
             "short_keys",
             "tree",
             "cascade",
+            "merge_nan",
         }
     )
     conventions = Conventions(padded_rows="untouched")
@@ -57,6 +62,16 @@ class PlainBackend(PagedBackend):
     @staticmethod
     def get_metadata_cls() -> type["PlainMetadata"]:
         return PlainMetadata
+
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        return {
+            "merge_attn_states": merge_attn_states,
+            "reshape_and_cache": reshape_and_cache,
+            "copy_blocks": copy_blocks,
+            "swap_blocks": swap_blocks,
+            "causal_conv1d": causal_conv1d,
+        }
 
 
 class PlainMetadata(PagedMetadata):
@@ -91,15 +106,8 @@ class PlainImpl(PagedImpl):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        rows = (slot_mapping >= 0).nonzero().squeeze(1)
-        slots = slot_mapping[rows]
         k_scale, v_scale = _scales(layer)
-        for new, cache, scale in ((key[rows], key_cache, k_scale), (value[rows], value_cache, v_scale)):
-            page, offset = slots // cache.shape[1], slots % cache.shape[1]
-            if cache.itemsize == 1:
-                cache.view(torch.uint8)[page, offset] = _codes(new, scale, cache.dtype).view(torch.uint8)
-            else:
-                cache[page, offset] = new.to(cache.dtype)
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
     def attend(
         self,
@@ -137,8 +145,13 @@ class PlainImpl(PagedImpl):
             values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
             prefix = metadata.common_prefix_len
             parts = [(0, prefix), (prefix, seq_len)] if prefix else [(0, seq_len)]
-            states = [self.state(scores[..., lo:hi], values[lo:hi], has_sinks=(lo, hi) == parts[0]) for lo, hi in parts]
-            out[start:end], lse[start:end] = _merged(states)
+            first, *further = [
+                self.state(scores[..., lo:hi], values[lo:hi], has_sinks=(lo, hi) == parts[0]) for lo, hi in parts
+            ]
+            state = first
+            for part in further:
+                state = merge_attn_states(*state, *part)
+            out[start:end], lse[start:end] = state
         output[:num_rows] = out.to(output.dtype)
         if output_lse is not None:
             output_lse[:num_rows] = lse
@@ -219,13 +232,89 @@ def _codes(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled.clamp(-limit, limit).to(dtype)
 
 
-def _merged(states: list[State]) -> State:
-    """Return the state over the keys of all ``states``; one without keys has LSE -inf and does not contribute."""
-    lse = torch.stack([lse for _, lse in states]).logsumexp(0)
-    out = torch.zeros_like(states[0][0])
-    for part_out, part_lse in states:
-        out += part_out * torch.exp(part_lse - lse).nan_to_num(0.0)[..., None]
-    return out, lse
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    """Store row ``t`` of ``key`` and ``value`` at slot ``slot_mapping[t]``; skip negative slots and extra rows."""
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[rows]
+    for new, cache, scale in ((key[rows], key_cache, k_scale), (value[rows], value_cache, v_scale)):
+        page, offset = slots // cache.shape[1], slots % cache.shape[1]
+        if cache.itemsize == 1:
+            cache.view(torch.uint8)[page, offset] = _codes(new, scale, cache.dtype).view(torch.uint8)
+        else:
+            cache[page, offset] = new.to(cache.dtype)
+
+
+def copy_blocks(caches: Sequence[Tensor], mapping: Tensor) -> None:
+    """Copy page ``s`` of each cache to its page ``d``, for each row ``(s, d)`` of ``mapping``."""
+    for cache in caches:
+        for source, destination in mapping.tolist():
+            cache[destination] = cache[source]
+
+
+def swap_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
+    """Copy ``src[s]`` to ``dst[d]`` for each row ``(s, d)`` of ``mapping``."""
+    for source, destination in mapping.tolist():
+        dst[destination] = src[source]
+
+
+def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> State:
+    """Return the state over the keys of both; one without keys has LSE -inf and does not contribute."""
+    highest = torch.maximum(lse_a, lse_b)
+    weight_a, weight_b = _weight(lse_a, highest), _weight(lse_b, highest)
+    total = weight_a + weight_b
+    out = _weighted(out_a, weight_a) + _weighted(out_b, weight_b)
+    out = out / total.masked_fill(total == 0, 1.0)[..., None]
+    return out.to(out_a.dtype), highest + total.log()
+
+
+def _weight(lse: Tensor, highest: Tensor) -> Tensor:
+    return torch.exp(lse - highest.masked_fill(highest.isinf(), 0.0))
+
+
+def _weighted(out: Tensor, weight: Tensor) -> Tensor:
+    # Weight 0 does not hide NaN.
+    return (out.float() * weight[..., None]).masked_fill((weight == 0)[..., None], 0.0)
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str | None,
+    pad_id: int,
+) -> Tensor:
+    """Return the convolution of each sequence of ``x``, and store its last rows in its line of ``states``."""
+    y, past = torch.zeros_like(x), weight.shape[1] - 1
+    starts = query_start_loc.tolist()
+    for request, line in enumerate(cache_indices.tolist()):
+        start, end = starts[request], starts[request + 1]
+        if line == pad_id or start == end:
+            continue
+        state = states[line]
+        before = state[:, :past].clone() if has_initial_state[request] else torch.zeros_like(state[:, :past])
+        tape = torch.cat([before, x[start:end].T], dim=1)
+        out = conv1d(tape.float()[None], weight.float()[:, None], groups=len(tape))[0].T
+        if bias is not None:
+            out = out + bias.float()
+        if activation is not None:
+            out = silu(out)
+        y[start:end] = out.to(x.dtype)
+        state[:, :past] = tape[:, tape.shape[1] - past :]
+    return y
 
 
 class Base(PlainBackend):

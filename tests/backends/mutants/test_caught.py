@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attncheck.backends.mutants.catalogue import catalogue
+from attncheck.backends.mutants.catalogue import PLAIN, PLAIN_REF, catalogue
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.errors import BackendUnavailableError
@@ -48,6 +48,9 @@ def test_mutants_are_caught_where_the_catalogue_expects_it(key):
     mutants = [mutant for mutant in catalogue() if mutant.case == key]
     case, missed = case_of(key), []
     examiner = Examiner(RunPlan((case,)))
+    for check in {mutant.check for mutant in mutants if mutant.base == PLAIN}:
+        (record,) = examiner.examine(case, load(PLAIN_REF), (check,))
+        assert record.outcome in ("passed", "unsupported"), record
     for mutant in mutants:
         try:
             backend = load(mutant.ref)

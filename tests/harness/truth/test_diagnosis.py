@@ -1,4 +1,4 @@
-"""What each mutant of the area ``diagnosis`` leaves in its output is named, by the first words that a reader sees."""
+"""What mutants of two areas leave in their output is named, by the first words that a reader sees."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ from attncheck.harness.api import examine
 from attncheck.reports.analysis.findings import findings
 from attncheck.reports.run_file.records import Failed
 
-MUTANTS = [mutant for mutant in catalogue() if mutant.area == "diagnosis"]
+MUTANTS = [mutant for mutant in catalogue() if mutant.area in ("diagnosis", "functions") and mutant.cause]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
