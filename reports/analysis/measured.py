@@ -184,6 +184,7 @@ def measured_run(run: Run, name: str, times: Mapping[tuple[str, str], Time]) -> 
     header, environment = run.header, run.header.environment
     found = run_findings(run.records, header)
     key = f"{slug(name.rpartition('/')[2].partition('.')[0])}-{sha256(name.encode()).hexdigest()[:8]}"
+    variants = {suite.name: suite.ref[suite.ref.index("{") :] for suite in header.suites if "{" in suite.ref}
     cases = _cases(run, key, found, times)
     infos = {info.name: info for info in header.backends}
     verdicts = [each for each in found.verdicts if each.backend in infos]
@@ -197,9 +198,22 @@ def measured_run(run: Run, name: str, times: Mapping[tuple[str, str], Time]) -> 
         capability=environment.capability or "",
         versions=f"attncheck {environment.attncheck}, torch {environment.torch}{driver}",
         is_stopped=not run.complete,
-        backends=tuple(_backend(each, infos[each.backend], run, found, cases[each.backend]) for each in verdicts),
-        described={f"{case.suite}/{case.id}": (case.shape, case.description) for case in header.cases},
+        backends=tuple(
+            _backend(each, infos[each.backend], run, found, cases[each.backend], variants) for each in verdicts
+        ),
+        described={
+            _title(f"{case.suite}/{case.id}", variants): (case.shape, case.description) for case in header.cases
+        },
     )
+
+
+def _title(case: str, variants: Mapping[str, str]) -> str:
+    """Return the name of a case (``suite/id``) with what the run set in its suite, which makes it another case.
+
+    ``variants``: by suite, settings such as ``{cache.block_size: 16}``.
+    """
+    suite, _, name = case.partition("/")
+    return f"{suite}{variants.get(suite, '')}/{name}"
 
 
 def slug(name: str) -> str:
@@ -252,7 +266,12 @@ def _kind(case: CaseInfo) -> tuple[str, ...]:
 
 
 def _backend(
-    verdict: BackendVerdict, info: BackendInfo, run: Run, found: RunFindings, cases: Mapping[str, MeasuredCase]
+    verdict: BackendVerdict,
+    info: BackendInfo,
+    run: Run,
+    found: RunFindings,
+    cases: Mapping[str, MeasuredCase],
+    variants: Mapping[str, str],
 ) -> MeasuredBackend:
     is_interpreted = "interpreted" in info.version or info.required_environment.get("TRITON_INTERPRET") == "1"
     is_emulated = any(row.backend == info.name and row.graph.recorder == "emulated" for row in found.levels)
@@ -264,22 +283,22 @@ def _backend(
         marks=marks,
         features=tuple(sorted(info.features)),
         words=", ".join(phrases.result_counts(verdict.results)),
-        findings=tuple(_finding(finding, run.header) for finding in verdict.findings),
-        cases=cases,
-        unreached=() if run.complete else tuple(name for name in selected if name not in cases),
+        findings=tuple(_finding(finding, run.header, variants) for finding in verdict.findings),
+        cases={_title(name, variants): case for name, case in cases.items()},
+        unreached=() if run.complete else tuple(_title(name, variants) for name in selected if name not in cases),
     )
 
 
-def _finding(finding: Finding, header: RunHeader) -> MeasuredFinding:
+def _finding(finding: Finding, header: RunHeader, variants: Mapping[str, str]) -> MeasuredFinding:
     example = finding.example
     is_likely = isinstance(example, Failed) and finding.is_explained and finding.is_confirmed
     return MeasuredFinding(
         words=finding.words,
         title=f"likely: {finding.title}" if is_likely else finding.title,
-        case=example.case,
+        case=_title(example.case, variants),
         example=example.summary if isinstance(example, XFailed) else phrases.what_happened(example),
         repeat=repro_command(example, header),
-        places=tuple((record.case, record.check) for record in finding.records),
+        places=tuple((_title(record.case, variants), record.check) for record in finding.records),
         is_known=finding.is_expected,
         is_wrong=not isinstance(example, XPassed) and not is_out_of_time(example),
     )

@@ -21,14 +21,15 @@ function standingOf(backend, cases, needs) {
 }
 
 /* Geometric means over the right cases with a time: the multiple of the fastest, and its interval if all have one. */
-function timeOf(cases) {
+function paceOf(cases) {
   const timed = cases.filter((each) => each.length > 4 && each[1] === data.right);
-  if (!timed.length) return "";
+  if (!timed.length) return { ratio: Number.MAX_VALUE, words: "" };
   const mean = (at) => Math.exp(timed.reduce((sum, each) => sum + Math.log(each[at]), 0) / timed.length);
   const text = (value) => (value < 10 ? value.toFixed(2) : value.toFixed(0));
   const interval = timed.every((each) => each[5]) ? ` (${text(mean(5))} to ${text(mean(6))})` : " *";
-  const place = mean(4) < 1.0005 ? "fastest" : `${text(mean(4))} times the fastest`;
-  return `${place}${interval}, ${timed.length} case${timed.length === 1 ? "" : "s"}`;
+  const ratio = mean(4);
+  const place = ratio < 1.0005 ? "fastest" : `${text(ratio)} times the fastest`;
+  return { ratio, words: `${place}${interval}, ${timed.length} case${timed.length === 1 ? "" : "s"}` };
 }
 
 /* Fill the columns that depend on the selection, and put rows in the order of their standings. */
@@ -43,8 +44,9 @@ function judge(names) {
     const cell = row.querySelector(".together");
     cell.className = `together t-${tone}`;
     cell.textContent = number && standing !== data.last ? `${title} (${number})` : title;
-    row.querySelector(".time").textContent = timeOf(cases);
-    return { row, standing: needs.length ? standing : 0 };
+    const pace = paceOf(cases);
+    row.querySelector(".time").textContent = pace.words;
+    return { row, standing, ratio: pace.ratio };
   });
   for (const cell of document.querySelectorAll(".together")) cell.hidden = !needs.length;
   for (const heading of document.querySelectorAll("[data-need]")) {
@@ -52,7 +54,8 @@ function judge(names) {
   }
   const isTimed = rows.some((row) => row.querySelector(".time").textContent);
   for (const cell of document.querySelectorAll(".time")) cell.hidden = !isTimed;
-  judged.sort((one, other) => one.standing - other.standing);
+  const inOrder = (one, other) => one.standing - other.standing || one.ratio - other.ratio;
+  if (needs.length) judged.sort(inOrder);
   document.querySelector("tbody").append(...judged.map(({ row }) => row));
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports.analysis.measured import MeasuredRun, Subject, measured_run, subjects
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.site.build import names_of, read_runs, write_site
@@ -23,7 +23,7 @@ def run_file(
     """``run_file(day, {"a": "passed"})`` writes a run of that day in January with these outcomes by case id.
 
     ``device``, ``backend``, ``version``: of the run. ``finding``, ``concerns``: of its failures. ``times``: nanoseconds by case id,
-    in ``processes``. ``machine``: fields of the environment. ``needs``: by case id, or of all cases. ``stopped``: ids of cases that the run did not reach.
+    in ``processes``. ``machine``: fields of the environment. ``variant``: what the run set in the suite. ``needs``: by case id, or of all cases. ``stopped``: ids of cases that the run did not reach.
     """
 
     def write(
@@ -41,6 +41,7 @@ def run_file(
         processes: int = 1,
         stopped: tuple[str, ...] = (),
         machine: dict[str, Any] | None = None,
+        variant: str = "",
         **fields: Any,
     ) -> Path:
         environment = header.environment.model_copy(
@@ -67,6 +68,7 @@ def run_file(
                 "backends": (BackendInfo(name=backend, ref=backend, version=version, features=features),),
                 "checks": ("numerics", "timing", "refusals", "poison"),
                 "rounds": processes,
+                "suites": (SuiteInfo(name="smoke", ref=f"smoke{variant}", cases=len(selected)),),
                 "cases": tuple(CaseInfo(suite="smoke", id=case, shape="head size 64") for case in selected),
             }
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports.analysis.measured import Subject
+from attncheck.reports.analysis.measured import Subject, paces
 from attncheck.reports.analysis.recommendation import STANDINGS, need_answer, pace_words, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.site.pages import badge, history, verdict
@@ -67,6 +67,15 @@ def test_a_slower_backend_is_never_within_the_noise(
     assert (first.subject.name, second.subject.name) == ("Fast", "Slow")
     assert second.pace is not None
     assert pace_words(second.pace) == words
+
+
+def test_a_case_with_other_settings_is_another_case(run_file: RunFile, subjects_of: Subjects) -> None:
+    small = {"needs": ("block_size=16",), "variant": "{cache.block_size: 16}", "times": {"a": 1e5}}
+    large = {"needs": ("block_size=256",), "variant": "{cache.block_size: 256}", "times": {"a": 2e5}}
+    files = [run_file(1, {"a": "passed"}, **small), run_file(2, {"a": "passed"}, **large)]
+    mine, other = subjects_of(*files, run_file(2, {"a": "passed"}, backend="Other", **large))
+    assert (len(mine.cases), need_answer(mine, "block_size=16").words) == (2, "right (1)")
+    assert [name for each, name in paces([mine, other]) if each == "Other"] == ["smoke{cache.block_size: 256}/a"]
 
 
 def test_times_of_another_machine_are_not_compared(run_file: RunFile, subjects_of: Subjects) -> None:
