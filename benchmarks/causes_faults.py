@@ -586,9 +586,9 @@ _OTHERS = (
         "value_pages_exchanged",
         "index",
         "values of the first two pages are exchanged, keys are not",
-        (rf"values.*{_PAGES}",),
+        (rf"{_PAGES}.*values",),
         # Values in another order beside keys in theirs are the same as keys in another order beside values in theirs.
-        partly="of keys alone: pages 0 and 1 of the block table are exchanged",
+        partly="pages 0 and 1 of the block table are exchanged, for keys alone",
         stages={"value_slots": _value_pages_exchanged},
     ),
     Fault(

@@ -76,7 +76,7 @@ class Finding:
     ``example``: the record to show, that of the smallest case. ``case``: its case, or None if the run file does not
     describe it. ``contrast``: what the cases have in common that passing ones do not have, or None if nothing was
     found. ``is_confirmed``: whether a check observed the cause, or it fits two cases of another batch or layer with the
-    same figures.
+    same figures, and of the causes that fit some case, no other fits all.
     """
 
     backend: str
@@ -342,8 +342,9 @@ def _split(
         named = [record for record in records if isinstance(record, Failed) and words in _causes(record)]
         confirming = {_differing(record, keys[_case(record)]) for record in named}
         figures = {cause for r in named for cause in likely_causes(r.meaning) if without_figures(cause) == words}
+        left = set.intersection(*(set(_causes(record)) for record in named)) if named else set()
         is_fit = any(map(_is_inferred, named))
-        is_confirmed = not is_fit or (len(confirming) > 1 and len(figures) == 1)
+        is_confirmed = not is_fit or (len(confirming) > 1 and len(figures) == 1 and left == {words})
         case = described.get(_case(example))
         return Finding(backend, words, tuple(records), example, case, contrast, is_confirmed)
 

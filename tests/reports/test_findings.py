@@ -252,7 +252,7 @@ def test_a_case_that_excludes_a_cause_removes_it(make: Make, header: RunHeader) 
     other = make("failed", case_id="b", summary=ROWS, meaning=f"the mask{FITS}{also}the cap")
     third = make("failed", case_id="c", summary=ROWS, meaning=f"the mask{FITS}")
     (found,) = findings([one, other], header)
-    assert stated_cause(one, found) == f"likely cause: the mask{FITS}{also}the cap"
+    assert stated_cause(one, found) == f"perhaps: the mask{FITS}{also}the cap"
     (found,) = findings([one, other, third], header)
     assert stated_cause(one, found) == f"likely cause: the mask{FITS}"
     some = make("failed", case_id="d", summary=ROWS, meaning=f"the scale is 3{SOME}{also}the mask")

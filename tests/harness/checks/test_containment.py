@@ -94,7 +94,7 @@ ALL = snapshot(
             lambda call: call == 2,
             3,
             snapshot(
-                "a second, identical call is wrong: 1 of 40 rows are wrong, the first is row 3 (request 1, position 37), in all heads; the largest error is ..."
+                "a second, identical call is wrong: 1 of 40 rows is wrong, the first is row 3 (request 1, position 37), in all heads; the largest error is ..."
             ),
         ),
         (lambda call: call == 1, slice(None), snapshot("the first call is wrong, a second, identical one is right")),

@@ -64,7 +64,7 @@ def test_finite_numbers_are_judged_apart_from_those_that_are_not(make_case: Any,
     }
     assert (found.figures["finite_budget_share"] > 1) is spoils
     apart = (
-        "; among the finite values: 2 of 7 rows are wrong, the first is row 2 (request 1, position 15), in heads 3; "
+        "; among the finite values: 2 of 7 rows are wrong, the first is row 2 (request 1, position 15), in head 3; "
     )
     assert (apart in found.summary) is spoils
     assert found.summary.endswith("all finite values are right") is not spoils
@@ -86,7 +86,7 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[st
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
-        "1 of 7 rows were never written, or only added to, the first is row 1 (request 1, position 14); among the others: 1 of 7 rows are wrong, the first is row 3 (request 1, position 16), in all heads; the largest error is ..."
+        "1 of 7 rows were never written, or only added to, the first is row 1 (request 1, position 14); among the others: 1 of 7 rows is wrong, the first is row 3 (request 1, position 16), in all heads; the largest error is ..."
     )
     assert "1 of 7" in found.summary
     assert "14" in found.summary

@@ -94,7 +94,7 @@ def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -
             "keeps-the-most-requests",
             "a batch of more requests",
             snapshot(
-                "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows are wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
+                "right in a first step, wrong after a batch of more requests (q33_q7s60_q1s129_q1s129_q7s60_q33_q33): 1 of 41 rows is wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
             ),
         ),
         (
@@ -157,7 +157,7 @@ def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -
             "bound-of-the-latest-build",
             "unequal",
             snapshot(
-                "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows are wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
+                "right in a first step, wrong in a step with a batch of half the lengths (q1s65_q4s31_q17) in flight as a micro-batch: 1 of 41 rows is wrong, the first is row 40 (request 2, position 129), in all heads; the largest error is ..."
             ),
         ),
     ],

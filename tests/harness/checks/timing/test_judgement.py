@@ -152,7 +152,7 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
     with pytest.raises(UntrustworthyTimeError) as refused:
         bench.judge.finish()
     assert plain(str(refused.value)) == snapshot(
-        "forward: the output of call 2 is wrong: 1 of 5 rows are wrong, the first is row 4 (request 1, position 18), in all heads; the largest error is ..."
+        "forward: the output of call 2 is wrong: 1 of 5 rows is wrong, the first is row 4 (request 1, position 18), in all heads; the largest error is ..."
     )
     assert "1 of 5" in str(refused.value)
     first = AnswerJudge("forward", bench.source, Conventions())
