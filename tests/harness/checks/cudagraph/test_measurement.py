@@ -83,7 +83,7 @@ def test_the_line_that_reads_the_host_is_named(plain, questions):
     measurement = measure_level(ReferenceBackend, questions, CPU)
     _, fault = measurement.broke
     assert plain(str(fault)) == snapshot(
-        "forward cannot be captured (8 requests of 1 token each): host read: .tolist() at src/attncheck/reference/arguments.py:N in host_ints; data-dependent shape: .nonzero() at src/attncheck/reference/attention/cache.py:N in reshape_and_cache; host read: .cpu() at src/attncheck/reference/attention/pages.py:N in paged_requests; host copy: .to() at src/attncheck/reference/attention/pages.py:N in paged_requests"
+        "forward cannot be captured (8 requests of 1 token each): host read: .tolist() at src/attncheck/reference/arguments.py:N in host_ints; data-dependent shape: .nonzero() at src/attncheck/reference/attention/cache.py:N in reshape_and_cache; host read: .cpu() at src/attncheck/reference/attention/paged.py:N in paged_requests; host copy: .to() at src/attncheck/reference/attention/paged.py:N in paged_requests"
     )
     assert "reference/arguments.py:" in str(fault)
 
