@@ -35,7 +35,7 @@ def recommend(
     ] = AnswerFormat.terminal,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Print, for each device, which backends all of the runs measured as right for all needs.
+    """Print the backends that are right for all needs, by device.
 
     Exit code 0: at least one is right in cases that need all of them; 1: none is.
     """
