@@ -63,9 +63,7 @@ def test_finite_numbers_are_judged_apart_from_those_that_are_not(make_case: Any,
         **({"rows_finite_wrong": 2} if spoils else {}),
     }
     assert (found.figures["finite_budget_share"] > 1) is spoils
-    apart = (
-        "; among the finite values: 2 of 7 rows are wrong, the first is row 2 (request 1, position 15), in head 3; "
-    )
+    apart = "; among the finite values: 2 of 7 rows are wrong, the first is row 2 (request 1, position 15), in head 3; "
     assert (apart in found.summary) is spoils
     assert found.summary.endswith("all finite values are right") is not spoils
     assert ("the right one times 1.5" in str(found.meaning)) is spoils
