@@ -38,8 +38,7 @@ def render_runs(runs: Sequence[Run]) -> str:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("a report as HTML", "matplotlib", EXTRA)
+    require_extra()
     values = [RunValues.of(run) for run in runs]
     names = _names(runs)
     compared = list(zip(runs[1:], names[1:], strict=True))
@@ -57,6 +56,12 @@ def render_runs(runs: Sequence[Run]) -> str:
         records=records_json(values, names),
         script=script,
     )
+
+
+def require_extra() -> None:
+    """Raise MissingExtraError if a library that the page needs is not installed."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("a report as HTML", "matplotlib", EXTRA)
 
 
 class Section(NamedTuple):

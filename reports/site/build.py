@@ -12,6 +12,7 @@ from typing import TypeVar
 from attncheck.errors import QuestionError
 from attncheck.reports.analysis.measured import MeasuredRun, measured_run
 from attncheck.reports.html import render_runs
+from attncheck.reports.html.page import require_extra
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.site.pages import Site, site_files
 from attncheck.reports.speeds.speed import forward_times
@@ -91,6 +92,7 @@ def write_site(
     Raises:
         MissingExtraError: jinja2 is not installed, or what the HTML report needs.
     """
+    require_extra()  # an error in a process of the pool would not come back as itself
     newest_first = sorted(runs, key=lambda run: (run.started, run.key), reverse=True)
     site = Site(tuple(newest_first), unread, reloads)
     pages = {} if pages is None else pages
