@@ -26,6 +26,8 @@ WIDTH, ROW, BAND, NAME = 900, 16, 9, 52
 """Pixels of a chart's width, of a row, and of each further mark in it; characters of a row's name."""
 MOST_ROWS = 40
 """Maximum rows of a chart; the tables have all of them."""
+LEAST, MOST = 1e-12, 1e15
+"""Limits of the values that an axis can show, nanoseconds or ratios."""
 LONGEST_LABEL = 800
 """Maximum characters of the text for screen readers."""
 
@@ -133,6 +135,7 @@ def _chart(
 
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, max(map(len, names)), height)
+        axes.set_xlim(*_limits(shown))
         used = {}
         middles = []
         top = 0.0
@@ -156,6 +159,13 @@ def _chart(
     values = [f"{row.name}: {mark.series} {write(mark.value)}" for row in shown for mark in row.marks]
     label = phrases.cut(phrases.one_line("; ".join(values)), LONGEST_LABEL)
     return Drawing(phrases.one_line(about), _svg(key, label, height, draw))
+
+
+def _limits(rows: Sequence[ChartRow]) -> tuple[float, float]:
+    """Return the ends of the axis, somewhat beyond all marks; a damaged run file may have times of 0 or 1e300."""
+    marks = [value for row in rows for mark in row.marks for value in (mark.low, mark.value, mark.high)]
+    values = [value for value in (*marks, *(row.least for row in rows)) if value and LEAST < value < MOST]
+    return min(values, default=1.0) / 1.1, max(values, default=1.0) * 1.1
 
 
 def _axes(figure: "Figure", longest: int, height: int) -> "Axes":
