@@ -39,6 +39,10 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
             raise NotImplementedError("XFormersAttentionImpl: KV sharing is not supported")
         if given.alibi_slopes is not None:
             raise NotImplementedError("XFormersAttentionImpl: ALiBi is not supported")
+        if given.sinks is not None:
+            raise NotImplementedError("XFormersAttentionImpl: sinks are not supported")
+        if given.head_size_v != given.head_size:
+            raise NotImplementedError(f"XFormersAttentionImpl: head_size_v {given.head_size_v} is not supported")
         if given.attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"XFormersAttentionImpl: attn_type {given.attn_type}: only decoder is supported")
         XFormersAttentionBackend.validate_head_size(given.head_size)
