@@ -87,7 +87,7 @@ class PlainBuilder(PagedBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        common = common_attn_metadata
+        common = common_attn_metadata  # a patch may change it
         return super().build(common_prefix_len, common, fast_build)
 
 

@@ -136,10 +136,9 @@ def get_per_layer_parameters(
 ) -> dict[str, PerLayerParameters]:
     """Return the parameters of every named attention layer, in the order of the names; other layers are skipped.
 
-    vllm_config: ``compilation_config.static_forward_context`` maps names to layers. Of a layer's ``impl``, ``scale`` is
-        read, and if present ``sliding_window`` (a pair, of which the left one counts), ``logits_soft_cap`` and
-        ``sinks``.
-    cls_: the class of which every ``impl`` must be an instance.
+    vllm_config: ``compilation_config.static_forward_context`` maps names to layers. A layer's ``impl`` has ``scale``.
+        It may have ``sliding_window``, ``logits_soft_cap`` and ``sinks``. The first number of the window counts.
+    cls_: the class of the layers' impls.
 
     Raise :class:`~attncheck.errors.ReferenceArgumentError` for an unknown name (vLLM skips it), an ``impl`` of another
     class or without ``scale``, or a window that is not a pair of integers.

@@ -118,8 +118,13 @@ class Finding:
 
     def meaning_of(self, record: Failed) -> str:
         """Return the meaning of one of its records, without causes that another case with this cause excludes."""
-        causes = [set(named) for each in self.records if self.words in (named := _causes(each))]
-        return restricted(record.meaning or "", self.words, set.intersection(*causes))
+        return restricted(record.meaning or "", self.words, self._shared_causes)
+
+    @cached_property
+    def _shared_causes(self) -> frozenset[str]:
+        """The causes without figures that fit in all cases which name this one."""
+        causes = [frozenset(named) for each in self.records if self.words in (named := _causes(each))]
+        return frozenset.intersection(*causes)
 
     @property
     def exit_status(self) -> int:
@@ -128,7 +133,7 @@ class Finding:
             return 0
         return 3 if isinstance(self.example, Errored) and self.example.stage == OURSELVES else 1
 
-    @property
+    @cached_property
     def title(self) -> str:
         """The cause or the symptom, with the figures and the rows that all its records share."""
         match self.example:
@@ -257,7 +262,7 @@ def _words(short: Sequence[Short]) -> list[str]:
             blamed = ends[record.backend, record.case, cause_of_end(record.cause, "", "")]
         elif faults and record not in faults and (record in own or _may_follow(record)):
             blamed = min(faults, key=lambda each: (each.check == _WRITE, _distance(each)))
-        elif not faults and record.check == "invariance":
+        elif not faults and isinstance(record, Failed) and record.check == "invariance":
             blamed = writes.get(record.backend, record)
         # Of several causes that fit, take the one that fits most cases of the backend.
         shared = max(_causes(blamed), key=lambda cause: votes[record.backend, cause], default=blamed.finding)

@@ -228,15 +228,6 @@ def by_form(need: str) -> tuple[bool, str, tuple[bool, int, str]]:
     return bool(is_form), key, by_size(value)
 
 
-def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:
-    """Return (suite, id) of the cases of one backend that were examined as declared."""
-    cases: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.check != UTILITIES:
-            cases.setdefault((record.suite, record.case_id), []).append(record)
-    return frozenset(case for case, members in cases.items() if _became(members) in _AS_DECLARED)
-
-
 def _became(records: Iterable[Record]) -> str:
     """Return the count of a :class:`SupportRow` that one case of one backend belongs to."""
     examined = [record for record in records if record.outcome in EXAMINED and not is_out_of_time(record)]

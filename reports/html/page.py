@@ -109,7 +109,7 @@ def _comparison(base: Run, new: Run, key: str, name: str) -> Part:
 
 
 def _sections(blocks: Sequence[PageBlock]) -> tuple[Section, ...]:
-    """Return the sections that begin at headings of level 2, of which the first block must be one."""
+    """Return the sections of a part. Each begins at a heading of level 2, as the first block must."""
     starts = [place for place, block in enumerate(blocks) if isinstance(block, Heading) and block.level == 2]
     sections = []
     for start, end in pairwise([*starts, len(blocks)]):

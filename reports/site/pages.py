@@ -247,8 +247,8 @@ def matrix_data(members: Sequence[Subject], needs: Sequence[str]) -> dict[str, A
     """Return what the script needs to answer a combination of needs, with standings, needs and sets as positions.
 
     ``sets``: sets of needs. ``backends``, in the order of ``members``: the standing of each need alone, and each case
-    as ``[set, standing, set that must be selected, set of which one must be, ratio, low, high]``; without a pace if it
-    has none. Both conditions are those of :meth:`MeasuredCase.counts_for`.
+    as ``[set, standing, every, one, ratio, low, high]``; the last three are missing without a pace. The case counts if
+    all needs of the set ``every`` and one of the set ``one`` are selected, as in :meth:`MeasuredCase.counts_for`.
     """
     position = {need: number for number, need in enumerate(needs)}
     relative = paces(members)
@@ -285,7 +285,7 @@ def matrix_data(members: Sequence[Subject], needs: Sequence[str]) -> dict[str, A
 
 
 def _data_block(data: object) -> str:
-    """Return the data as JSON that cannot end the element it stands in."""
+    """Return the data as JSON for a ``<script>`` element, with every ``<`` escaped."""
     return clean_json(data).replace("<", "\\u003c")
 
 

@@ -167,6 +167,8 @@ def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(m
         ("numerics", "cache_write", "lse", "features", "invariance"),
     )
     assert stated_cause(records[1], found) == f"it may follow from another fault: {found.title}"
+    raised = make("errored", case_id="d", check="invariance", traceback=traceback(4))
+    assert [each.cases for each in findings([*records, raised], header)][1:] == [("smoke/d",)]
     window = make("failed", case_id="c", summary=ROWS, meaning=f"the last page is missing{FITS}")
     assert [each.cases for each in findings([*records, window], header)] == [
         ("smoke/a", "smoke/b", "smoke/d"),

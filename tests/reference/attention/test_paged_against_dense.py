@@ -170,8 +170,8 @@ def test_no_requests_at_all(make_batch):
     params = AttentionParams(4, 2, 8)
     batch = make_batch((1,), (4,), params)
     none = torch.zeros(0, dtype=torch.int32)
-    nobody = replace(batch, block_table=none.view(0, 1), seq_lens=none, query_start_loc=none.new_zeros(1))
-    out, lse = nobody.attend(params)
+    empty = replace(batch, block_table=none.view(0, 1), seq_lens=none, query_start_loc=none.new_zeros(1))
+    out, lse = empty.attend(params)
     assert torch.equal(out, torch.zeros_like(out))
     assert (lse == -torch.inf).all()
 

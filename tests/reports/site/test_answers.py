@@ -109,8 +109,8 @@ def test_a_run_that_compares_no_outputs_hides_no_wrong_one(run_file: RunFile, su
     (mine,) = subjects_of(wrong, run_file(2, {"a": "passed"}, check="poison"))
     assert verdict(mine)[:2] == ("wrong", "bad")
     assert [finding.title for finding, _ in mine.findings] == ["the window is ignored"]
-    (mended,) = subjects_of(wrong, run_file(2, {"a": "passed"}))
-    assert verdict(mended)[:2] == ("right", "good")
+    (later,) = subjects_of(wrong, run_file(2, {"a": "passed"}))
+    assert verdict(later)[:2] == ("right", "good")
 
 
 def test_a_finding_counts_until_all_of_its_cases_are_examined_again(run_file: RunFile, subjects_of: Subjects) -> None:
