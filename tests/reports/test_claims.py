@@ -269,3 +269,14 @@ def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make: M
     assert [each.verdict for each in answer.verdicts] == ["failed", "passed"]
     assert answer.findings == findings(records, header)
     assert [len(each.findings) for each in answer.verdicts] == [1, 0]
+
+
+def test_what_fails_beside_right_outputs_proves_no_claim_false(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """The layer without the window is wrong, not that with one."""
+    beside = {"check": "features", "summary": f"a layer without sliding_window, in the same process: {ROWS}"}
+    cases = [f"w{n}" for n in range(5)]
+    right = [make("passed", case_id=case, needs=("sliding_window",)) for case in cases]
+    wrong = [make("failed", case_id=case, needs=("sliding_window",), **beside) for case in cases]
+    assert claims(verdict_of([*plain, *right, *wrong])) == []

@@ -360,6 +360,17 @@ def test_only_cases_that_the_same_checks_examined_and_passed_count_as_right(
     assert found["x"].right == 1
 
 
+def test_a_case_whose_output_was_not_compared_does_not_count_as_right(
+    make: Make, with_cases: Callable[..., RunHeader]
+) -> None:
+    stated = with_cases(**{name: {"size": place} for place, name in enumerate("abc")})
+    records = [make("failed", case_id="a", check=check, summary=ROWS) for check in ("numerics", "lse")]
+    records += [make("passed", case_id="b"), make("passed", case_id="c", check="lse")]
+    (finding,) = findings(records, stated)
+    assert finding.contrast is not None
+    assert finding.contrast.right == 1
+
+
 def test_failures_without_an_explanation_are_split_where_keys_separate_them(
     make: Make, with_cases: Callable[..., RunHeader]
 ) -> None:

@@ -81,3 +81,14 @@ def test_keys_of_other_weights_are_named(make_case: Any, factor: float, amount: 
     explanation = explain(problem, truth, output, share_of_budget(output - truth.out, truth.budget))
     assert explanation is not None
     assert explanation.startswith(f"not known; the heaviest keys weigh {amount}")
+
+
+@pytest.mark.parametrize(("size", "words"), [(3.0, "wrong are rows with position 38, only head 1"), (1.1, None)])
+def test_errors_near_the_budget_name_no_place(make_case: Any, size: float, words: str | None) -> None:
+    """Of errors that hardly exceed the budget, chance chooses the row and the head."""
+    problem = build_problem(make_case(*BATCH), 0)
+    truth = truth_of(problem, torch.device("cpu"))
+    shares = torch.zeros(truth.out.shape[:2], dtype=torch.float64)
+    shares[4, 1] = size
+    error = size * shares.sign()[..., None] * truth.budget.peak[..., None].expand_as(truth.out)
+    assert pattern(problem, truth, error, shares) == words

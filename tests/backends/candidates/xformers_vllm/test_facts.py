@@ -83,6 +83,8 @@ def test_what_the_constructor_takes_without_a_word():
         {"kv_sharing_target_layer_name": "layer.0"},
         {"attn_type": AttentionType.ENCODER_ONLY},
         {"attn_type": "encoder_decoder"},
+        {"sinks": torch.zeros(4)},
+        {"head_size_v": 128},
     ],
 )
 def test_what_the_constructor_refuses(changes):
