@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attncheck.backends.declarations import required_features
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.kv_pool import same_bytes
@@ -19,7 +18,7 @@ from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.output_buffers import still_unwritten
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.truth.explain import concerned_features, explain
+from attncheck.harness.truth.explain import concerned_features, explain, faults_tried
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.truth_device import truth_notes
@@ -35,40 +34,43 @@ class NamesRows(Protocol):
 
 
 _SEVERAL, _ENOUGH = 2, 2
-"""Cases that a cause must explain to be tried first, and cases without a known cause after which few are explained."""
+"""Cases that a cause must explain to be tried first, and cases without a known cause that refute what was tried."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EarlierCauses:
-    """The causes of a backend's failures in this process, by case, and what its cases without a known cause need.
+    """The causes of a backend's failures in this process, and the faults that fit none of its other failures.
 
     Most of the time of a failing run is spent on explanations. Therefore a cause that explained several cases is
-    tried first. After several cases without a known cause, all faults are tried only if a case needs something new.
+    tried first. After several cases without a known cause, the faults that were tried on them are not tried again,
+    unless a case has requests of another kind.
     """
 
     named: list[str] = field(default_factory=list)
     concerns: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unexplained: list[frozenset[str]] = field(default_factory=list)
+    unexplained: int = 0
+    kinds: set[tuple[bool, bool]] = field(default_factory=set)
+    refuted: set[str] = field(default_factory=set)
 
     def explain(
         self, problem: Problem, truth: Truth, output: Tensor, shares: Tensor
     ) -> tuple[str | None, tuple[str, ...]]:
         """Return one line that explains a wrong output, or None, and the features that it concerns."""
-        case = problem.case
-        kinds = {("a decode" if each.query_len == 1 else "rows", each.cached > 0) for each in problem.requests}
-        needs = required_features(case.layer, case.cache, case.batch) | frozenset(map(str, kinds))
         counts = Counter(map(without_figures, self.named))
         first = [cause for cause in self.named if counts[without_figures(cause)] >= _SEVERAL]
-        is_enough = len(self.unexplained) >= _ENOUGH and needs <= frozenset[str]().union(*self.unexplained)
-        meaning = explain(problem, truth, output, shares, first=first, only_first=is_enough)
+        kinds = {(request.query_len == 1, request.cached > 0) for request in problem.requests}
+        is_bounded = self.unexplained >= _ENOUGH and kinds <= self.kinds
+        among = faults_tried(problem, truth) - self.refuted if is_bounded else None
+        meaning = explain(problem, truth, output, shares, first=first, among=among)
         for cause in likely_causes(meaning)[:1]:
             self.named.append(cause)
             words = without_figures(cause)
             if words not in self.concerns:
                 self.concerns[words] = concerned_features(problem, truth, meaning)
             return meaning, self.concerns[words]
-        if not is_enough:
-            self.unexplained.append(needs)
+        self.unexplained += 1
+        self.kinds |= kinds
+        self.refuted |= faults_tried(problem, truth) if among is None else among
         return meaning, ()
 
 
@@ -214,6 +216,7 @@ def _check(case: CheckedCase) -> Finding:
     finding = check_numerics(case.problem, case.truth, seen, causes_of(case))
     notes = truth_notes(case.problem.case, case.device)
     if isinstance(finding, Broken):
+        case.of_output = finding.meaning
         finding = replace(finding, details=(*finding.details, *notes))
     else:
         finding = replace(finding, notes=(*finding.notes, *notes))

@@ -3,6 +3,7 @@
 The driver fills a pool with these rows. The explanation of a wrong output reads them at wrong slots.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -30,26 +31,33 @@ def _stale_rows(heads: int, size: int, dtype: torch.dtype) -> Tensor:
     return RandomStream("stale rows").int8(STALE_ROWS, heads, size).to(dtype) / 64
 
 
-def rows_in_pool(problem: Problem, slots: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return keys and values ``[n, Hkv, D]`` that attention finds at ``slots`` (int64 ``[n]``).
+RowsInPool = Callable[[Tensor], tuple[Tensor, Tensor] | None]
+"""From slots, int64 ``[n]``, to the keys and values ``[n, Hkv, D]`` in them; None if a slot is outside the pool."""
 
-    Return None if a slot is outside the pool. Slots of a large pool that are not filled hold 0.
+
+def rows_in_pool(problem: Problem) -> RowsInPool:
+    """Return the reader of the rows that attention finds in the pool.
+
+    Slots of a large pool that are not filled hold 0.
     """
-    if bool(((slots < 0) | (slots >= problem.num_blocks * problem.cache.block_size)).any()):
-        return None
     regions = list(foreign_slots(problem).values())
     # Keys come first: they are written last, and searchsorted finds the first of equal slots.
     filled, order = torch.cat([problem.key_slots, *regions]).sort(stable=True)
     stale = [torch.arange(len(region)) % STALE_ROWS for region in regions]
     source = torch.cat([torch.arange(len(problem.keys)) + STALE_ROWS, *stale])[order]
-    place = torch.searchsorted(filled, slots).clamp(max=len(filled) - 1)
-    index = torch.where(filled[place] == slots, source[place], STALE_ROWS + len(problem.keys))
-    found = (
-        torch.cat([old, own, own.new_zeros(1, *own.shape[1:])])[index]
+    keys, values = (
+        torch.cat([old, own, own.new_zeros(1, *own.shape[1:])])
         for old, own in zip(stale_rows(problem), (problem.keys, problem.values), strict=True)
     )
-    keys, values = found
-    return keys, values
+
+    def read(slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        if bool(((slots < 0) | (slots >= problem.num_blocks * problem.cache.block_size)).any()):
+            return None
+        place = torch.searchsorted(filled, slots).clamp(max=len(filled) - 1)
+        index = torch.where(filled[place] == slots, source[place], STALE_ROWS + len(problem.keys))
+        return keys[index], values[index]
+
+    return read
 
 
 def foreign_slots(problem: Problem) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.truth.fits import Misfit, best_fit
-from attncheck.harness.truth.fitted_factors import FACTOR, other_factors
+from attncheck.harness.truth.fits import ZEROS, Misfit, best_fit
+from attncheck.harness.truth.fitted_factors import FACTOR, fitted_numbers, other_factors
 from attncheck.harness.truth.head_map import other_heads
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
 from attncheck.harness.truth.key_spans import WINDOW_START, other_spans
@@ -46,6 +46,9 @@ _SLACK = 1.25
 _LSE_SLACK = 4.0
 """Budgets by which an LSE may differ from that of a fault."""
 
+_SAME, _AKIN = 2, 4
+"""Earlier cases with a cause from which on it is tried first: with the same figures, and with any figures."""
+
 _ALIKE, _MOST = 4.0, 0.75
 """A coarser arithmetic is named if errors agree within the factor ``_ALIKE`` in a share ``_MOST`` of rows and heads."""
 
@@ -62,14 +65,14 @@ def explain(
     shares: Tensor,
     *,
     first: Collection[str] = (),
-    only_first: bool = False,
+    among: Collection[str] | None = None,
 ) -> str | None:
     """Return one line that explains ``output``, or None.
 
     ``output``: ``[T, H, Dv]``, as codes if the layer quantises it. ``shares``: its errors in budgets, ``[T, H]``. If
     some rows and heads hold NaN or Inf, and others are wrong, the line is about the others. ``first``: causes of
-    earlier cases; if one that occurs twice fits, or that was fitted and has other figures, no other is tried.
-    ``only_first``: try no others at all.
+    earlier cases; if one fits that occurs twice with these figures, or four times with any, or that was fitted, no
+    other is tried. ``among``: the only other faults to try, as :func:`faults_tried` returns them; None for all.
     """
     values = output_values(output, truth.codes)
     is_finite = torch.isfinite(values).all(dim=-1)
@@ -95,8 +98,8 @@ def explain(
 
     def fixed() -> Iterator[tuple[str, Tensor]]:
         yield from _requantised(truth, output)
-        yield "the output is all zeros", torch.zeros_like(truth.out)
-        yield from ((h.meaning, h.compute()[0]) for h in _standing(problem, truth, output, shares))
+        yield ZEROS, torch.zeros_like(truth.out)
+        yield from ((h.meaning, h.compute()[0]) for h in _standing(problem, truth, output, shares, among))
         yield from ((h.meaning, h.compute()[0]) for h in packed_queries(truth))
         yield from other_sinks(truth.params, truth.rows)
 
@@ -108,29 +111,41 @@ def explain(
         yield from misfits(other_factors(problem, truth, values, shares, first), "number")
         fitted = {cause for cause in wanted if not cause.endswith(FACTOR)}
         for hypothesis in _explanations(problem, truth):
-            fitted.discard(without_figures(hypothesis.meaning))
-            if counts[hypothesis.meaning] > 1:
+            words = without_figures(hypothesis.meaning)
+            fitted.discard(words)
+            if counts[hypothesis.meaning] >= _SAME or families[words] >= _AKIN:
                 yield from misfits([(hypothesis.meaning, hypothesis.compute()[0])])
         if fitted:
             yield from misfits(fitted_by_row(), "rows")
             yield from misfits(lost_keys(problem, truth, values, shares), "rows")
 
-    counts = Counter(first)
-    if wanted := set(map(without_figures, first)):
+    counts, families = Counter(first), Counter(map(without_figures, first))
+    if wanted := set(families):
         again = (each for each in earlier() if not each.fitted or without_figures(each.meaning) in wanted)
         found = next((each for each in again if each.explains(shares, shares > 1)), None)
         if found is not None:
             return best_fit(problem, [found], shares)
-    if only_first:
+    if among is None or among:
+        factors = misfits(other_factors(problem, truth, values, shares, among=among), "number")
+        by_row = misfits(fitted_by_row(), "rows") if among is None else ()
+        if cause := best_fit(problem, chain(misfits(fixed()), factors, by_row), shares):
+            return cause
+    if among is not None:
         described = (_described(problem, truth, values, shares) or UNKNOWN).removeprefix(UNKNOWN)
         return f"{UNKNOWN}{'; '.join(filter(None, [described, ON_EARLIER]))}"
-    factors = misfits(other_factors(problem, truth, values, shares), "number")
-    return (
-        best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)
-        or best_fit(problem, misfits(lost_keys(problem, truth, values, shares), "rows"), shares)
-        or _imprecision(truth, problem.dtype, shares, values - truth.out, lambda answer: loss(answer[0].double()))
-        or _described(problem, truth, values, shares)
-    )
+    if cause := best_fit(problem, misfits(lost_keys(problem, truth, values, shares), "rows"), shares):
+        return cause
+    return _imprecision(
+        truth, problem.dtype, shares, values - truth.out, lambda answer: loss(answer[0].double())
+    ) or _described(problem, truth, values, shares)
+
+
+def faults_tried(problem: Problem, truth: Truth) -> frozenset[str]:
+    """Return the faults that :func:`explain` tries on a case, in words without figures."""
+    if _too_much_work(truth):
+        return frozenset()
+    fixed = (without_figures(each.meaning) for each in _explanations(problem, truth))
+    return frozenset(fixed) | frozenset(fitted_numbers(truth.params))
 
 
 def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> str | None:
@@ -141,13 +156,20 @@ def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -
 
 
 def explain_lse(
-    problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = (), *, output_holds: bool
+    problem: Problem,
+    truth: Truth,
+    got: Tensor,
+    others: Iterable[tuple[str, Tensor]] = (),
+    *,
+    output_holds: bool,
+    tries_faults: bool = True,
 ) -> str | None:
     """Return one line that explains a wrong LSE, or None.
 
     ``got``: natural LSE, float64 ``[T, H]``. ``others``: (meaning, LSE) of faults of the LSE alone, which are tried
     first. ``output_holds``: whether the output is right. Then the line names no fault of the output. If the output is
     wrong, and several faults of it give this LSE, only the output can decide: the line names none.
+    ``tries_faults``: whether faults of both are tried, too.
     """
     shares = _lse_error(got, truth.lse, truth)
 
@@ -166,7 +188,7 @@ def explain_lse(
 
     where = pattern(problem, truth, torch.full_like(truth.out, math.inf), shares)
     described = f"{UNKNOWN}{where}" if where else None
-    if (meaning := best(others)) or _too_much_work(truth):
+    if (meaning := best(others)) or not tries_faults or _too_much_work(truth):
         return meaning or described
     meaning = best(map(in_lse, _explanations(problem, truth)))
     if meaning and ALTERNATIVE in meaning and not output_holds:
@@ -208,8 +230,10 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from query_explanations(truth)
 
 
-def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> Iterator[Hypothesis]:
-    """Yield the hypotheses that fit the smallest request with wrong rows of some kind.
+def _standing(
+    problem: Problem, truth: Truth, output: Tensor, shares: Tensor, among: Collection[str] | None
+) -> Iterator[Hypothesis]:
+    """Yield the hypotheses ``among`` those given that fit the smallest request with wrong rows of some kind.
 
     Requests are of one kind if they agree in having one new token, and in having a context. The other hypotheses are
     skipped, since trying them on all rows would take most of the time.
@@ -221,8 +245,13 @@ def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) ->
         request = problem.requests[index]
         if bool(is_wrong[request.first_row : request.first_row + request.rows].any()):
             smallest.setdefault((request.query_len == 1, request.cached > 0), index)
+
+    def faults(part: Truth) -> Iterator[Hypothesis]:
+        every = _explanations(problem, part)
+        return (each for each in every if among is None or without_figures(each.meaning) in among)
+
     if problem.layer.mla is not None or len(smallest) == len(problem.requests):
-        yield from _explanations(problem, truth)
+        yield from faults(truth)
         return
     kept = torch.tensor([r in smallest.values() for r in range(len(work))], device=shares.device)
     own = kept.repeat_interleave(truth.rows.num_rows)
@@ -231,7 +260,7 @@ def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) ->
     part = replace(truth, rows=replace(truth.rows, query=truth.rows.query[own], cu_seqlens_q=starts))
     budget, right, got, off = truth.budget.of_rows(own), truth.out[own], output[own], shares[own]
     tried, standing = set(), set()
-    for hypothesis in _explanations(problem, part):
+    for hypothesis in faults(part):
         out = hypothesis.compute()[0]
         against = share_of_budget(output_error(got, out, truth.codes), budget)
         misfit = Misfit(hypothesis.meaning, against, against, _slack(out, right))
@@ -239,7 +268,7 @@ def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) ->
         tried.add(hypothesis.meaning)
         if any(bool(holds[kind == index].all()) for index in smallest.values()):
             standing.add(hypothesis.meaning)
-    for hypothesis in _explanations(problem, truth):
+    for hypothesis in faults(truth):
         if hypothesis.meaning in standing or hypothesis.meaning not in tried:
             yield hypothesis
 

@@ -33,6 +33,9 @@ _AS_NEAR, _NEAR = 2.0, 0.1
 _PARTIAL = 4
 """Rank from which on an answer fits the wrong rows alone, and would show in others: several such exclude none."""
 
+ZEROS = "the output is all zeros"
+"""The meaning of an output of zeros where it is wrong."""
+
 _MOST_NAMED = 3
 """Maximum number of answers named if several fit equally well."""
 
@@ -96,7 +99,9 @@ def best_fit(
         return _by_kind(problem, tried, shares, of)
     best = ranked[min(ranked)]
     most = _AS_NEAR * min(fit.off for fit in best) + _NEAR * math.sqrt(int(wrong.sum()))
-    first, *others = [fit for fit in best if fit.off <= most][:_MOST_NAMED]
+    near = [fit for fit in best if fit.off <= most][:_MOST_NAMED]
+    # The zeros are seen, and exclude no fault that leaves nothing to see: such faults are not named.
+    first, *others = [fit for fit in near if fit.meaning == ZEROS] or near
     if others and min(ranked) >= _PARTIAL:
         return None
     return f"{first.meaning}{EVIDENCE.format(of)} {first.where}" + "".join(

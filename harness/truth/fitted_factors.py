@@ -18,8 +18,8 @@ from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference import AttentionParams
 
-_REACH, _STEP = math.log(4.0), 0.05
-"""Natural logarithms: of the largest factor tried, and of the step between two points of the grid."""
+_REACH, _WIDE_STEP, _STEP = math.log(4.0), 0.15, 0.05
+"""Natural logarithms: of the largest factor tried, and of the steps between points of the coarse and the fine grid."""
 
 _FINEST = 2e-6
 """Difference of two logarithms below which the search ends."""
@@ -48,12 +48,18 @@ Altered = Callable[[float], AttentionParams]
 
 
 def other_factors(
-    problem: Problem, truth: Truth, values: Tensor, shares: Tensor, near: Collection[str] = ()
+    problem: Problem,
+    truth: Truth,
+    values: Tensor,
+    shares: Tensor,
+    near: Collection[str] = (),
+    among: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (meaning, output ``[T, H, Dv]``) of the factor nearest to ``values``, for each number of the layer.
 
     ``shares``: the errors of ``values`` in budgets, ``[T, H]``. ``near``: meanings of an earlier case; then only their
-    factors are tried, on the smallest requests.
+    factors are tried, on the smallest requests. ``among``: the only ones of :func:`fitted_numbers` to try, among
+    other words; None for all.
     """
     every = [(truth, slice(None))]
     few = [
@@ -77,15 +83,26 @@ def other_factors(
         if known:
             log = _narrowed(partial(off, few), math.log(known[-1]), _NEAR)
             yield f"the {name} {math.exp(log):.4g}{FACTOR}", truth.rows.attend(altered(math.exp(log)))[0]
-        if near:
+        if near or (among is not None and _words(name) not in among):
             continue
-        grid = [step * _STEP for step in range(-round(_REACH / _STEP), round(_REACH / _STEP) + 1)]
-        best = _narrowed(partial(off, few), min(grid, key=partial(off, few)), _STEP)
+        coarse = [step * _WIDE_STEP for step in range(-round(_REACH / _WIDE_STEP), round(_REACH / _WIDE_STEP) + 1)]
+        middle = min(coarse, key=partial(off, few))
+        fine = [middle + step * _STEP for step in range(-2, 3)]
+        best = _narrowed(partial(off, few), min(fine, key=partial(off, few)), _STEP)
         if _NEARER * off(few, best) > off(few, 0.0):
             continue
         log = _narrowed(partial(off, every), best, _STEP / 10)
         if abs(log) > _LEAST:
             yield f"the {name} {math.exp(log):.4g}{FACTOR}", truth.rows.attend(altered(math.exp(log)))[0]
+
+
+def fitted_numbers(params: AttentionParams) -> list[str]:
+    """Return the causes that :func:`other_factors` may yield, in words without figures."""
+    return [_words(name) for name, _ in _numbers(params)]
+
+
+def _words(name: str) -> str:
+    return f"the {name} N{FACTOR}"
 
 
 def _numbers(params: AttentionParams) -> Iterator[tuple[str, Altered]]:

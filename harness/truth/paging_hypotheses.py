@@ -13,7 +13,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.foreign_slots import STALE_ROWS, rows_in_pool, stale_rows
+from attncheck.harness.problem.foreign_slots import STALE_ROWS, RowsInPool, rows_in_pool, stale_rows
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.hypotheses import Hypothesis, is_before, is_behind, masked
@@ -50,15 +50,16 @@ def paging_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
         yield masked(meaning, rows, params, hidden)
     if key_storage(problem.layer, problem.cache).is_fp8:
         return  # the codes of a stale row depend on the backend's rounding
+    read = rows_in_pool(problem)
     for meaning, slots in _wrong_slots(problem):
-        found = None if slots is None or torch.equal(slots, problem.key_slots) else rows_in_pool(problem, slots)
+        found = None if slots is None or torch.equal(slots, problem.key_slots) else read(slots)
         if found is not None:
             keys, values = (part.to(rows.keys) for part in found)
             yield Hypothesis(meaning, partial(replace(rows, keys=keys, values=values).attend, params))
             yield Hypothesis(f"{meaning}, for keys alone", partial(replace(rows, keys=keys).attend, params))
             yield Hypothesis(f"{meaning}, for values alone", partial(replace(rows, values=values).attend, params))
     yield from _stale_keys(problem, params, rows)
-    yield from _keys_behind(problem, params, rows)
+    yield from _keys_behind(problem, params, rows, read)
 
 
 def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
@@ -80,7 +81,9 @@ def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttentio
         yield Hypothesis(f"{which}{meaning}", partial(replace(rows, keys=keys, values=values).attend, params))
 
 
-def _keys_behind(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def _keys_behind(
+    problem: Problem, params: AttentionParams, rows: UnpagedAttention, read: RowsInPool
+) -> Iterator[Hypothesis]:
     """Yield the faults of reading slots after the last key.
 
     These are seen by every row, or counted as keys of the request.
@@ -93,18 +96,19 @@ def _keys_behind(problem: Problem, params: AttentionParams, rows: UnpagedAttenti
     one = [min(1, width - n) for n in num_keys]
     page = [size if n % size == 0 and n + size <= width else 0 for n in num_keys]
     meaning = "where the last page is full, the next one is seen by every row"
-    yield from _longer(problem, params, rows, meaning, page)
-    yield from _longer(problem, params, rows, "seq_lens is taken to be one larger", one, seen_by_all=False)
-    yield from _longer(problem, params, rows, "the slot behind the last key is seen by every row", one)
+    yield from _longer(problem, params, rows, read, meaning, page)
+    yield from _longer(problem, params, rows, read, "seq_lens is taken to be one larger", one, seen_by_all=False)
+    yield from _longer(problem, params, rows, read, "the slot behind the last key is seen by every row", one)
     if room != one:
         meaning = "the slots behind the last key are seen by every row, to the end of the page"
-        yield from _longer(problem, params, rows, meaning, room)
+        yield from _longer(problem, params, rows, read, meaning, room)
 
 
 def _longer(
     problem: Problem,
     params: AttentionParams,
     rows: UnpagedAttention,
+    read: RowsInPool,
     meaning: str,
     extra: list[int],
     *,
@@ -117,7 +121,7 @@ def _longer(
         for r, (n, more) in enumerate(zip(num_keys, extra, strict=True))
         for position in range(n, n + more)
     ]
-    found = rows_in_pool(problem, torch.stack(slots)) if slots else None
+    found = read(torch.stack(slots)) if slots else None
     if found is None:
         return
     keys, values = (

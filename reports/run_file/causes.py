@@ -42,7 +42,7 @@ BACKEND_TIME = "the time of the backend"
 UNKNOWN = "not known; "
 """First words of a meaning that describes the symptom and names no cause."""
 
-ON_EARLIER = "faults were tried on earlier cases alone"
+ON_EARLIER = "faults that fit no earlier case were not tried again"
 """Last words of the meaning of a failure for which not all faults were tried."""
 
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows(?:, first: | (?:is|are) wrong, the first is )")

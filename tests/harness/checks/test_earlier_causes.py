@@ -45,10 +45,27 @@ def test_a_cause_of_two_cases_is_tried_first(
     assert likely_causes(meaning(causes, cases[2], **changes)) == (cause,)
 
 
-def test_after_two_cases_without_a_known_cause_only_new_features_are_tried(make_case: Any) -> None:
+def test_a_cause_with_other_figures_is_tried_first_after_four_cases(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    causes = EarlierCauses()
+
+    def found(lens: tuple[tuple[int, int], ...], window: int) -> str:
+        case = make_case(*lens, sliding_window=window)
+        return meaning(causes, case, window=(window, 0))
+
+    for window, lens in zip((5, 6, 7, 8), (*BATCHES, BATCHES[0]), strict=True):
+        assert likely_causes(found(lens, window))[0] == f"the window is one key too long (sliding_window={window + 1})"
+    monkeypatch.setattr(explaining, "_standing", refuse)
+    assert likely_causes(found(BATCHES[1], 9)) == ("the window is one key too long (sliding_window=10)",)
+
+
+def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tried(make_case: Any) -> None:
     causes = EarlierCauses()
     first, second, third = (make_case(*batch) for batch in BATCHES)
     assert ON_EARLIER not in meaning(causes, first, noise=0.3) + meaning(causes, second, noise=0.3)
     assert meaning(causes, third, scale=0.0).endswith(ON_EARLIER)
     windowed = make_case((1, 40), (6, 30), sliding_window=8)
     assert likely_causes(meaning(causes, windowed, window=(-1, 0)))[0] == "the window is ignored"
+    without_context = make_case((1, 40), (30, 30))
+    assert likely_causes(meaning(causes, without_context, scale=0.0))[0].startswith("all visible keys weigh the same")

@@ -45,15 +45,15 @@ def test_the_contents_of_a_pool_are_known_slot_by_slot(make_case: Any, first_blo
     cache = {"first_block": first_block}
     problem = build_problem(make_case((1, 40), (3, 21), cache=cache, num_kv_heads=1, head_size=16), 0)
     for slots in (torch.tensor([-1]), torch.tensor([problem.num_blocks * 16])):
-        assert rows_in_pool(problem, slots) is None
+        assert rows_in_pool(problem)(slots) is None
     tail = foreign_slots(problem)["the unused tail of a last page"]
-    found = rows_in_pool(problem, torch.cat([problem.key_slots, tail]))
+    found = rows_in_pool(problem)(torch.cat([problem.key_slots, tail]))
     assert found is not None
     for rows, own, stale in zip(found, (problem.keys, problem.values), stale_rows(problem), strict=True):
         assert torch.equal(rows[: len(own)], own)
         assert torch.equal(rows[len(own) :], stale[torch.arange(len(tail)) % STALE_ROWS])
     if first_block:
-        untouched = rows_in_pool(problem, torch.tensor([16 * 1234567]))
+        untouched = rows_in_pool(problem)(torch.tensor([16 * 1234567]))
         assert untouched is not None
         assert not any(bool(rows.any()) for rows in untouched)
 
@@ -74,7 +74,7 @@ def test_exchanged_pages_are_named(make_case: Any, order: Any, cause: str) -> No
     for request in problem.requests:
         pages = order(request.pages)
         slots += [pages[position // size] * size + position % size for position in range(request.num_keys)]
-    found = rows_in_pool(problem, torch.tensor(slots))
+    found = rows_in_pool(problem)(torch.tensor(slots))
     assert found is not None
     out, _ = replace(truth.rows, keys=found[0], values=found[1]).attend(truth.params)
     causes = likely_causes(explain(problem, truth, out, share_of_budget(out - truth.out, truth.budget)))
