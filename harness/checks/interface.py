@@ -48,7 +48,7 @@ class CheckedCase:
     """One case on one backend. The session and the first step are created on first use and shared by all checks.
 
     ``undeclared``: why the backend's declarations exclude the case. Empty if they include it.
-    ``of_output``: what ``numerics`` found a wrong output of the first step to mean, or None.
+    ``is_output_explained``: whether ``numerics`` named the fault of a wrong output, or tried all faults often enough.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CheckedCase:
     ) -> None:
         self.loaded, self.problem, self.truth, self.device = loaded, problem, truth, device
         self.undeclared, self.shared = undeclared, shared
-        self.of_output: str | None = None
+        self.is_output_explained = False
         self._session: Session | Raised | None = None
         self._seen: Observation | Raised | None = None
 

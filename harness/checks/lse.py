@@ -19,7 +19,6 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.explain import explain_lse
 from attncheck.harness.truth.lse_hypotheses import lse_explanations
 from attncheck.harness.truth.truth import Truth
-from attncheck.reports.run_file.causes import ON_EARLIER, likely_causes
 
 
 def check_lse(
@@ -28,9 +27,9 @@ def check_lse(
     seen: Observation,
     conventions: Conventions,
     *,
-    of_output: str | None = None,
+    is_output_explained: bool = False,
 ) -> Finding:
-    """Judge the LSE of one step. ``of_output``: the meaning of a wrong output, if ``numerics`` has judged it."""
+    """Judge the LSE of one step. ``is_output_explained``: as in :class:`CheckedCase`."""
     if seen.lse is None:
         return NotExamined(("lse is not declared",))
     got = comparable_lse(problem, seen, conventions)
@@ -48,7 +47,7 @@ def check_lse(
         )
     if not bool((shares > 1).any()):
         return Holds(figures)
-    return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got, of_output))
+    return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got, is_output_explained))
 
 
 def comparable_lse(problem: Problem, seen: Observation, conventions: Conventions) -> Tensor | None:
@@ -83,21 +82,20 @@ def _alibi_shift(problem: Problem, conventions: Conventions, seen: Observation) 
     return distance.double()[:, None] * slopes
 
 
-def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor, of_output: str | None) -> str | None:
+def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor, is_output_explained: bool) -> str | None:
     wrong = lse_shares(got, truth.lse, truth.budget.lse) > 1
     if bool((torch.isneginf(truth.lse) & ~torch.isneginf(got))[wrong].all()):
         return "a row that sees nothing must have -inf"
     output_holds = not bool((output_shares(truth, seen) > 1).any())
     others = lse_explanations(truth, got, output_holds=output_holds)
-    # A named fault of the output needs no second proof, and only the first unexplained ones get a full search.
-    tries_faults = output_holds or not (likely_causes(of_output) or ON_EARLIER in (of_output or ""))
+    tries_faults = output_holds or not is_output_explained
     return explain_lse(problem, truth, got, others, output_holds=output_holds, tries_faults=tries_faults)
 
 
 def _check(case: CheckedCase) -> Finding:
     _, seen = case.first_step()
-    conventions = case.backend.conventions
-    return check_lse(case.problem, case.truth, seen, conventions, of_output=case.of_output)
+    conventions, is_output_explained = case.backend.conventions, case.is_output_explained
+    return check_lse(case.problem, case.truth, seen, conventions, is_output_explained=is_output_explained)
 
 
 def _not_applicable(_case: Case, features: frozenset[str]) -> NotExamined | None:

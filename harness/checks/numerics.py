@@ -213,10 +213,11 @@ def _abridged(numbers: list[int]) -> str:
 
 def _check(case: CheckedCase) -> Finding:
     session, seen = case.first_step()
-    finding = check_numerics(case.problem, case.truth, seen, causes_of(case))
+    causes = causes_of(case)
+    finding = check_numerics(case.problem, case.truth, seen, causes)
     notes = truth_notes(case.problem.case, case.device)
     if isinstance(finding, Broken):
-        case.of_output = finding.meaning
+        case.is_output_explained = bool(likely_causes(finding.meaning)) or causes.unexplained > _ENOUGH
         finding = replace(finding, details=(*finding.details, *notes))
     else:
         finding = replace(finding, notes=(*finding.notes, *notes))

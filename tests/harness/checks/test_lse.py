@@ -21,13 +21,16 @@ from attncheck.harness.truth.truth import truth_of
 CPU = torch.device("cpu")
 
 
-def examine(case: Any, change: Any, conventions: Conventions | None = None) -> Any:
+def examine(
+    case: Any, change: Any, conventions: Conventions | None = None, *, output: float = 1.0, explained: bool = False
+) -> Any:
     problem = build_problem(case, 0)
     seen = Session(ReferenceBackend, problem, CPU).run()
     assert isinstance(seen, Observation)
     assert seen.lse is not None
-    changed = replace(seen, lse=change(seen.lse.clone()))
-    return lse.check_lse(problem, truth_of(problem, CPU), changed, conventions or Conventions())
+    changed = replace(seen, lse=change(seen.lse.clone()), output=seen.output * output)
+    declared = conventions or Conventions()
+    return lse.check_lse(problem, truth_of(problem, CPU), changed, declared, is_output_explained=explained)
 
 
 def test_rows_that_see_nothing_must_have_minus_infinity(plain: Callable[[str], str], make_case: Any) -> None:
@@ -107,3 +110,18 @@ def test_a_wrong_lse_of_no_known_fault_is_described(make_case: Any) -> None:
         return rows
 
     assert cause(make_case(), change) == "not known; wrong are only head 2"
+
+
+def test_faults_of_both_are_tried_on_the_lse_unless_the_output_is_explained(make_case: Any) -> None:
+    case = make_case((1, 40), logits_soft_cap=5.0)
+    problem = build_problem(case, 0)
+    truth = truth_of(problem, CPU)
+    _, without_cap = truth.rows.attend(replace(truth.params, logits_soft_cap=None))
+
+    def meaning(*, explained: bool) -> str:
+        found = examine(case, lambda _: without_cap, output=3.0, explained=explained)
+        assert isinstance(found, Broken)
+        return str(found.meaning)
+
+    assert meaning(explained=False).startswith("the soft cap is ignored")
+    assert "soft cap" not in meaning(explained=True)
