@@ -10,6 +10,7 @@ import tomllib
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ import typer.main
 import yaml
 
 from attncheck.backends.conventions import Conventions
+from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.backends.registry import FAMILIES, builtin_names, known_names, load
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.harness.checks.cudagraph.probes import probes_of
@@ -31,8 +33,10 @@ from attncheck.harness.run.expectation_file import load_expectations
 from attncheck.harness.workers import warming
 from attncheck.harness.workers.passed_environment import DEFAULT
 from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions
+from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
+from attncheck.reports.document.support import SIGNS
 from attncheck.reports.run_file.header import FORMAT
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import OUTCOMES
@@ -108,6 +112,26 @@ def test_tables_have_every_name() -> None:
     assert all(f"`{field.name}`" in text_of("backends.md") for field in fields(Conventions))
     examined = {*builtin_names(), "xformers_vllm", *FAMILIES}
     assert sorted(first_cells(text_of("candidates.md"))) == sorted(name for name in known_names() if name in examined)
+
+
+def test_every_sign_of_support_and_every_answer_of_a_site_is_explained() -> None:
+    signs = re.findall(r"^\| (\S) \| (.+?) \|$", text_of("reading-a-report.md"), re.MULTILINE)
+    assert signs == [(sign.sign, sign.meaning) for sign in SIGNS.values()]
+    answers = text_of("comparing.md").partition("| answer | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| (.+?) \| .+? \|$", answers, re.MULTILINE) == list(STANDINGS.values())
+
+
+def test_entries_of_mutants_are_some_of_the_catalogue_and_every_key_is_explained() -> None:
+    text = section("fuzzing.md", "How many faults a suite detects")
+    shown = [yaml.safe_load(dedent(entry)) for entry in re.findall(r"^    - .*\n(?:    .*\n)+", text, re.MULTILINE)]
+    assert len(shown) == 2
+    known = {mutant.name: mutant for mutant in catalogue()}
+    for (entry,) in shown:
+        found = known[entry["name"]]
+        assert Mutant.model_validate({"fault": found.fault, "area": found.area} | entry) == found
+    keys = {field.alias or name for name, field in Mutant.model_fields.items()} - {"area"}
+    explained = "".join(re.findall(r"^\| (`.*?) \|", text.partition("| key | meaning |")[2], re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", explained)) == keys
 
 
 def test_a_record_is_known_by_what_the_page_lists() -> None:

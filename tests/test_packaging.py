@@ -70,7 +70,9 @@ def test_the_extra_dev_names_every_other_extra():
     assert set(own.removeprefix("attncheck[").removesuffix("]").split(",")) == extras
 
 
-@pytest.mark.parametrize("script", ["scripts/demo", "scripts/gpu-evidence", "scripts/test", "scripts/tox", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/demo", "scripts/gpu-evidence", "scripts/test", "scripts/tox", ".ci/run", ".ci/nightly"]
+)
 def test_a_script_is_executable_and_parses(script):
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)

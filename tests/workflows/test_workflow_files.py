@@ -220,3 +220,17 @@ def test_the_last_green_run_is_the_newest_of_the_default_branch_of_this_reposito
 def test_the_variables_of_the_repository_that_are_read_are_in_a_comment(file):
     comments = "\n".join(line for line in TEXTS[file].splitlines() if "#" in line)
     assert [name for name in re.findall(r"\bvars\.(\w+)", TEXTS[file]) if name not in comments] == []
+
+
+def examined_by(script):
+    """The arguments of each `attncheck run` of a script in .ci/."""
+    return re.findall(r"^step scripts/demo (.*)$", (ROOT / ".ci" / script).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_night_runs_what_ci_skips():
+    skipped = [words.replace("--skip", "--check") for words in examined_by("run") if "--skip" in words]
+    assert examined_by("nightly") == skipped != []
+    for words in (*examined_by("run"), *skipped):
+        assert wrong_in(["attncheck", "run", *shlex.split(words)]) == []
+    (job,) = read(TEXTS["attncheck-nightly.yml"])["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/nightly"]
