@@ -186,17 +186,6 @@ def make_batch() -> Callable[..., PagedBatch]:
 
 
 @pytest.fixture(scope="session")
-def repage() -> Callable[..., PagedBatch]:
-    """``(batch, block_size, seed) -> PagedBatch`` with the same tokens in other places."""
-
-    def move(batch: PagedBatch, block_size: int, seed: int, spare: int = 3) -> PagedBatch:
-        key_cache, value_cache, table = page_out(batch.keys, batch.values, block_size, seed, spare)
-        return replace(batch, key_cache=key_cache, value_cache=value_cache, block_table=table)
-
-    return move
-
-
-@pytest.fixture(scope="session")
 def dense() -> Callable[..., tuple[Tensor, Tensor]]:
     """``(batch, params) -> (out, lse)`` by the dense formulation."""
     return _dense

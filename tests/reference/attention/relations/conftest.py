@@ -98,25 +98,6 @@ def _with_shared_pages(batch: Any, pages: int) -> Any:
     )
 
 
-def _rows_of(batch: Any, spans: Sequence[tuple[int, int]]) -> tuple[Any, Tensor]:
-    rows, starts, seq_lens = [], [0], []
-    for r, (a, b) in enumerate(spans):
-        own = batch.rows(r)
-        rows += range(own.start + a, own.start + b)
-        starts.append(len(rows))
-        seq_lens.append(int(batch.seq_lens[r]) - (own.stop - own.start - b))
-    index = torch.tensor(rows, dtype=torch.int64)
-    part = replace(
-        batch,
-        query=batch.query[index],
-        query_start_loc=torch.tensor(starts),
-        seq_lens=torch.tensor(seq_lens),
-        keys=tuple(k[:n] for k, n in zip(batch.keys, seq_lens, strict=True)),
-        values=tuple(v[:n] for v, n in zip(batch.values, seq_lens, strict=True)),
-    )
-    return part, index
-
-
 @pytest.fixture(scope="session")
 def layers() -> Callable[..., SearchStrategy[AttentionParams]]:
     """``(**fixed) -> strategy`` of layers: GQA, sizes, scale, and every modifier that is not fixed by name."""
@@ -139,23 +120,6 @@ def tiles() -> SearchStrategy[dict[str, int]]:
 
 
 @pytest.fixture(scope="session")
-def rows_of() -> Callable[..., tuple[Any, Tensor]]:
-    """``(batch, spans) -> (batch, rows)``: rows ``a .. b`` of each request, when no later token was there yet."""
-    return _rows_of
-
-
-@pytest.fixture(scope="session")
-def requests_rows() -> Callable[[Any, Sequence[int]], Tensor]:
-    """``(batch, requests) -> rows``: the indices of these requests' rows, in that order."""
-
-    def rows(batch: Any, requests: Sequence[int]) -> Tensor:
-        spans = [batch.rows(r) for r in requests]
-        return torch.tensor([row for span in spans for row in range(span.start, span.stop)], dtype=torch.int64)
-
-    return rows
-
-
-@pytest.fixture(scope="session")
 def row_places() -> Callable[[Any], list[tuple[int, int, int]]]:
     """``batch -> (row, request, position)`` of every row of a request."""
 
@@ -168,18 +132,6 @@ def row_places() -> Callable[[Any], list[tuple[int, int, int]]]:
         ]
 
     return places
-
-
-@pytest.fixture(scope="session")
-def with_tokens(repage: Callable[..., Any]) -> Callable[..., Any]:
-    """``(batch, keys, values) -> batch``: other tokens, lengths accordingly, paged anew."""
-
-    def exchange(batch: Any, keys: Sequence[Tensor], values: Sequence[Tensor], seed: int = 1) -> Any:
-        lens = torch.tensor([len(k) for k in keys])
-        other = replace(batch, keys=tuple(keys), values=tuple(values), seq_lens=lens)
-        return repage(other, batch.key_cache.shape[1], seed)
-
-    return exchange
 
 
 @pytest.fixture(scope="session")
