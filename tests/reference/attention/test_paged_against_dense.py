@@ -11,44 +11,6 @@ from hypothesis import strategies as st
 
 from attncheck.reference import AttentionParams, varlen_attention, visible
 
-SLOPES = (0.25, -0.5, 0.03, 0.7, 0.11, 0.4)
-SINKS = (1.5, -2.0, 0.25, 4.0, -math.inf, 0.0)
-QUERY_LENS = (1, 7, 20, 3, 1, 6, 2)
-SEQ_LENS = (40, 33, 20, 8, 1, 0, 1)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (0, 0), (3, 6), (-1, 2), (4, -1)], ids=str)
-@pytest.mark.parametrize("chunk", [None, (1, 0), (8, 0), (8, 1)], ids=str)
-def test_who_sees_whom(make_batch, dense, same_state, causal, window, chunk):
-    size, lookback = chunk or (None, 0)
-    params = AttentionParams(4, 2, 8, causal=causal, window=window, attn_chunk_size=size, attn_chunk_lookback=lookback)
-    batch = make_batch(QUERY_LENS, SEQ_LENS, params)
-    same_state(batch.attend(params, q_tile=4, kv_tile=8), dense(batch, params))
-    same_state(batch.attend(params), dense(batch, params))
-
-
-@pytest.mark.parametrize(
-    ("cap", "alibi", "sinks", "scale", "causal"),
-    [*itertools.product((None, 0.0, 2.5), (None, "linear", "sqrt"), (None, SINKS), (None, 0.3), (True, False))],
-)
-def test_score_modifiers(make_batch, dense, same_state, cap, alibi, sinks, scale, causal):
-    params = AttentionParams(
-        6,
-        2,
-        16,
-        head_size_v=5,
-        scale=scale,
-        causal=causal,
-        window=(9, 3),
-        logits_soft_cap=cap,
-        alibi_slopes=SLOPES if alibi else None,
-        alibi_sqrt=alibi == "sqrt",
-        sinks=sinks,
-    )
-    batch = make_batch((1, 7, 12, 6), (25, 17, 12, 0), params, gain=3.0)
-    same_state(batch.attend(params, q_tile=5, kv_tile=7), dense(batch, params))
-
 
 @st.composite
 def questions(draw):
@@ -89,7 +51,7 @@ def parts(draw):
     }
 
 
-@settings(max_examples=120)
+@settings(max_examples=200)
 @given(questions(), parts())
 def test_random_questions(make_batch, dense, same_state, question, part):
     params, requests, tiles, places = question
@@ -192,12 +154,6 @@ def test_scores_up_to_ten_thousand(make_batch, dense, same_state):
     scores = torch.einsum("ihd,jhd->hij", batch.query[:30, ::2], batch.keys[0])
     assert scores.abs().max() > 1e4
     same_state(batch.attend(params, q_tile=8, kv_tile=16), dense(batch, params), tolerance=1e-10)
-
-
-def test_bands_of_rows_agree_with_one(make_batch, dense, same_state):
-    params = AttentionParams(2, 1, 4, window=(6, 0))
-    batch = make_batch((90,), (100,), params)
-    same_state(batch.attend(params, q_tile=1, kv_tile=5), dense(batch, params))
 
 
 def test_visible_gets_tiles_never_a_whole_prefill(make_batch):

@@ -1,6 +1,5 @@
 """The constants, types and enums beside the functions."""
 
-import inspect
 from types import SimpleNamespace
 from typing import TypeVar, get_args
 
@@ -9,39 +8,6 @@ import torch
 
 from attncheck import reference
 from attncheck.reference import AttentionCGSupport, CommonAttentionMetadata, PerLayerParameters
-
-SIGNATURES = {
-    "slice_query_start_locs": "query_start_loc request_slice",
-    "_make_metadata_with_slice": "ubatch_slice attn_metadata",
-    "split_attn_metadata": "ubatch_slices common_attn_metadata",
-    "split_decodes_and_prefills": "common_attn_metadata decode_threshold=1 require_uniform=False",
-    "reorder_batch_to_split_decodes_and_prefills": "input_batch scheduler_output decode_threshold=1",
-    "make_local_attention_virtual_batches": "attn_chunk_size common_attn_metadata block_size=0",
-    "make_kv_sharing_fast_prefill_common_attn_metadata": "common_attn_metadata",
-    "create_fast_prefill_custom_backend": "prefix underlying_attn_backend",
-    "compute_causal_conv1d_metadata": "query_start_loc_p",
-    "reshape_query_for_spec_decode": "query batch_size",
-    "reshape_attn_output_for_spec_decode": "attn_output",
-    "is_valid_kv_cache_layout": "value",
-    "set_kv_cache_layout": "cache_layout",
-    "get_kv_cache_layout": "",
-    "get_per_layer_parameters": "vllm_config layer_names cls_",
-    "infer_global_hyperparameters": "per_layer_params",
-    "subclass_attention_backend": "name_prefix attention_backend_cls builder_cls",
-    "subclass_attention_metadata": "name_prefix metadata_cls fields",
-    "get_dcp_local_seq_lens": "seq_lens dcp_size=1 dcp_rank=None cp_kv_cache_interleave_size=1",
-    "UBatchSlice": "request_slice token_slice",
-    "PerLayerParameters": "window_left logits_soft_cap sm_scale has_sinks=False has_same_window_lefts=None "
-    "has_same_all_params=None",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_parameters_have_vllms_names_order_and_defaults(name):
-    parameters = inspect.signature(getattr(reference, name)).parameters.values()
-    spelled = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    assert " ".join(spelled) == SIGNATURES[name]
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
 def test_constants():
