@@ -1,10 +1,8 @@
 """Attention over pages and over packed keys against two formulations: dense float64, and plain loops."""
 
 import itertools
-import math
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,41 +89,6 @@ def test_a_mask_function_replaces_the_rule(make_batch, dense, same_state, questi
     same_state(state, dense(batch, params, sees=lambda request, q, k: (q + k + request) % modulus == 0))
     spans = [(r, range(s - q, s), range(s)) for r, (q, s) in enumerate(requests)]
     assert sorted(pairs) == sorted((r, q, k) for r, rows, keys in spans for q, k in itertools.product(rows, keys))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        AttentionParams(2, 1, 3, window=(4, 0), logits_soft_cap=1.5, sinks=(0.5, -1.0)),
-        AttentionParams(3, 3, 4, head_size_v=2, causal=False, alibi_slopes=(0.5, 0.25, -0.125)),
-        AttentionParams(4, 2, 2, scale=1.25, attn_chunk_size=5),
-    ],
-)
-def test_plain_loops(make_batch, seen, params):
-    batch = make_batch((3, 5), (11, 5), params)
-    out, lse = batch.attend(params, q_tile=2, kv_tile=4)
-    group = params.num_heads // params.num_kv_heads
-    for r, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
-        rows = batch.query[batch.rows(r)].tolist()
-        k, v = keys.tolist(), values.tolist()
-        for i, h in itertools.product(range(len(rows)), range(params.num_heads)):
-            position = len(k) - len(rows) + i
-            scores = {}
-            for j in sorted(seen(params, position, len(k))):
-                score = math.fsum(a * b for a, b in zip(rows[i][h], k[j][h // group], strict=True))
-                score *= params.scale if params.scale is not None else 1 / math.sqrt(params.head_size)
-                if params.logits_soft_cap:
-                    score = params.logits_soft_cap * math.tanh(score / params.logits_soft_cap)
-                if params.alibi_slopes is not None:
-                    score += params.alibi_slopes[h] * (j - position)
-                scores[j] = score
-            weights = {j: math.exp(score) for j, score in scores.items()}
-            total = math.fsum([*weights.values(), *([math.exp(params.sinks[h])] if params.sinks else [])])
-            row = batch.rows(r).start + i
-            assert math.isclose(float(lse[row, h]), math.log(total), rel_tol=1e-13, abs_tol=1e-13)
-            for d in range(params.value_head_size):
-                want = math.fsum(weight * v[j][h // group][d] for j, weight in weights.items()) / total
-                assert math.isclose(float(out[row, h, d]), want, rel_tol=1e-12, abs_tol=1e-13)
 
 
 def test_no_requests_at_all(make_batch):

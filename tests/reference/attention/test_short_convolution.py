@@ -97,19 +97,6 @@ def test_a_second_piece_begins_with_the_state_of_the_first(question, data):
     same((y, states), want)
 
 
-def test_by_hand():
-    """Tape 0 5 | 1 2 3, taps 100 10 1: the last tap meets the row's own input."""
-    x, weight = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[100.0, 10.0, 1.0]])
-    states = torch.tensor([[[7.0, 7.0, 7.0]], [[0.0, 5.0, 8.0]]])
-    y, after = run(x, weight, torch.tensor([1000.0]), states, [3], [1], [True], activation=None)
-    assert y.flatten().tolist() == [1051.0, 1512.0, 1123.0]
-    assert after.tolist() == [[[7.0, 7.0, 7.0]], [[2.0, 3.0, 8.0]]]
-    y, after = run(x[:1], weight, None, states, [1], [1], [True], activation=None)
-    assert after[1].tolist() == [[5.0, 1.0, 8.0]]
-    y, after = run(x[:1], weight, None, states, [1], [1], [False], activation=None)
-    assert (y.item(), after[1].tolist()) == (1.0, [[0.0, 1.0, 8.0]])
-
-
 def test_nothing_leaks():
     """NaN in another sequence, in rows of none, in padded rows, in other lines and in columns behind the state."""
     x, states = draw(9, CHANNELS), draw(4, CHANNELS, 5)

@@ -198,11 +198,6 @@ def test_splitting_keeps_the_order(query_lens, seq_lens, pieces, expected, commo
     assert found == expected
 
 
-def test_one_refused_slice_refuses_all(batch_a, unchanged):
-    with unchanged(batch_a), pytest.raises(ReferenceArgumentError):
-        split_attn_metadata([piece((0, 1), (0, 3)), piece((0, 1), (0, 5))], batch_a)
-
-
 @given(
     requests=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5),
     cuts=st.sets(st.integers(1, 29)),

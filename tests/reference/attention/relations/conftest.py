@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
-from attncheck.reference import AttentionParams, CommonAttentionMetadata, compute_slot_mapping, paged_attention
+from attncheck.reference import AttentionParams
 
 INF = float("inf")
 
@@ -132,53 +132,6 @@ def row_places() -> Callable[[Any], list[tuple[int, int, int]]]:
         ]
 
     return places
-
-
-@pytest.fixture(scope="session")
-def metadata_of() -> Callable[..., CommonAttentionMetadata]:
-    """``(batch, **fields) -> metadata`` of it: rows of no request are padding tokens, their slot is -1."""
-
-    def describe(batch: Any, **fields: Any) -> CommonAttentionMetadata:
-        starts, lens = batch.query_start_loc.int(), batch.seq_lens.int()
-        query_lens = starts.diff()
-        requests = torch.arange(len(lens)).repeat_interleave(query_lens)
-        positions = torch.arange(len(requests)) - starts[requests] + (lens - query_lens)[requests]
-        slots = torch.full((len(batch.query),), -1, dtype=torch.int64)
-        slots[: len(requests)] = compute_slot_mapping(positions, requests, batch.block_table, batch.key_cache.shape[1])
-        return CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.clone(),
-            seq_lens=lens,
-            seq_lens_cpu=lens.clone(),
-            num_computed_tokens_cpu=lens - query_lens,
-            num_reqs=len(lens),
-            num_actual_tokens=len(batch.query),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=batch.block_table,
-            slot_mapping=slots,
-            **fields,
-        )
-
-    return describe
-
-
-@pytest.fixture(scope="session")
-def attend_as() -> Callable[..., tuple[Tensor, Tensor]]:
-    """``(metadata, query, key_cache, value_cache, params, ...) -> state``: attention as the metadata describes it."""
-
-    def attend(
-        metadata: CommonAttentionMetadata,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        params: AttentionParams,
-        **sizes: int,
-    ) -> tuple[Tensor, Tensor]:
-        tables = metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc
-        return paged_attention(query, key_cache, value_cache, *tables, params, **sizes)
-
-    return attend
 
 
 @pytest.fixture(scope="session")

@@ -8,19 +8,50 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attncheck.reference import (
+    CommonAttentionMetadata,
     UBatchSlice,
+    compute_slot_mapping,
     make_kv_sharing_fast_prefill_common_attn_metadata,
     make_local_attention_virtual_batches,
+    paged_attention,
     reshape_and_cache,
     split_attn_metadata,
 )
 
 
+def metadata_of(batch, **fields):
+    """Rows of no request are padding tokens, their slot is -1."""
+    starts, lens = batch.query_start_loc.int(), batch.seq_lens.int()
+    query_lens = starts.diff()
+    requests = torch.arange(len(lens)).repeat_interleave(query_lens)
+    positions = torch.arange(len(requests)) - starts[requests] + (lens - query_lens)[requests]
+    slots = torch.full((len(batch.query),), -1, dtype=torch.int64)
+    slots[: len(requests)] = compute_slot_mapping(positions, requests, batch.block_table, batch.key_cache.shape[1])
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=lens,
+        seq_lens_cpu=lens.clone(),
+        num_computed_tokens_cpu=lens - query_lens,
+        num_reqs=len(lens),
+        num_actual_tokens=len(batch.query),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(lens.max()),
+        block_table_tensor=batch.block_table,
+        slot_mapping=slots,
+        **fields,
+    )
+
+
+def attend_as(metadata, query, key_cache, value_cache, params, **sizes):
+    """Attention as the metadata describes it."""
+    tables = metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc
+    return paged_attention(query, key_cache, value_cache, *tables, params, **sizes)
+
+
 @settings(max_examples=60)
 @given(data=st.data())
-def test_local_attention_is_causal_attention_on_the_virtual_batch(
-    data, layers, batches, tiles, metadata_of, attend_as, agree
-):
+def test_local_attention_is_causal_attention_on_the_virtual_batch(data, layers, batches, tiles, agree):
     """Chunks of one page or several, contexts of any residue, padding requests; window, bias, cap, sinks kept."""
     size = data.draw(st.integers(1, 4))
     chunk = size * data.draw(st.integers(1, 3))
@@ -34,7 +65,7 @@ def test_local_attention_is_causal_attention_on_the_virtual_batch(
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_fast_rows_are_those_rows_of_the_full_call(data, layers, batches, metadata_of, attend_as, tiles, agree):
+def test_fast_rows_are_those_rows_of_the_full_call(data, layers, batches, tiles, agree):
     """Only the last rows of each request, which yield logits, are computed; padded indices are ignored."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params))
@@ -68,9 +99,7 @@ def slices_of(batch, cuts):
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_rows_of_micro_batches_are_the_rows_of_the_whole(
-    data, layers, batches, metadata_of, attend_as, tiles, agree, row_places
-):
+def test_rows_of_micro_batches_are_the_rows_of_the_whole(data, layers, batches, tiles, agree, row_places):
     """Each part writes its own K/V to its slots, then reads; what later parts write is still NaN.
 
     Cuts at requests and inside them, a request cut twice, parts of very unequal size.
