@@ -1,6 +1,5 @@
-"""Attention over pages and over packed keys against two formulations: dense float64, and plain loops."""
+"""Attention over pages and over packed keys against a dense formulation in float64."""
 
-import itertools
 from dataclasses import replace
 
 import torch
@@ -8,33 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.reference import AttentionParams, varlen_attention, visible
-
-
-@st.composite
-def questions(draw):
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    heads = kv_heads * group
-    per_head = st.tuples(*[st.floats(-3, 3)] * heads)
-    params = AttentionParams(
-        heads,
-        kv_heads,
-        draw(st.sampled_from([1, 3, 8])),
-        head_size_v=draw(st.sampled_from([None, 1, 6])),
-        scale=draw(st.none() | st.floats(-2, 2)),
-        causal=draw(st.booleans()),
-        window=draw(st.tuples(st.integers(-1, 12), st.integers(-1, 12))),
-        logits_soft_cap=draw(st.none() | st.floats(0.01, 30)),
-        alibi_slopes=draw(st.none() | per_head),
-        alibi_sqrt=draw(st.booleans()),
-        sinks=draw(st.none() | per_head),
-        attn_chunk_size=draw(st.none() | st.integers(1, 12)),
-        attn_chunk_lookback=draw(st.integers(0, 2)),
-    )
-    requests = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 24)), min_size=1, max_size=4))
-    tiles = {"q_tile": draw(st.integers(1, 9)), "kv_tile": draw(st.integers(1, 26))}
-    places = {"block_size": draw(st.integers(1, 9)), "seed": draw(st.integers(0, 999))}
-    places["gain"] = draw(st.sampled_from([1.0, 4.0]))
-    return params, requests, tiles, places
 
 
 @st.composite
@@ -49,46 +21,42 @@ def parts(draw):
     }
 
 
-@settings(max_examples=200)
-@given(questions(), parts())
-def test_random_questions(make_batch, dense, same_state, question, part):
-    params, requests, tiles, places = question
-    query_lens, seq_lens = zip(*requests, strict=True)
-    batch = make_batch(query_lens, seq_lens, params, **places)
-    same_state(batch.attend(params, **part, **tiles), dense(batch, params, **part))
+@settings(max_examples=120)
+@given(data=st.data(), part=parts())
+def test_random_questions(data, part, layers, batches, tiles, dense, same_state):
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
+    same_state(batch.attend(params, **part, **data.draw(tiles)), dense(batch, params, **part))
 
 
 @settings(max_examples=60)
-@given(questions(), st.booleans())
-def test_random_packed_sequences(make_batch, dense, same_state, question, include_sinks):
-    params, requests, tiles, places = question
-    query_lens, seq_lens = zip(*requests, strict=True)
-    batch = make_batch(query_lens, seq_lens, params, **places)
-    ends = torch.tensor([0, *seq_lens]).cumsum(0).int()
+@given(data=st.data(), include_sinks=st.booleans())
+def test_random_packed_sequences(data, include_sinks, layers, batches, tiles, dense, same_state):
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
+    ends = torch.tensor([0, *map(len, batch.keys)]).cumsum(0).int()
     behind = [x[0].new_full((3, *x[0].shape[1:]), torch.nan) for x in (batch.keys, batch.values)]
     keys, values = torch.cat([*batch.keys, behind[0]]), torch.cat([*batch.values, behind[1]])
     packed = (batch.query, keys, values, batch.query_start_loc.int(), ends, params)
-    state = varlen_attention(*packed, include_sinks=include_sinks, **tiles)
+    state = varlen_attention(*packed, include_sinks=include_sinks, **data.draw(tiles))
     same_state(state, dense(batch, params, include_sinks=include_sinks))
 
 
 @settings(max_examples=40)
-@given(questions(), st.integers(1, 4))
-def test_a_mask_function_replaces_the_rule(make_batch, dense, same_state, question, modulus):
+@given(data=st.data(), modulus=st.integers(1, 4))
+def test_a_mask_function_replaces_the_rule(data, modulus, layers, batches, tiles, dense, same_state, row_places):
     """It gets the request and the absolute position of every key once, also of keys outside of window and chunk."""
-    params, requests, tiles, places = question
-    query_lens, seq_lens = zip(*requests, strict=True)
-    batch = make_batch(query_lens, seq_lens, params, **places)
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
     pairs = []
 
     def mask_fn(request, q_pos, k_pos):
         pairs.extend((request, q, k) for q in q_pos[:, 0].tolist() for k in k_pos[0].tolist())
         return (q_pos + k_pos + request) % modulus == 0
 
-    state = batch.attend(params, mask_fn=mask_fn, **tiles)
+    state = batch.attend(params, mask_fn=mask_fn, **data.draw(tiles))
     same_state(state, dense(batch, params, sees=lambda request, q, k: (q + k + request) % modulus == 0))
-    spans = [(r, range(s - q, s), range(s)) for r, (q, s) in enumerate(requests)]
-    assert sorted(pairs) == sorted((r, q, k) for r, rows, keys in spans for q, k in itertools.product(rows, keys))
+    assert sorted(pairs) == sorted((r, q, k) for _, r, q in row_places(batch) for k in range(len(batch.keys[r])))
 
 
 def test_no_requests_at_all(make_batch):
