@@ -51,6 +51,8 @@ def test_labels_do_not_count() -> None:
         notes=("n",),
     )
     assert other.hash == case().hash
+    assert replace(case(), origin="a:1") == replace(case(), origin="b:2")
+    assert hash(replace(case(), origin="a:1")) == hash(case())
 
 
 def test_what_is_set_changes_the_hash() -> None:
@@ -94,11 +96,6 @@ def test_defaults_are_left_out_at_every_level() -> None:
     }
     by_name = replace(case, batch=replace(case.batch, path=PathSpec(name="spec_decode")))
     assert by_name.hash == case.hash
-
-
-def test_where_a_case_was_written_is_no_part_of_it() -> None:
-    assert replace(case(), origin="a:1") == replace(case(), origin="b:2")
-    assert hash(replace(case(), origin="a:1")) == hash(case())
 
 
 def test_a_suite_has_a_hash_of_its_cases() -> None:

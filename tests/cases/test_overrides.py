@@ -76,7 +76,6 @@ def test_a_case_that_an_override_makes_invalid_is_left_out_and_named(
     assert plain(str(refused.value)) == snapshot(
         "TMP/t.yaml:6:69: cases[0].batch[0].shared_prefix: shared_prefix must be whole pages of 24 tokens (found 16); give a multiple of 24"
     )
-    assert "24" in str(refused.value)
 
 
 def test_a_mistake_of_the_file_is_no_case_to_leave_out(plain: Callable[[str], str], tmp_path: Path) -> None:
@@ -87,7 +86,6 @@ def test_a_mistake_of_the_file_is_no_case_to_leave_out(plain: Callable[[str], st
     assert plain(str(refused.value)) == snapshot(
         "TMP/t.yaml:9:37: cases[3].layer.slidin_window: a layer has no key 'slidin_window'; did you mean 'sliding_window'? (known: ...)"
     )
-    assert "'sliding_window'" in str(refused.value)
 
 
 def test_lists_are_values_too(file: str) -> None:
@@ -95,18 +93,9 @@ def test_lists_are_values_too(file: str) -> None:
     assert suite.cases[0].cache.k_scale == (0.5, 0.25)
 
 
-def test_a_file_whose_name_ends_in_braces_is_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "t{1}"
-    path.write_text(SUITE, encoding="utf-8")
-    assert load_suite(str(path)).cases[0].cache.block_size == 16
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [("cache.block_size", "KEY=VALUE"), ("=3", "KEY=VALUE"), ("cache.block_size=", "KEY=VALUE")],
-)
-def test_a_setting_without_key_or_value_is_refused(setting: str, message: str) -> None:
-    with pytest.raises(SelectionError, match=message):
+@pytest.mark.parametrize("setting", ["cache.block_size", "=3", "cache.block_size="])
+def test_a_setting_without_key_or_value_is_refused(setting: str) -> None:
+    with pytest.raises(SelectionError, match="KEY=VALUE"):
         with_defaults("decode", [setting])
 
 
@@ -123,12 +112,6 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, message: str) -
             "{block_size: 32}",
             snapshot(
                 "decode{block_size: 32}:1:2: block_size: braces cannot replace this key (found 'block_size'); did you mean cache.block_size?"
-            ),
-        ),
-        (
-            "{cache: 3}",
-            snapshot(
-                "decode{cache: 3}:1:2: cache: braces cannot replace this key (found 'cache'); a dotted key below layer or cache"
             ),
         ),
         (
@@ -170,7 +153,6 @@ def test_what_cannot_be_a_default_is_refused_by_the_suites_name(
     with pytest.raises(CaseFileError) as caught:
         load_suite(f"decode{braces}")
     assert plain(str(caught.value)) == message
-    assert "decode{" in str(caught.value)
 
 
 def test_an_unknown_suite_is_named_without_its_braces() -> None:
@@ -208,9 +190,8 @@ def test_a_value_of_a_benchmarks_sweep_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_wrong_default_of_a_benchmark_file_is_named_where_it_was_written(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match="layout") as caught:
+    with pytest.raises(CaseFileError, match=r"\{cache\.layout: DNH\}.*layout must be"):
         bench(tmp_path, "{cache.layout: DNH}")
-    assert "{cache.layout: DNH}" in str(caught.value)
 
 
 def test_the_pages_that_cases_leave_out_are_listed(tmp_path: Path) -> None:

@@ -9,43 +9,44 @@ from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case
 from attncheck.reference.spec import AttentionType, BatchSpec, RequestSpec
 
-SUITES = [
-    "smoke",
-    "alibi",
-    "block_sizes",
-    "cascade",
-    "causal_conv1d",
-    "chunked_prefill",
-    "dcp",
-    "decode",
-    "encoder",
-    "fp8_kv",
-    "gqa",
-    "head_sizes",
-    "interpreted",
-    "kv_sharing",
-    "limits",
-    "local",
-    "long_rows",
-    "merge",
-    "micro_batch",
-    "mixed",
-    "mla",
-    "named_batches",
-    "output_quant",
-    "padding",
-    "prefill",
-    "sinks",
-    "sliding_window",
-    "soft_cap",
-    "spec_decode",
-    "split_kv",
-    "strides",
-    "tables",
-    "vllm_interpreted",
-    "vllm_latent",
-    "xformers",
-]
+# A changed hash orphans every recorded result and every expected failure of a case.
+SUITES = {
+    "smoke": "c182a5408515",
+    "alibi": "71505b6cf34b",
+    "block_sizes": "35351d63cc51",
+    "cascade": "3351102d6bb1",
+    "causal_conv1d": "ae068f40238c",
+    "chunked_prefill": "733c6e770aa1",
+    "dcp": "dfc2b2c0d1f0",
+    "decode": "117990bc9b2e",
+    "encoder": "8733a9c430aa",
+    "fp8_kv": "0a0a1ad846bd",
+    "gqa": "0cccf16e805d",
+    "head_sizes": "6c955379e3d1",
+    "interpreted": "aec08066e777",
+    "kv_sharing": "ff67d4d301ae",
+    "limits": "577b9aaaa8dc",
+    "local": "144bc9741069",
+    "long_rows": "1ce58cb1cca9",
+    "merge": "1b2b8f122ce6",
+    "micro_batch": "311177f6f436",
+    "mixed": "214145cf27ef",
+    "mla": "48a2e67e5dfa",
+    "named_batches": "678bf4a7c20a",
+    "output_quant": "682c102e11b3",
+    "padding": "f3b4bda13e36",
+    "prefill": "c6b8c990bf9c",
+    "sinks": "e098e7bbe6f7",
+    "sliding_window": "0cc4aa524033",
+    "soft_cap": "fc84bc25fa10",
+    "spec_decode": "4bd38d93926d",
+    "split_kv": "1c252c8b0ab1",
+    "strides": "d29a9a830529",
+    "tables": "683d57d58395",
+    "vllm_interpreted": "2d314583afa1",
+    "vllm_latent": "552378198733",
+    "xformers": "8df251944f73",
+}
 CHEAP = [name for name in SUITES if name != "named_batches"]
 
 
@@ -59,13 +60,13 @@ def lengths(batch: BatchSpec) -> list[tuple[int, int]]:
 
 
 def test_these_are_the_suites() -> None:
-    assert suite_names() == SUITES
+    assert suite_names() == list(SUITES)
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_has_distinct_questions_under_distinct_names(name: str) -> None:
+def test_a_suite_stays_and_has_distinct_questions_under_distinct_names(name: str) -> None:
     suite = load_suite(name)
-    assert suite.name == name
+    assert (suite.name, suite.hash) == (name, SUITES[name])
     assert suite.description
     assert len({case.id for case in suite}) == len(suite)
     assert len({case.hash for case in suite}) == len(suite)
@@ -94,13 +95,6 @@ def test_smoke_is_small() -> None:
         assert case.batch.max_seq_len <= 1100
         assert case.batch.num_tokens <= 150
         assert sum(total_len for _, total_len in lengths(case.batch)) * case.layer.num_kv_heads <= 4500
-
-
-def test_the_suite_for_interpreters_is_smaller() -> None:
-    for case in cases("interpreted"):
-        assert case.layer.num_heads * case.layer.head_size <= 512
-        assert case.batch.num_tokens <= 60
-        assert sum(total_len for _, total_len in lengths(case.batch)) * case.layer.num_kv_heads <= 480
 
 
 # `seq_lens` and query lengths of vLLM's backend test, as its authors tabulate them.
@@ -133,24 +127,6 @@ def test_the_named_batches() -> None:
         assert case.batch.path.name == ("encoder_only" if is_encoder else "paged")
 
 
-# A changed hash orphans every recorded result and every expected failure of the case.
-PINNED = {
-    "smoke/decode.bfloat16": "30502eed1b66",
-    "smoke/window-prefill.7": "588aad7cbab8",
-    "smoke/padded-mixed": "0e44652b7507",
-    "smoke/cross": "50743df3badb",
-    "named_batches/mixed_medium": "a0503ad2afe8",
-    "sinks/own-sinks": "0779dbf84ed9",
-    "merge/mixed.bfloat16-64": "3f237320aff7",
-    "causal_conv1d/padded-decode.float16": "86cecd1dbfcf",
-}
-
-
-def test_hashes_stay() -> None:
-    hashes = {case.key: case.hash for case in cases("smoke", "named_batches", "sinks", "merge", "causal_conv1d")}
-    assert {key: hashes[key] for key in PINNED} == PINNED
-
-
 def test_smoke_has_every_modifier_and_shape() -> None:
     smoke = list(cases("smoke"))
     layers = [case.layer for case in smoke]
@@ -178,41 +154,6 @@ def test_smoke_has_every_modifier_and_shape() -> None:
         modified = [case for case in smoke if getattr(case.layer, modifier)]
         kinds = {kind for case in modified for kind in map(_kind, case.batch)}
         assert kinds >= {"decode", "extend", "prefill"}, modifier
-
-
-# A kernel of another dtype, layout or group is another kernel: a fault in it is not seen where the modifier meets only
-# the usual ones.
-SMOKE_CROSSINGS = [
-    ("logits_soft_cap", "float16", "HND", 4),
-    ("sinks", "float16", "NHD", 1),
-    ("alibi", "float32", "NHD", 6),
-    ("sliding_window", "float32", "HND", 4),
-]
-
-
-@pytest.mark.parametrize(("modifier", "dtype", "layout", "group"), SMOKE_CROSSINGS)
-def test_smoke_has_each_modifier_in_another_kernel(modifier: str, dtype: str, layout: str, group: int) -> None:
-    found = [
-        case
-        for case in cases("smoke")
-        if getattr(case.layer, modifier)
-        and (case.layer.dtype, case.cache.layout) == (dtype, layout)
-        and case.layer.num_heads // case.layer.num_kv_heads == group
-    ]
-    assert {_kind(request) for case in found for request in case.batch} == {"decode", "extend", "prefill"}
-
-
-def test_smoke_has_lengths_at_which_kernels_change() -> None:
-    batches = [set(lengths(case.batch)) for case in cases("smoke")]
-    decodes = set().union(*batches)
-    assert decodes >= {(1, length) for length in (128, 256, 512, 513, 640, 1024, 1025)}
-    assert any(8 in rows and max(rows) > 8 for rows in ({query_len for query_len, _ in batch} for batch in batches))
-    chunks = [b for b in batches if any(query_len > 128 for query_len, _ in b)]
-    assert any(query_len == 1 and total_len > 512 for batch in chunks for query_len, total_len in batch)
-    padded = [case for case in cases("smoke") if case.batch.padding.requests]
-    assert any(
-        all(t % case.cache.block_size == case.cache.block_size - 1 for _, t in lengths(case.batch)) for case in padded
-    )
 
 
 def _kind(request: RequestSpec) -> str:
@@ -281,22 +222,6 @@ def test_a_modifier_meets_every_pair_of_dimensions(name: str) -> None:
         assert not missing, (one, other)
 
 
-@pytest.mark.parametrize("name", MODIFIERS)
-def test_a_modifier_meets_every_dtype_in_the_other_layout_in_batches_of_one_kind(name: str) -> None:
-    pure = [list(_factors(case)) for case in cases(name) if case.cache.layout == "HND"]
-    covered = {(factors[0]["dtype"], factors[0]["kind"]) for factors in pure if len(factors) == 1}
-    assert covered >= set(product(FACTORS["dtype"], {"decode", "extend"}))
-
-
-def test_a_window_has_rows_that_see_less_because_of_it() -> None:
-    for case in cases():
-        left, _ = case.layer.window
-        if left >= 0:
-            assert any(request.total_len > left + 1 for request in case.batch), case.key
-        if left >= 0 and not case.layer.is_causal:
-            assert any(request.query_len > left + 1 for request in case.batch), case.key
-
-
 def test_smoke_passes_the_limits_that_cost_little() -> None:
     smoke = {case.id: case for case in cases("smoke")}
     assert smoke["far-keys"].batch.max_seq_len > 2**16
@@ -328,21 +253,3 @@ def test_limits_are_passed_by_some_case() -> None:
             if case.cache.layout == layout and case.cache.kv_cache_dtype == "auto"
         ]
         assert any(2**31 - 2**12 < number < 2**31 for number in elements)
-
-
-def test_many_rows_have_keys_enough_to_be_split() -> None:
-    requests = [r for case in cases("long_rows") for r in case.batch if r.query_len > 64 and r.context_len > 512]
-    assert len(requests) > 10
-    windows = {case.layer.window[0] + 1 for case in cases("long_rows")}
-    for edge in (64, 128, 256, 512):
-        assert windows & {edge - 1, edge, edge + 1}, edge
-    assert max(sum(r.count for r in case.batch.requests if r.total_len > 256) for case in cases("long_rows")) > 128
-
-
-def test_tables_have_all_that_surrounds_pages_and_rows() -> None:
-    batches = [case.batch for case in cases("tables")]
-    assert {batch.path.name for batch in batches} == {"paged", "spec_decode", "local", "mla"}
-    assert any(b.block_table.null_pages and b.block_table.row_gap and b.block_table.extra_columns for b in batches)
-    assert max(b.block_table.extra_columns for b in batches) > 1024
-    assert any(b.padding.tokens and b.padding.unmapped_tokens and b.padding.key_rows for b in batches)
-    assert any(b.padding.key_rows and not b.padding.query_rows for b in batches)

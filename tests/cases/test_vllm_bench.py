@@ -61,12 +61,6 @@ def test_standard_attention() -> None:
     assert any(note.startswith("provenance: geometry: model_id: example/model-8b; role: GQA") for note in suite.notes)
 
 
-def test_equal_questions_of_equal_spelling_differ_only_in_id() -> None:
-    suite = load("serving_mix")
-    by_id = {case.id: case for case in suite}
-    assert by_id["q512"].hash == by_id["1q512"].hash
-
-
 def test_latent_attention_with_a_sweep() -> None:
     suite = load("latent_decode")
     assert [case.id for case in suite] == [
@@ -155,11 +149,6 @@ def test_labels(tmp_path: Path) -> None:
     assert ids("{values: [{head_dim: 64}], label_format: '{head_dim}: {other}/{backend}'}") == ["q9.64"]
 
 
-def test_a_value_head_size_without_latent_rank(tmp_path: Path) -> None:
-    suite = load_text(tmp_path, f"{MODEL[:-2]}, v_head_dim: 64}}\nbatch_specs: [q9]\n")
-    assert suite.cases[0].layer.value_head_size == 64
-
-
 def test_a_latent_model_needs_neither_width_nor_kv_heads(tmp_path: Path) -> None:
     ranks = "kv_lora_rank: 32, qk_nope_head_dim: 8, qk_rope_head_dim: 16, v_head_dim: 8"
     suite = load_text(tmp_path, f"model: {{num_q_heads: 4, {ranks}}}\nbatch_specs: [q9]\n")
@@ -183,7 +172,6 @@ def test_a_file_of_ours_is_never_taken_for_one_of_theirs(plain: Callable[[str], 
     assert plain(str(refused.value)) == snapshot(
         "TMP/a file (1).yaml:2:1: batch_specs: a case file has no key 'batch_specs'; known: suite, description, defaults, cases"
     )
-    assert "'batch_specs'" in str(refused.value)
 
 
 def test_large_batches_for_many_models_are_refused_at_once(plain: Callable[[str], str], tmp_path: Path) -> None:
@@ -198,4 +186,3 @@ def test_large_batches_for_many_models_are_refused_at_once(plain: Callable[[str]
     assert plain(str(refused.value)) == snapshot(
         "TMP/large.yaml:1:1: the cases hold 6000000 requests in all; at most 5000000 a file: split it"
     )
-    assert "6000000" in str(refused.value)

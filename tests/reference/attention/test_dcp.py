@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import (
     AttentionParams,
-    MLAParams,
-    compute_slot_mapping,
     dcp_rank_attention,
     merge_many,
-    mla_latent_attention,
-    reshape_and_cache,
-    visible,
 )
 
 SLOPES, SINKS = (0.5, 0.06, 0.25, 0.125), (1.0, 0.5, -1.0, 2.0)
@@ -31,7 +26,6 @@ LAYERS = {
     "modified": replace(PLAIN, logits_soft_cap=2.0, alibi_slopes=SLOPES, sinks=SINKS),
     "sqrt": replace(PLAIN, alibi_slopes=SLOPES, alibi_sqrt=True),
 }
-QUERY_LENS, SEQ_LENS = (1, 3, 7, 2, 4), (19, 8, 7, 0, 2)
 
 
 def share(batch, size, rank, interleave, block_size, seed=0):
@@ -63,33 +57,9 @@ def attend_all(batch, params, size, interleave=1, block_size=4, **options):
     return merge_many(*zip(*states, strict=True))
 
 
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 2), (4, 4)])
-def test_merged_ranks_are_the_whole(size, interleave, layer, make_batch, dense, same_state):
-    batch = make_batch(QUERY_LENS, SEQ_LENS, layer)
-    want = dense(batch, layer)
-    same_state(attend_all(batch, layer, size, interleave), want)
-    same_state(attend_all(batch, layer, size, interleave, q_tile=2, kv_tile=3), want)
-
-
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-def test_a_rank_attends_to_its_own_keys(layer, make_batch, same_state):
-    """The whole cache, with a mask that keeps the rank's positions; sinks on rank 0 only."""
-    batch = make_batch(QUERY_LENS, SEQ_LENS, layer)
-
-    for rank in range(3):
-
-        def mine(request, q_pos, k_pos, rank=rank):
-            return visible(layer, q_pos, k_pos) & (k_pos // 2 % 3 == rank)
-
-        want = batch.attend(layer, mask_fn=mine, include_sinks=rank == 0)
-        same_state(attend_rank(batch, layer, 3, rank, 2), want)
-        same_state(attend_rank(batch, layer, 3, rank, 2, q_tile=3, kv_tile=2), want)
-
-
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), size=st.integers(1, 5), interleave=st.integers(1, 4), pages=st.integers(1, 3))
-def test_merged_equals_global(data, size, interleave, pages, make_batch, same_state):
+def test_merged_ranks_are_the_whole(data, size, interleave, pages, make_batch, dense, same_state):
     """Any ranks, interleave and block size; lengths run through every residue of a round."""
     layer = data.draw(st.sampled_from(list(LAYERS.values())))
     first = data.draw(st.integers(0, 9))
@@ -97,7 +67,7 @@ def test_merged_equals_global(data, size, interleave, pages, make_batch, same_st
     query_lens = data.draw(st.lists(st.integers(0, 4), min_size=len(seq_lens), max_size=len(seq_lens)))
     batch = make_batch(query_lens, seq_lens, layer)
     tiles = {"q_tile": data.draw(st.integers(1, 5)), "kv_tile": data.draw(st.integers(1, 9))}
-    same_state(attend_all(batch, layer, size, interleave, pages * interleave, **tiles), batch.attend(layer))
+    same_state(attend_all(batch, layer, size, interleave, pages * interleave, **tiles), dense(batch, layer))
 
 
 @settings(max_examples=40, deadline=None)
@@ -121,17 +91,7 @@ def test_local_lengths(size, interleave, seq_len):
     assert sum(counts) == seq_len
 
 
-def test_one_rank_is_paged_attention(make_batch, same_state):
-    for layer in LAYERS.values():
-        batch = make_batch(QUERY_LENS, SEQ_LENS, layer)
-        caches = (batch.key_cache, batch.value_cache, batch.block_table)
-        state = dcp_rank_attention(
-            batch.query, *caches, batch.seq_lens, batch.query_start_loc, layer, dcp_size=1, dcp_rank=0
-        )
-        same_state(state, batch.attend(layer), tolerance=0)
-
-
-def test_a_rank_without_keys(make_batch):
+def test_the_sinks_are_on_rank_0(make_batch):
     layer = replace(PLAIN, sinks=SINKS)
     batch = make_batch((2, 1), (3, 1), layer)
     out, lse = attend_rank(batch, layer, 4, 3, block_size=2)
@@ -141,43 +101,6 @@ def test_a_rank_without_keys(make_batch):
     out, lse = attend_rank(batch, layer, 2, 0)
     assert not out.any()
     assert lse.tolist() == [list(SINKS)] * 2
-
-
-def test_caches_written_through_the_slots_of_each_rank(make_batch, same_state):
-    batch = make_batch((5, 1, 3), (11, 6, 3), PLAIN)
-    parts = []
-    for rank in range(3):
-        caches = [torch.full((12, 4, 2, size), math.nan, dtype=torch.float64) for size in (8, 6)]
-        table = torch.tensor([[7, 2], [5, 0], [1, 9]])
-        for r, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
-            requests = torch.full((len(keys),), r)
-            slots = compute_slot_mapping(
-                torch.arange(len(keys)), requests, table, 4, dcp_size=3, dcp_rank=rank, cp_kv_cache_interleave_size=2
-            )
-            reshape_and_cache(keys, values, *caches, slots)
-        ranks = {"dcp_size": 3, "dcp_rank": rank, "cp_kv_cache_interleave_size": 2}
-        parts.append(
-            dcp_rank_attention(batch.query, *caches, table, batch.seq_lens, batch.query_start_loc, PLAIN, **ranks)
-        )
-    same_state(merge_many(*zip(*parts, strict=True)), batch.attend(PLAIN))
-
-
-def test_latent_attention_over_ranks(same_state):
-    """One KV head of cache rows, whose first part are the values."""
-    generator = torch.Generator().manual_seed(0)
-    layer = MLAParams(3, kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=2)
-    q_latent, q_pe, rows = (torch.randn(*shape, generator=generator) for shape in ((3, 3, 6), (3, 3, 4), (12, 10)))
-    starts, lens = torch.tensor([0, 3]), torch.tensor([11])
-    want = mla_latent_attention(q_latent, q_pe, rows.view(3, 4, 10), torch.tensor([[0, 1, 2]]), lens, starts, layer)
-    paged = AttentionParams(3, 1, 10, 6, scale=1 / 3)
-    parts = []
-    for rank in range(2):
-        cache = rows.view(6, 2, 10)[rank::2].reshape(3, 2, 1, 10)
-        tables = (torch.tensor([[0, 1, 2]]), lens, starts)
-        ranks = {"dcp_size": 2, "dcp_rank": rank, "cp_kv_cache_interleave_size": 2}
-        query = torch.cat([q_latent, q_pe], dim=-1)
-        parts.append(dcp_rank_attention(query, cache, cache[..., :6], *tables, paged, **ranks))
-    same_state(merge_many(*zip(*parts, strict=True)), want)
 
 
 def test_scales_of_codes(make_batch, same_state):

@@ -1,4 +1,4 @@
-"""Float8 codes and what their scales do to attention."""
+"""Float8 codes, with one scale or a scale for every group, and what their scales do to attention."""
 
 import math
 from dataclasses import replace
@@ -7,12 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from attncheck.reference import AttentionParams, dequantize_fp8, quantize_fp8
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference import AttentionParams, dequantize_fp8, quantize_fp8, quantize_fp8_group
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PARAMS = AttentionParams(
-    4, 2, 8, logits_soft_cap=3.0, alibi_slopes=(0.5, 0.06, 0.25, 0.125), sinks=(1.0, 0.5, -1.0, 2.0)
+PLAIN = AttentionParams(4, 2, 3, head_size_v=2)
+MODIFIED = replace(
+    PLAIN, window=(5, 0), logits_soft_cap=2.0, alibi_slopes=(0.5, 0.06, 0.25, 0.125), sinks=(1.0, 0.5, -1.0, 2.0)
 )
 
 
@@ -70,26 +74,6 @@ def test_saturates_and_keeps_nan(dtype, limit):
     assert values[-1].isnan()
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_write_then_read_is_within_half_a_step(dtype):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(4000, generator=generator, dtype=torch.float64)
-    scale = 0.037
-    back = dequantize_fp8(quantize_fp8(x, scale, dtype), scale)
-    exponent_bits, bias, _ = FORMATS[dtype]
-    step = torch.exp2(torch.log2((x / scale).abs()).floor().clamp(min=1 - bias) - (7 - exponent_bits)) * scale
-    assert ((back - x).abs() <= step / 2 * (1 + 1e-5)).all()
-
-
-def test_scale_divides_in_float32_and_broadcasts():
-    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
-    scale = torch.tensor([0.1, 0.7])
-    codes = quantize_fp8(x, scale)
-    want = (x.float() / scale).to(E4M3)
-    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
-    assert torch.equal(dequantize_fp8(codes, scale, dtype=torch.float32), want.float() * scale)
-
-
 def test_scale_divides_and_does_so_in_float32():
     """Beside the ties a reciprocal, or float64, gives the neighbouring code."""
     values = every_code(E4M3)[:126].double()
@@ -106,85 +90,143 @@ def test_a_python_scale_is_used_exactly():
     assert dequantize_fp8(torch.tensor([3.0]).to(E4M3), torch.tensor(0.1)).item() != 3.0 * 0.1
 
 
-@pytest.fixture
-def batch(make_batch):
-    """A batch whose caches are codes of either format, and whose queries are codes too."""
-    plain = make_batch((3, 1, 6), (13, 22, 6), PARAMS)
-    return replace(
+many = settings(max_examples=40)
+formats = st.sampled_from((E4M3, E5M2))
+scales = st.floats(1e-3, 1e3)
+per_head = st.lists(st.floats(0.01, 4), min_size=2, max_size=2).map(lambda x: torch.tensor(x, dtype=torch.float64))
+layers = st.sampled_from((PLAIN, replace(PLAIN, causal=False, scale=0.7), MODIFIED))
+
+
+@pytest.fixture(scope="module")
+def plain(make_batch):
+    """Values of about one in float64, NaN where nothing is owned."""
+    return make_batch((3, 1, 6), (13, 9, 6), PLAIN)
+
+
+@many
+@given(layer=layers, q_dtype=formats, k_dtype=formats, v_dtype=formats, q=scales, k=scales | per_head, v=scales)
+def test_codes_are_their_values(plain, same_state, layer, q_dtype, k_dtype, v_dtype, q, k, v):
+    """One scale for a tensor, as a number or one element, or one scale per KV head."""
+    batch = replace(
+        plain,
+        query=plain.query.to(q_dtype),
+        key_cache=plain.key_cache.to(k_dtype),
+        value_cache=plain.value_cache.to(v_dtype),
+    )
+    values = replace(
+        batch,
+        query=batch.query.double() * q,
+        key_cache=batch.key_cache.double() * (k[:, None] if isinstance(k, torch.Tensor) else k),
+        value_cache=batch.value_cache.double() * v,
+    )
+    want = values.attend(layer)
+    same_state(batch.attend(layer, q_scale=q, k_scale=k, v_scale=v), want, tolerance=0)
+    v_scale = torch.full((1, 1), v, dtype=torch.float64)
+    same_state(batch.attend(layer, q_scale=q, k_scale=k, v_scale=v_scale), want, tolerance=0)
+    same_state(values.attend(layer, q_scale=q, k_scale=k, v_scale=v), want, tolerance=0)  # ignored: no codes
+
+
+def test_scales_per_query_head_and_per_token_and_head(plain, same_state):
+    generator = torch.Generator().manual_seed(6)
+    shape = plain.key_cache.shape[:3]
+    k, v = (torch.rand(shape, generator=generator, dtype=torch.float64) * 0.3 + 0.01 for _ in range(2))
+    unowned = plain.key_cache.isnan().any(dim=-1)
+    k[unowned], v[unowned] = math.nan, math.nan
+    q = torch.tensor((0.5, 3.0, 1.1, 0.3), dtype=torch.float64)
+    batch = replace(
         plain,
         query=plain.query.to(E4M3),
-        key_cache=(plain.key_cache * 4).to(E4M3),
-        value_cache=(plain.value_cache * 64).to(E5M2),
+        key_cache=plain.key_cache.to(E4M3),
+        value_cache=plain.value_cache.to(E5M2),
     )
-
-
-def dequantised(batch, q_scale, k_scale, v_scale):
-    return replace(
+    values = replace(
         batch,
-        query=batch.query.double() * q_scale,
-        key_cache=batch.key_cache.double() * k_scale,
-        value_cache=batch.value_cache.double() * v_scale,
+        query=batch.query.double() * q[:, None],
+        key_cache=batch.key_cache.double() * k[..., None],
+        value_cache=batch.value_cache.double() * v[..., None],
     )
+    same_state(batch.attend(MODIFIED, q_scale=q, k_scale=k, v_scale=v), values.attend(MODIFIED))
 
 
-def test_equals_attention_over_the_values(batch, same_state):
-    scales = {"q_scale": 1.3, "k_scale": 0.21, "v_scale": 0.017}
-    same_state(batch.attend(PARAMS, **scales), dequantised(batch, 1.3, 0.21, 0.017).attend(PARAMS), tolerance=0)
-    for shape in ((), (1,), (1, 1, 1)):  # one element, in any number of dimensions
-        tensors = {name: torch.full(shape, scale, dtype=torch.float64) for name, scale in scales.items()}
-        same_state(batch.attend(PARAMS, **tensors), batch.attend(PARAMS, **scales), tolerance=0)
-
-
-def test_scales_per_head(batch, same_state):
-    q, k, v = (torch.tensor(x, dtype=torch.float64) for x in ((0.5, 3.0, 1.1, 0.3), (0.2, 0.9), (0.01, 0.07)))
-    want = dequantised(batch, q[:, None], k[:, None], v[:, None]).attend(PARAMS)
-    same_state(batch.attend(PARAMS, q_scale=q, k_scale=k, v_scale=v), want)
-    tensor_only = batch.attend(PARAMS, q_scale=0.5, k_scale=0.2, v_scale=0.01)
-    swapped = batch.attend(PARAMS, q_scale=q, k_scale=k.flip(0), v_scale=v)
-    assert (tensor_only[0] - want[0]).abs().max() > 0.01
-    assert (swapped[0] - want[0]).abs().max() > 0.01
-
-
-def test_scales_per_token_and_head(batch, same_state):
-    generator = torch.Generator().manual_seed(6)
-    shape = batch.key_cache.shape[:3]
-    k, v = (torch.rand(shape, generator=generator, dtype=torch.float64) * 0.3 + 0.01 for _ in range(2))
-    unowned = batch.key_cache.double().isnan().any(dim=-1)
-    k[unowned], v[unowned] = math.nan, math.nan
-    want = dequantised(batch, 1.0, k[..., None], v[..., None]).attend(PARAMS)
-    same_state(batch.attend(PARAMS, k_scale=k, v_scale=v), want)
-
-
-def test_scales_act_on_float8_only(make_batch, same_state):
-    plain = make_batch((3, 1), (13, 6), PARAMS)
-    for dtype in (torch.bfloat16, torch.float64):
-        batch = replace(
-            plain,
-            query=plain.query.to(dtype),
-            key_cache=plain.key_cache.to(dtype),
-            value_cache=plain.value_cache.to(dtype),
-        )
-        same_state(
-            batch.attend(PARAMS, q_scale=2.5, k_scale=0.3, v_scale=torch.tensor([-9.0, 0.0])),
-            batch.attend(PARAMS),
-            tolerance=0,
-        )
-
-
-def test_doubling_a_scale(batch, same_state):
-    plain = AttentionParams(4, 2, 8, scale=0.4)
-    scales = {"q_scale": 0.7, "k_scale": 0.3, "v_scale": 0.02}
-    out, lse = batch.attend(plain, **scales)
-    same_state(batch.attend(plain, **{**scales, "v_scale": 0.04}), (2 * out, lse), tolerance=0)
-    for name in ("q_scale", "k_scale"):
-        doubled = batch.attend(plain, **{**scales, name: 2 * scales[name]})
-        same_state(doubled, batch.attend(replace(plain, scale=0.8), **scales))
-
-
-def test_codes_no_request_owns_are_without_effect(batch, same_state):
-    want = batch.attend(PARAMS, k_scale=0.3)
+def test_codes_no_request_owns_are_without_effect(plain, same_state):
+    batch = replace(plain, key_cache=plain.key_cache.to(E4M3))
     unowned = batch.key_cache.double().isnan()
     assert unowned.any()
     codes = batch.key_cache.view(torch.uint8).clone()
     codes[unowned] = 0xFF
-    same_state(replace(batch, key_cache=codes.view(E4M3)).attend(PARAMS, k_scale=0.3), want, tolerance=0)
+    other = replace(batch, key_cache=codes.view(E4M3))
+    same_state(other.attend(MODIFIED, k_scale=0.3), batch.attend(MODIFIED, k_scale=0.3), tolerance=0)
+
+
+LIMITS = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def draw(*shape, seed=0, gain=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * gain
+
+
+def same_codes(one, other):
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@many
+@given(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99), formats)
+def test_each_group_by_itself(rows, groups, group, seed, dtype):
+    x = draw(rows, groups * group, seed=seed, gain=30.0)
+    codes, scales = quantize_fp8_group(x, group, dtype=dtype)
+    assert (codes.dtype, codes.shape) == (dtype, x.shape)
+    assert (scales.dtype, scales.shape) == (torch.float32, (rows, groups))
+    for t in range(rows):
+        for g in range(groups):
+            part = x[t, g * group : (g + 1) * group]
+            scale = max(abs(value) for value in part.tolist()) / LIMITS[dtype]
+            assert math.isclose(scales[t, g].item(), scale, rel_tol=1e-6)
+            assert same_codes(codes[t, g * group : (g + 1) * group], quantize_fp8(part, scales[t, g].item(), dtype))
+
+
+def test_zeros_and_what_is_too_small_have_scale_one():
+    x = torch.tensor([[0.0, -0.0, 1e-44, 0.0, 3.0, 0.0]])
+    codes, scales = quantize_fp8_group(x, 2)
+    assert scales[0, :2].tolist() == [1.0, 1.0]
+    assert codes.float()[0].tolist() == [0.0, 0.0, 0.0, 0.0, 448.0, 0.0]
+
+
+def test_rubbish_stays_in_its_group():
+    x = draw(3, 8)
+    want, scales = quantize_fp8_group(x, 4)
+    x[1, 5] = math.nan
+    x[2, 0] = math.inf
+    codes, poisoned = quantize_fp8_group(x, 4)
+    clean = torch.tensor([[True, True], [True, False], [False, True]])
+    assert torch.equal(poisoned[clean], scales[clean])
+    assert torch.equal(codes.float()[clean.repeat_interleave(4, 1)], want.float()[clean.repeat_interleave(4, 1)])
+    assert not poisoned[~clean].isfinite().any()
+
+
+def test_any_dtype_and_strides():
+    x = draw(8, 5).to(torch.bfloat16)
+    codes, scales = quantize_fp8_group(x.T, 4)
+    want, same = quantize_fp8_group(x.T.contiguous().double(), 4)
+    assert same_codes(codes, want)
+    assert torch.equal(scales, same)
+    assert quantize_fp8_group(x[:, :0], 4)[1].shape == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"x": torch.zeros(4, 2, 2)}, "x.shape"),
+        ({"x": torch.zeros(4, 4, dtype=torch.int32)}, "x.dtype"),
+        ({"x": torch.zeros(4, 4).to(E4M3)}, "x.dtype"),
+        ({"group": 3}, "group"),
+        ({"group": 0}, "group"),
+        ({"group": 2.0}, "group"),
+        ({"dtype": torch.float16}, "dtype"),
+    ],
+)
+def test_refusals(change, argument):
+    sound = {"x": torch.zeros(4, 4), "group": 2}
+    quantize_fp8_group(**sound)
+    with pytest.raises(ReferenceArgumentError) as refusal:
+        quantize_fp8_group(**{**sound, **change})
+    assert refusal.value.argument == argument

@@ -1,80 +1,12 @@
-"""Attention over pages and over packed keys against two formulations: dense float64, and plain loops."""
+"""Attention over pages and over packed keys against a dense formulation in float64."""
 
-import itertools
-import math
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.reference import AttentionParams, varlen_attention, visible
-
-SLOPES = (0.25, -0.5, 0.03, 0.7, 0.11, 0.4)
-SINKS = (1.5, -2.0, 0.25, 4.0, -math.inf, 0.0)
-QUERY_LENS = (1, 7, 20, 3, 1, 6, 2)
-SEQ_LENS = (40, 33, 20, 8, 1, 0, 1)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (0, 0), (3, 6), (-1, 2), (4, -1)], ids=str)
-@pytest.mark.parametrize("chunk", [None, (1, 0), (8, 0), (8, 1)], ids=str)
-def test_who_sees_whom(make_batch, dense, same_state, causal, window, chunk):
-    size, lookback = chunk or (None, 0)
-    params = AttentionParams(4, 2, 8, causal=causal, window=window, attn_chunk_size=size, attn_chunk_lookback=lookback)
-    batch = make_batch(QUERY_LENS, SEQ_LENS, params)
-    same_state(batch.attend(params, q_tile=4, kv_tile=8), dense(batch, params))
-    same_state(batch.attend(params), dense(batch, params))
-
-
-@pytest.mark.parametrize(
-    ("cap", "alibi", "sinks", "scale", "causal"),
-    [*itertools.product((None, 0.0, 2.5), (None, "linear", "sqrt"), (None, SINKS), (None, 0.3), (True, False))],
-)
-def test_score_modifiers(make_batch, dense, same_state, cap, alibi, sinks, scale, causal):
-    params = AttentionParams(
-        6,
-        2,
-        16,
-        head_size_v=5,
-        scale=scale,
-        causal=causal,
-        window=(9, 3),
-        logits_soft_cap=cap,
-        alibi_slopes=SLOPES if alibi else None,
-        alibi_sqrt=alibi == "sqrt",
-        sinks=sinks,
-    )
-    batch = make_batch((1, 7, 12, 6), (25, 17, 12, 0), params, gain=3.0)
-    same_state(batch.attend(params, q_tile=5, kv_tile=7), dense(batch, params))
-
-
-@st.composite
-def questions(draw):
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    heads = kv_heads * group
-    per_head = st.tuples(*[st.floats(-3, 3)] * heads)
-    params = AttentionParams(
-        heads,
-        kv_heads,
-        draw(st.sampled_from([1, 3, 8])),
-        head_size_v=draw(st.sampled_from([None, 1, 6])),
-        scale=draw(st.none() | st.floats(-2, 2)),
-        causal=draw(st.booleans()),
-        window=draw(st.tuples(st.integers(-1, 12), st.integers(-1, 12))),
-        logits_soft_cap=draw(st.none() | st.floats(0.01, 30)),
-        alibi_slopes=draw(st.none() | per_head),
-        alibi_sqrt=draw(st.booleans()),
-        sinks=draw(st.none() | per_head),
-        attn_chunk_size=draw(st.none() | st.integers(1, 12)),
-        attn_chunk_lookback=draw(st.integers(0, 2)),
-    )
-    requests = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 24)), min_size=1, max_size=4))
-    tiles = {"q_tile": draw(st.integers(1, 9)), "kv_tile": draw(st.integers(1, 26))}
-    places = {"block_size": draw(st.integers(1, 9)), "seed": draw(st.integers(0, 999))}
-    places["gain"] = draw(st.sampled_from([1.0, 4.0]))
-    return params, requests, tiles, places
 
 
 @st.composite
@@ -90,80 +22,41 @@ def parts(draw):
 
 
 @settings(max_examples=120)
-@given(questions(), parts())
-def test_random_questions(make_batch, dense, same_state, question, part):
-    params, requests, tiles, places = question
-    query_lens, seq_lens = zip(*requests, strict=True)
-    batch = make_batch(query_lens, seq_lens, params, **places)
-    same_state(batch.attend(params, **part, **tiles), dense(batch, params, **part))
+@given(data=st.data(), part=parts())
+def test_random_questions(data, part, layers, batches, tiles, dense, same_state):
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
+    same_state(batch.attend(params, **part, **data.draw(tiles)), dense(batch, params, **part))
 
 
 @settings(max_examples=60)
-@given(questions(), st.booleans())
-def test_random_packed_sequences(make_batch, dense, same_state, question, include_sinks):
-    params, requests, tiles, places = question
-    query_lens, seq_lens = zip(*requests, strict=True)
-    batch = make_batch(query_lens, seq_lens, params, **places)
-    ends = torch.tensor([0, *seq_lens]).cumsum(0).int()
+@given(data=st.data(), include_sinks=st.booleans())
+def test_random_packed_sequences(data, include_sinks, layers, batches, tiles, dense, same_state):
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
+    ends = torch.tensor([0, *map(len, batch.keys)]).cumsum(0).int()
     behind = [x[0].new_full((3, *x[0].shape[1:]), torch.nan) for x in (batch.keys, batch.values)]
     keys, values = torch.cat([*batch.keys, behind[0]]), torch.cat([*batch.values, behind[1]])
     packed = (batch.query, keys, values, batch.query_start_loc.int(), ends, params)
-    state = varlen_attention(*packed, include_sinks=include_sinks, **tiles)
+    state = varlen_attention(*packed, include_sinks=include_sinks, **data.draw(tiles))
     same_state(state, dense(batch, params, include_sinks=include_sinks))
 
 
 @settings(max_examples=40)
-@given(questions(), st.integers(1, 4))
-def test_a_mask_function_replaces_the_rule(make_batch, dense, same_state, question, modulus):
+@given(data=st.data(), modulus=st.integers(1, 4))
+def test_a_mask_function_replaces_the_rule(data, modulus, layers, batches, tiles, dense, same_state, row_places):
     """It gets the request and the absolute position of every key once, also of keys outside of window and chunk."""
-    params, requests, tiles, places = question
-    query_lens, seq_lens = zip(*requests, strict=True)
-    batch = make_batch(query_lens, seq_lens, params, **places)
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
     pairs = []
 
     def mask_fn(request, q_pos, k_pos):
         pairs.extend((request, q, k) for q in q_pos[:, 0].tolist() for k in k_pos[0].tolist())
         return (q_pos + k_pos + request) % modulus == 0
 
-    state = batch.attend(params, mask_fn=mask_fn, **tiles)
+    state = batch.attend(params, mask_fn=mask_fn, **data.draw(tiles))
     same_state(state, dense(batch, params, sees=lambda request, q, k: (q + k + request) % modulus == 0))
-    spans = [(r, range(s - q, s), range(s)) for r, (q, s) in enumerate(requests)]
-    assert sorted(pairs) == sorted((r, q, k) for r, rows, keys in spans for q, k in itertools.product(rows, keys))
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        AttentionParams(2, 1, 3, window=(4, 0), logits_soft_cap=1.5, sinks=(0.5, -1.0)),
-        AttentionParams(3, 3, 4, head_size_v=2, causal=False, alibi_slopes=(0.5, 0.25, -0.125)),
-        AttentionParams(4, 2, 2, scale=1.25, attn_chunk_size=5),
-    ],
-)
-def test_plain_loops(make_batch, seen, params):
-    batch = make_batch((3, 5), (11, 5), params)
-    out, lse = batch.attend(params, q_tile=2, kv_tile=4)
-    group = params.num_heads // params.num_kv_heads
-    for r, (keys, values) in enumerate(zip(batch.keys, batch.values, strict=True)):
-        rows = batch.query[batch.rows(r)].tolist()
-        k, v = keys.tolist(), values.tolist()
-        for i, h in itertools.product(range(len(rows)), range(params.num_heads)):
-            position = len(k) - len(rows) + i
-            scores = {}
-            for j in sorted(seen(params, position, len(k))):
-                score = math.fsum(a * b for a, b in zip(rows[i][h], k[j][h // group], strict=True))
-                score *= params.scale if params.scale is not None else 1 / math.sqrt(params.head_size)
-                if params.logits_soft_cap:
-                    score = params.logits_soft_cap * math.tanh(score / params.logits_soft_cap)
-                if params.alibi_slopes is not None:
-                    score += params.alibi_slopes[h] * (j - position)
-                scores[j] = score
-            weights = {j: math.exp(score) for j, score in scores.items()}
-            total = math.fsum([*weights.values(), *([math.exp(params.sinks[h])] if params.sinks else [])])
-            row = batch.rows(r).start + i
-            assert math.isclose(float(lse[row, h]), math.log(total), rel_tol=1e-13, abs_tol=1e-13)
-            for d in range(params.value_head_size):
-                want = math.fsum(weight * v[j][h // group][d] for j, weight in weights.items()) / total
-                assert math.isclose(float(out[row, h, d]), want, rel_tol=1e-12, abs_tol=1e-13)
+    assert sorted(pairs) == sorted((r, q, k) for _, r, q in row_places(batch) for k in range(len(batch.keys[r])))
 
 
 def test_no_requests_at_all(make_batch):
@@ -192,12 +85,6 @@ def test_scores_up_to_ten_thousand(make_batch, dense, same_state):
     scores = torch.einsum("ihd,jhd->hij", batch.query[:30, ::2], batch.keys[0])
     assert scores.abs().max() > 1e4
     same_state(batch.attend(params, q_tile=8, kv_tile=16), dense(batch, params), tolerance=1e-10)
-
-
-def test_bands_of_rows_agree_with_one(make_batch, dense, same_state):
-    params = AttentionParams(2, 1, 4, window=(6, 0))
-    batch = make_batch((90,), (100,), params)
-    same_state(batch.attend(params, q_tile=1, kv_tile=5), dense(batch, params))
 
 
 def test_visible_gets_tiles_never_a_whole_prefill(make_batch):

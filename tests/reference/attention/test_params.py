@@ -7,7 +7,6 @@ import torch
 
 from attncheck.errors import AttncheckError, ReferenceArgumentError
 from attncheck.reference import AttentionParams, AttentionType, LayerSpec, Precision, layer_params, window_pair
-from attncheck.reference.spec import MLASpec
 
 LAYER = AttentionParams(num_heads=8, num_kv_heads=2, head_size=64)
 SPEC = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
@@ -87,31 +86,12 @@ def test_precision():
 
 
 def test_layer_params_resolve_a_spec():
-    spec = LayerSpec(
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=64,
-        head_size_v=32,
-        scale=0.3,
-        sliding_window=128,
-        logits_soft_cap=20.0,
-        alibi=(0.1, 0.2, 0.3, 0.4),
-        sinks=True,
-    )
+    fields = {"head_size_v": 32, "scale": 0.3, "logits_soft_cap": 20.0}
+    spec = replace(SPEC, **fields, sliding_window=128, alibi=tuple(x / 10 for x in range(8)), sinks=True)
     params = layer_params(spec)
-    assert params == AttentionParams(
-        4,
-        2,
-        64,
-        head_size_v=32,
-        scale=0.3,
-        causal=True,
-        window=(127, 0),
-        logits_soft_cap=20.0,
-        alibi_slopes=spec.alibi_slopes,
-        sinks=spec.sink_logits,
-    )
-    assert params.alibi_slopes == tuple(torch.tensor([0.1, 0.2, 0.3, 0.4]).tolist())  # as a float32 kernel has them
+    of_spec = {"alibi_slopes": spec.alibi_slopes, "sinks": spec.sink_logits}
+    assert params == replace(LAYER, **fields, **of_spec, window=(127, 0))
+    assert params.alibi_slopes == tuple((torch.arange(8) / 10).tolist())  # as a float32 kernel has them
     assert layer_params(replace(SPEC, attn_chunk_size=32)).attn_chunk_size == 32
 
 
@@ -123,9 +103,3 @@ def test_a_window_follows_the_causal_flag_of_the_call(causal, attn_type):
     assert params.causal == (attn_type == AttentionType.DECODER if causal is None else causal)
     assert params.window == ((15, 0) if params.causal else (15, 15))
     assert layer_params(SPEC, causal=causal).window == (-1, -1)
-
-
-def test_latent_layers_are_refused():
-    mla = MLASpec(kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
-    with pytest.raises(ReferenceArgumentError, match="mla"):
-        layer_params(LayerSpec(num_heads=8, num_kv_heads=1, head_size=64, mla=mla))

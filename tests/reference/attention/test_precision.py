@@ -48,12 +48,6 @@ def test_output_rounding_alone(make_batch):
     assert torch.equal(lse, truth_lse)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_half_inputs_are_taken_at_their_value(make_batch, dense, same_state, dtype):
-    batch = make_batch((5, 1), (20, 7), PARAMS, dtype=dtype)
-    same_state(batch.attend(PARAMS), dense(batch, PARAMS))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_any_compute_dtype_runs(make_batch, dtype):
     batch = make_batch((5, 1), (20, 7), PARAMS, dtype=dtype)
@@ -71,10 +65,3 @@ def test_positions_stay_exact_where_a_half_float_would_lose_them():
     _, lse = varlen_attention(zeros, zeros, zeros, ends, ends, params, precision=Precision(compute=torch.float32))
     want = torch.tensor([float(-d) for d in range(200)], dtype=torch.float64).logsumexp(0)
     assert torch.allclose(lse[-1].double(), want, rtol=1e-6, atol=0)
-
-
-def test_results_do_not_hang_on_the_tile_sizes(make_batch, same_state):
-    batch = make_batch((40, 3), (90, 50), PARAMS)
-    whole = batch.attend(PARAMS)
-    for tiles in ((1, 1), (7, 13), (128, 16), (16, 4096)):
-        same_state(batch.attend(PARAMS, q_tile=tiles[0], kv_tile=tiles[1]), whole)

@@ -1,7 +1,5 @@
 """Who sees whom: the predicate and its spans."""
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,23 +38,3 @@ def test_reach_holds_all_and_common_only_what_all_rows_see(seen, params, first, 
     assert common == set.intersection(*rows)
     if set.union(*rows):
         assert (min(set.union(*rows)), max(set.union(*rows))) == (min(reach), max(reach))
-
-
-def test_shapes_broadcast():
-    params = AttentionParams(1, 1, 4, causal=False)
-    assert visible(params, torch.zeros(3, 1, dtype=torch.int32), torch.zeros(1, 5, dtype=torch.int64)).shape == (3, 5)
-    assert visible(params, torch.tensor(3), torch.tensor(2)).shape == ()
-
-
-def test_the_drawings():
-    """The matrices of the docstring, read as text."""
-
-    def drawing(params):
-        sees = visible(params, torch.tensor([[3], [4]]), torch.arange(5))
-        return ["".join("x" if one else "." for one in row) for row in sees.tolist()]
-
-    layer = AttentionParams(1, 1, 4)
-    assert drawing(layer) == ["xxxx.", "xxxxx"]
-    assert drawing(replace(layer, causal=False, window=(1, -1))) == ["..xxx", "...xx"]
-    assert drawing(replace(layer, causal=False, window=(2, 0))) == [".xxx.", "..xxx"]
-    assert drawing(replace(layer, attn_chunk_size=2)) == ["..xx.", "....x"]

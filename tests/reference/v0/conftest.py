@@ -90,12 +90,6 @@ def builder() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def builder_class() -> type[CommonMetadataBuilder]:
-    """A builder whose metadata are the keywords it was given."""
-    return Builder
-
-
-@pytest.fixture(scope="session")
 def image() -> Callable[[range, int, range, int], SimpleNamespace]:
     """``(src, src_len, dest, dest_len)``: a placeholder map of one range."""
     return _image

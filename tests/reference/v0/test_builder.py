@@ -1,4 +1,4 @@
-"""The builder over worked batches: what becomes of prompts, decodes, windows, prefix hits, profile runs."""
+"""The builder over worked batches: prompts, decodes, windows, prefix hits, profile runs, graphs, refusals."""
 
 import copy
 from types import SimpleNamespace
@@ -7,26 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.reference.v0 import MultiModalPlaceholderMap
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.v0 import CommonMetadataBuilder
+from attncheck.reference.v0.builder import padded_block_tables
 
-KEYWORDS = {
-    "num_prefills",
-    "num_prefill_tokens",
-    "num_decode_tokens",
-    "slot_mapping",
-    "seq_lens",
-    "seq_lens_tensor",
-    "max_query_len",
-    "max_prefill_seq_len",
-    "max_decode_seq_len",
-    "query_start_loc",
-    "seq_start_loc",
-    "context_lens_tensor",
-    "block_tables",
-    "multi_modal_placeholder_index_maps",
-    "enable_kv_scales_calculation",
-    "use_cuda_graph",
-}
 INT32 = {"seq_lens_tensor", "query_start_loc", "seq_start_loc", "context_lens_tensor", "block_tables"}
 
 
@@ -63,7 +47,6 @@ MIXED = {
 def test_prompts_then_decodes(builder, prompts, decodes):
     seq_lens, query_lens = [6, 11, 9, 14], [6, 3, 1, 1]
     metadata = build(builder(*prompts, decodes), seq_lens, query_lens, -1, 4)
-    assert vars(metadata).keys() == KEYWORDS
     assert plain(metadata) == MIXED
     assert metadata.seq_lens is seq_lens
     assert metadata.slot_mapping.dtype == torch.int64
@@ -152,44 +135,6 @@ def test_a_map_is_appended_once_a_sequence_of_its_group(builder, group, seq, ima
     assert metadata.multi_modal_placeholder_index_maps == {"image": ([0, 2], [0, 3])}
 
 
-def test_construction_reads_three_facts(builder_class):
-    source = SimpleNamespace(runner=object(), sliding_window=7, block_size=16)
-    instance = builder_class(source)
-    assert instance.input_builder is source
-    assert instance.runner is source.runner
-    assert (instance.sliding_window, instance.block_size) == (7, 16)
-
-
-def test_prepare_starts_afresh(builder, prompts, decodes):
-    instance = builder(*prompts, decodes)
-    instance.prepare()
-    collected = ("slot_mapping", "prefill_seq_lens", "context_lens", "block_tables", "curr_seq_lens")
-    assert [getattr(instance, name) for name in collected] == [[]] * 5
-    instance.build([6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
-    old = instance.slot_mapping
-    instance.prepare()
-    assert instance.slot_mapping == []
-    assert old
-    assert [getattr(instance, name) for name in collected] == [[]] * 5
-    assert (instance.num_prefills, instance.num_prefill_tokens, instance.num_decode_tokens) == (0, 0, 0)
-    assert instance.multimodal_placeholder_maps == {}
-    assert isinstance(instance.multimodal_placeholder_maps["video"], MultiModalPlaceholderMap)
-
-
-def test_a_group_collected_by_itself(builder, prompts, decodes):
-    instance = builder()
-    instance.prepare()
-    instance._add_seq_group(prompts[1], False)
-    instance._add_seq_group(decodes, False)
-    assert instance.context_lens == [8, 8, 13]
-    assert instance.prefill_seq_lens == [11]
-    assert instance.curr_seq_lens == [9, 14]
-    assert instance.block_tables == [[1, 4, 9], [2, 0, 5], [6, 7, 11, 12]]
-    assert instance.slot_mapping == [36, 37, 38, 20, 49]
-    assert (instance.num_prefills, instance.num_prefill_tokens, instance.num_decode_tokens) == (1, 3, 2)
-    assert instance.multimodal_placeholder_maps["image"].index_map() == ([0, 1], [1, 2])
-
-
 def test_what_the_scheduler_owns_is_not_changed(builder, prompts, decodes):
     groups = [*prompts, decodes]
     before = copy.deepcopy(groups)
@@ -204,3 +149,172 @@ def test_every_tensor_is_on_the_runners_device(builder, decodes, array, pad):
     metadata = build(builder(decodes, array=array, device="meta"), [9, 14, 1, 1], [1, 1], pad, 4)
     tensors = {name: x.device.type for name, x in vars(metadata).items() if isinstance(x, torch.Tensor)}
     assert tensors == dict.fromkeys(INT32 | {"slot_mapping"}, "meta")
+
+
+def test_two_decodes_in_a_graph_of_four(builder, decodes, array):
+    metadata = build(builder(decodes, array=array), [9, 14, 1, 1], [1, 1], 2, 4)
+    assert metadata.use_cuda_graph is True
+    assert metadata.num_decode_tokens == 4
+    assert metadata.slot_mapping.tolist() == [20, 49, -1, -1]
+    assert metadata.slot_mapping.dtype == torch.int64
+    assert metadata.seq_lens_tensor.tolist() == [9, 14, 1, 1]
+    assert metadata.query_start_loc.tolist() == [0, 1, 2]
+    assert metadata.seq_start_loc.tolist() == [0, 9, 23, 24, 25]
+    assert metadata.context_lens_tensor.tolist() == [8, 13]
+    expected = [[2, 0, 5, 93, 94], [6, 7, 11, 12, 99], [*range(100, 105)], [*range(105, 110)]]
+    assert metadata.block_tables.tolist() == expected
+    assert metadata.block_tables.dtype == torch.int32
+    assert array.tolist() == expected
+
+
+def test_an_empty_row_leaves_the_array_alone(builder, group, seq, array):
+    metadata = build(builder(group(True, seq(0, 5, 0, None), tables=None), array=array), [5, 1], [5], 1, 2)
+    assert metadata.block_tables.tolist() == np.arange(90, 100).reshape(2, 5).tolist()
+    assert metadata.slot_mapping.tolist() == [-1] * 6
+
+
+def test_what_an_earlier_step_left_stays_behind_the_next_ones_rows(builder, group, decodes, seq, array):
+    instance = builder(decodes, array=array)
+    build(instance, [9, 14, 1, 1], [1, 1], 2, 4)
+    instance.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
+    later = build(instance, [3, 1], [1], 1, 2)
+    assert later.block_tables.tolist() == [[13, 0, 5, 93, 94], [6, 7, 11, 12, 99]]
+    assert later.slot_mapping.tolist() == [54, -1]
+
+
+def test_metadata_outlives_the_next_step(builder, group, decodes, seq, array):
+    instance = builder(decodes, array=array)
+    first = build(instance, [9, 14], [1, 1], 0, 2)
+    kept = first.block_tables.clone()
+    instance.input_builder.inter_data_list = [group(False, seq(30, 3, 2, [13]))]
+    build(instance, [3], [1], 0, 1)
+    assert torch.equal(first.block_tables, kept)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tables"),
+    [([], (0, 0)), ([[]], (1, 0)), ([[], []], (2, 0)), ([[5], [], (6, 7)], [[5, 0], [0, 0], [6, 7]])],
+)
+def test_padded_tables(rows, tables):
+    found = padded_block_tables(rows)
+    assert found.dtype == np.int32
+    assert (found.shape if isinstance(tables, tuple) else found.tolist()) == tables
+
+
+def collected(instance):
+    lists = [instance.slot_mapping, instance.prefill_seq_lens, instance.context_lens, instance.block_tables]
+    counts = [instance.num_prefills, instance.num_prefill_tokens, instance.num_decode_tokens]
+    maps = {modality: vars(ranges) for modality, ranges in instance.multimodal_placeholder_maps.items()}
+    return copy.deepcopy([*lists, instance.curr_seq_lens, *counts, maps])
+
+
+def changed(group, **changes):
+    return SimpleNamespace(**{**vars(group), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_lens": [1, 2]}, r"query_len = 2: .*1 for a decode \(sequence 21, length 14, context 13\)"),
+        ({"query_lens": [0, 1]}, r"query_len = 0: .*sequence 20"),
+        ({"context_lens": [8]}, r"len\(context_lens\) = 1: must be 2"),
+        ({"seq_ids": [20, 21, 22]}, r"len\(input_tokens\) = 2: must be 3"),
+        ({"input_tokens": [[7]]}, r"len\(input_tokens\) = 1: must be 2"),
+        ({"curr_sliding_window_blocks": []}, r"len\(curr_sliding_window_blocks\) = 0: must be 2"),
+        ({"curr_sliding_window_blocks": [0, -1]}, "curr_sliding_window_blocks = -1"),
+        ({"block_tables": {20: [2, 0, 5]}}, r"seq_id = 21: .*\[20\]"),
+        ({"block_tables": {20: [2, 0, 5], 21: None}}, r"block_tables\[21\] = None"),
+        ({"block_tables": {20: [2, 0, 5], 21: [6, 7, 11]}}, r"block_tables\[21\] = .*positions 13 to 13.* length is 3"),
+        ({"orig_seq_lens": [9, 12]}, "seq_len = 12: .*context_len 13"),
+        ({"block_tables": None, "prefix_cache_hit": True}, r"block_tables = None"),
+        ({"block_tables": {20: None, 21: None}, "prefix_cache_hit": True}, r"block_tables\[20\] = None"),
+    ],
+)
+def test_a_group_is_collected_whole_or_not_at_all(builder, prompts, decodes, changes, message):
+    instance = builder()
+    instance.prepare()
+    for prompt in prompts:
+        instance._add_seq_group(prompt, False)
+    before = collected(instance)
+    with pytest.raises(ReferenceArgumentError, match=message):
+        instance._add_seq_group(changed(decodes, **changes), False)
+    assert collected(instance) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([9, 14], [], -1, 2), r"query_lens = \[\]"),
+        (([9, 14], [0, 0], -1, 2), r"query_lens = \[0, 0\]"),
+        (([9, 14], [2, -1], -1, 2), r"query_lens = \[2, -1\]"),
+        (([9, 14], [1, 1], -2, 2), "cuda_graph_pad_size = -2"),
+        (([9, 14], [1, 1], 0, 3), "batch_size = 3: must be 2: 2 sequences and cuda_graph_pad_size 0"),
+        (([9, 14], [1, 1], 3, 5), "batch_size = 5: must be at most 4"),
+    ],
+)
+def test_lengths_and_sizes_that_do_not_fit(builder, decodes, array, arguments, message):
+    instance, before = builder(decodes, array=array), array.copy()
+    instance.prepare()
+    with pytest.raises(ReferenceArgumentError, match=message):
+        instance.build(*arguments)
+    assert (array == before).all()
+
+
+def test_a_row_wider_than_the_array(builder, group, decodes, seq, array):
+    wide = group(False, seq(1, 24, 23, [1, 2, 3, 4, 5, 6]))
+    instance, before = builder(decodes, wide, array=array), array.copy()
+    instance.prepare()
+    with pytest.raises(ReferenceArgumentError, match=r"len\(block_tables\[2\]\) = 6: must be at most 5"):
+        instance.build([9, 14, 24], [1, 1, 1], 0, 3)
+    assert (array == before).all()
+
+
+def test_maps_that_do_not_pair_up_are_refused_before_the_array_changes(builder, group, seq, image, array):
+    maps = {"image": image(range(2), 2, range(3), 3)}
+    instance, before = builder(group(True, seq(1, 5, 0, [1, 2]), hit=True, maps=maps), array=array), array.copy()
+    instance.prepare()
+    with pytest.raises(ReferenceArgumentError, match="2 rows"):
+        instance.build([5], [5], 0, 1)
+    assert (array == before).all()
+
+
+def test_every_batch_needs_a_prepare(builder, decodes, array):
+    instance, before = builder(decodes, array=array), array.copy()
+    for attempt in (lambda: instance.build([9, 14], [1, 1], 0, 2), lambda: instance._add_seq_group(decodes, False)):
+        with pytest.raises(RuntimeError, match=r"Builder: .*prepare"):
+            attempt()
+    assert (array == before).all()
+    instance.prepare()
+    instance.build([9, 14], [1, 1], -1, 2)
+    with pytest.raises(RuntimeError, match="prepare"):
+        instance.build([9, 14], [1, 1], -1, 2)
+    instance.prepare()
+    assert instance.build([9, 14], [1, 1], -1, 2).num_decode_tokens == 2
+
+
+def test_a_batch_that_failed_half_way_is_not_resumed(builder, decodes):
+    instance = builder(decodes, changed(decodes, query_lens=[1, 3]))
+    instance.prepare()
+    with pytest.raises(ReferenceArgumentError, match="query_len = 3"):
+        instance.build([9, 14, 9, 14], [1, 1, 1, 3], -1, 4)
+    instance.input_builder.inter_data_list = [decodes]
+    with pytest.raises(RuntimeError, match="prepare"):
+        instance.build([9, 14], [1, 1], -1, 2)
+
+
+def test_a_refused_argument_does_not_use_up_the_prepare(builder, decodes):
+    instance = builder(decodes)
+    instance.prepare()
+    with pytest.raises(ReferenceArgumentError):
+        instance.build([9, 14], [], -1, 2)
+    assert instance.build([9, 14], [1, 1], -1, 2).slot_mapping.tolist() == [20, 49]
+
+
+def test_a_subclass_without_a_metadata_class_is_named(builder, decodes):
+    class Nameless(CommonMetadataBuilder):
+        pass
+
+    instance = builder(decodes, kind=Nameless)
+    instance.prepare()
+    with pytest.raises(TypeError, match="Nameless does not set _metadata_cls"):
+        instance.build([9, 14], [1, 1], -1, 2)

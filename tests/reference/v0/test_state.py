@@ -1,4 +1,4 @@
-"""The graph state: buffers that all captured sizes share, views of them, refilling, refusals."""
+"""The graph state: buffers that all captured sizes share, views of them, refilling, refusals; cross-attention's too."""
 
 from types import SimpleNamespace
 
@@ -14,16 +14,11 @@ class State(CommonAttentionState):
     """A subclass, as a backend would have."""
 
 
-class Backend:
-    def __init__(self, name):
-        self.get_name = lambda: name
-
-    @staticmethod
-    def make_metadata(**keywords):
-        """Metadata of decodes only is its own decode part."""
-        metadata = SimpleNamespace(**keywords)
-        metadata.decode_metadata = metadata
-        return metadata
+def make_metadata(**keywords):
+    """Metadata of decodes only is its own decode part."""
+    metadata = SimpleNamespace(**keywords)
+    metadata.decode_metadata = metadata
+    return metadata
 
 
 def state(name="XFORMERS", device="cpu"):
@@ -32,13 +27,32 @@ def state(name="XFORMERS", device="cpu"):
             device=torch.device(device),
             graph_block_tables=np.arange(90, 110, dtype=np.int32).reshape(4, 5),
             max_seq_len_to_capture=2048,
-            attn_backend=Backend(name),
+            attn_backend=SimpleNamespace(get_name=lambda: name, make_metadata=make_metadata),
             get_max_block_per_batch=lambda: 3,
         )
     )
 
 
 BUFFERS = ("_graph_slot_mapping", "_graph_seq_lens", "_graph_block_tables")
+OWN = ["slot_mapping", "seq_lens_tensor", "block_tables"]
+CROSS = ["encoder_seq_lens_tensor", "cross_slot_mapping", "cross_block_tables"]
+
+
+def captured(instance, cross, size=2):
+    with instance.graph_capture(size):
+        return instance.graph_capture_get_metadata_for_batch(size, is_encoder_decoder_model=cross)
+
+
+def step(**changes):
+    """A step of two decodes as the runner would have it for the captured size."""
+    tensors = {
+        "seq_lens_tensor": torch.tensor([9, 14], dtype=torch.int32),
+        "block_tables": torch.arange(10, dtype=torch.int32).view(2, 5),
+        "encoder_seq_lens_tensor": torch.tensor([4, 6], dtype=torch.int32),
+        "cross_slot_mapping": torch.empty(0, dtype=torch.int32),
+        "cross_block_tables": torch.arange(6, dtype=torch.int32).view(2, 3),
+    }
+    return SimpleNamespace(decode_metadata=SimpleNamespace(**{**tensors, **changes}))
 
 
 def test_buffers_exist_while_capturing():
@@ -53,12 +67,12 @@ def test_buffers_exist_while_capturing():
         assert instance._graph_seq_lens.dtype == torch.int32
         assert instance._graph_block_tables.tolist() == instance.runner.graph_block_tables.tolist()
         assert instance._graph_block_tables.dtype == torch.int32
-        first = instance._graph_slot_mapping
+        clone = instance.graph_clone(2)
     assert instance._is_graph_capturing is False
     assert not any(hasattr(instance, name) for name in BUFFERS)
-    with instance.graph_capture(2):
-        assert len(instance._graph_slot_mapping) == 2
-        assert instance._graph_slot_mapping.data_ptr() != first.data_ptr()
+    assert (type(clone), clone.runner, clone._is_graph_capturing) == (State, instance.runner, False)
+    assert clone is not instance
+    assert not any(hasattr(clone, name) for name in BUFFERS)
 
 
 def test_a_capture_that_fails_is_over():
@@ -71,23 +85,11 @@ def test_a_capture_that_fails_is_over():
         assert len(instance._graph_seq_lens) == 4
 
 
-def test_a_clone_shares_the_runner_only():
-    instance = state()
-    with instance.graph_capture(2):
-        clone = instance.graph_clone(2)
-    assert type(clone) is State
-    assert clone is not instance
-    assert clone.runner is instance.runner
-    assert clone._is_graph_capturing is False
-    assert not any(hasattr(clone, name) for name in BUFFERS)
-
-
 def test_captured_metadata():
     instance = state()
     with instance.graph_capture(4):
         found = vars(instance.graph_capture_get_metadata_for_batch(3))
-        views = dict(zip(("slot_mapping", "seq_lens_tensor", "block_tables"), BUFFERS, strict=True))
-        for name, buffer in views.items():
+        for name, buffer in zip(OWN, BUFFERS, strict=True):
             assert found.pop(name).data_ptr() == getattr(instance, buffer).data_ptr()
     assert found.pop("decode_metadata")
     assert found == {
@@ -108,7 +110,7 @@ def test_captured_metadata():
     }
 
 
-def test_sizes_share_storage():
+def test_sizes_share_storage_but_not_with_the_runners_array():
     instance = state()
     with instance.graph_capture(4):
         large = instance.graph_capture_get_metadata_for_batch(4)
@@ -119,44 +121,46 @@ def test_sizes_share_storage():
     assert large.slot_mapping.tolist() == [-1, 20, -1, -1]
     assert large.seq_lens_tensor.tolist() == [9, 1, 1, 1]
     assert large.block_tables[1].tolist() == [95, 96, 97, 98, 7]
-
-
-def test_refilling_does_not_reach_the_runners_array():
-    instance = state()
-    with instance.graph_capture(4):
-        instance.graph_capture_get_metadata_for_batch(4).block_tables.fill_(-9)
     assert instance.runner.graph_block_tables.ravel().tolist() == list(range(90, 110))
 
 
-def buffers(lengths, tables):
-    return {"slot_mapping": torch.full((4,), -1), "seq_lens_tensor": lengths, "block_tables": tables}
+@pytest.mark.parametrize("name", ["XFORMERS", "FLASH_ATTN", "ROCM_FLASH"])
+def test_captured_cross_attention(name):
+    instance = state(name)
+    found = captured(instance, cross=True)
+    assert found.cross_block_tables.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert found.encoder_seq_lens_tensor.tolist() == [1, 1]
+    assert found.cross_slot_mapping.shape == (0,)
+    assert {getattr(found, field).dtype for field in (*CROSS, "encoder_seq_lens")} == {torch.int32}
+    assert (found.max_encoder_seq_len, found.num_encoder_tokens) == (2048, 0)
+    found.encoder_seq_lens_tensor[0] = 7
+    assert found.encoder_seq_lens.tolist() == [1, 1]
+    buffers = instance.get_graph_input_buffers(found, is_encoder_decoder_model=True)
+    assert set(buffers) == {*OWN, *CROSS}
+    assert all(buffers[field] is getattr(found, field) for field in buffers)
 
 
-def step(lengths, tables):
-    part = SimpleNamespace(seq_lens_tensor=lengths, block_tables=tables)
-    return SimpleNamespace(slot_mapping=torch.arange(4), decode_metadata=part)
+def test_a_decoder_captures_none_of_it():
+    instance = state()
+    found = captured(instance, cross=False)
+    assert not {*CROSS, "encoder_seq_lens", "num_encoder_tokens"} & set(vars(found))
+    buffers = instance.get_graph_input_buffers(found)
+    assert list(buffers) == OWN
+    assert all(buffers[field] is getattr(found, field) for field in buffers)
 
 
-def test_input_buffers_are_the_metadatas_own_tensors():
-    metadata = step(torch.ones(4), torch.ones(4, 3))
-    found = state().get_graph_input_buffers(metadata)
-    assert list(found) == ["slot_mapping", "seq_lens_tensor", "block_tables"]
-    assert found["slot_mapping"] is metadata.slot_mapping
-    assert found["seq_lens_tensor"] is metadata.decode_metadata.seq_lens_tensor
-    assert found["block_tables"] is metadata.decode_metadata.block_tables
-
-
-def test_a_replay_refills_in_place_but_for_the_slots():
-    given = buffers(torch.ones(4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32))
-    own = dict(given)
-    tables = torch.arange(12, dtype=torch.int32).view(4, 3)
-    lengths = torch.tensor([9, 14, 3, 1], dtype=torch.int32)
-    assert state().prepare_graph_input_buffers(given, step(lengths, tables)) is None
-    assert given["seq_lens_tensor"].tolist() == [9, 14, 3, 1]
-    assert given["block_tables"].tolist() == tables.tolist()
-    assert given["slot_mapping"].tolist() == [-1] * 4
-    assert all(given[name] is own[name] for name in own)
-    assert lengths.data_ptr() != given["seq_lens_tensor"].data_ptr()
+@pytest.mark.parametrize(("name", "cross"), [("XFORMERS", False), ("XFORMERS", True), ("FLASH_ATTN", True)])
+def test_a_replay_refills_in_place_but_for_the_slots(name, cross):
+    instance = state(name)
+    buffers = instance.get_graph_input_buffers(captured(instance, cross=True), is_encoder_decoder_model=True)
+    before = {field: tensor.clone() for field, tensor in buffers.items()}
+    own = {field: tensor.data_ptr() for field, tensor in buffers.items()}
+    assert instance.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=cross) is None
+    refilled = vars(step().decode_metadata)
+    for field in buffers:
+        stays = field == "slot_mapping" or (field in CROSS and not cross)
+        assert torch.equal(buffers[field], before[field] if stays else refilled[field])
+    assert {field: tensor.data_ptr() for field, tensor in buffers.items()} == own
 
 
 def test_begin_forward_does_nothing():
@@ -167,9 +171,7 @@ def test_begin_forward_does_nothing():
 
 
 def test_everything_is_on_the_runners_device():
-    instance = state(device="meta")
-    with instance.graph_capture(2):
-        found = instance.graph_capture_get_metadata_for_batch(2, is_encoder_decoder_model=True)
+    found = captured(state(device="meta"), cross=True)
     tensors = {name: x.device.type for name, x in vars(found).items() if isinstance(x, torch.Tensor)}
     assert tensors.keys() >= {"slot_mapping", "block_tables", "cross_block_tables", "encoder_seq_lens"}
     assert set(tensors.values()) == {"meta"}
@@ -189,11 +191,6 @@ def test_some_calls_mean_something_while_capturing_only(call):
         getattr(instance, call)(1)
 
 
-def test_a_capture_of_no_sequences_is_refused():
-    with pytest.raises(ReferenceArgumentError, match="max_batch_size = 0"), state().graph_capture(0):
-        pass
-
-
 @pytest.mark.parametrize(("largest", "size", "room"), [(3, 4, 3), (8, 5, 4), (4, 0, 4), (4, -1, 4)])
 def test_a_size_beyond_the_buffers_is_refused(largest, size, room):
     instance = state()
@@ -202,35 +199,73 @@ def test_a_size_beyond_the_buffers_is_refused(largest, size, room):
         pytest.raises(ReferenceArgumentError, match=f"batch_size = {size}: .*1 to {room}"),
     ):
         instance.graph_capture_get_metadata_for_batch(size)
+    with pytest.raises(ReferenceArgumentError, match="max_batch_size = 0"), instance.graph_capture(0):
+        pass
 
 
 @pytest.mark.parametrize(
-    ("lengths", "tables", "message"),
+    ("changes", "message"),
     [
-        (torch.full((1,), 9), torch.ones(4, 3), r"seq_lens_tensor.shape = \(1,\): must be \(4,\)"),
-        (torch.full((4,), 9), torch.ones(1, 3), r"block_tables.shape = \(1, 3\): must be \(4, 3\)"),
-        (torch.full((4,), 9), torch.ones(4, 2), r"block_tables.shape = \(4, 2\)"),
-        (torch.full((4,), 9), None, r"block_tables.shape = None"),
+        ({"seq_lens_tensor": torch.tensor([9])}, r"seq_lens_tensor.shape = \(1,\): must be \(2,\)"),
+        ({"block_tables": torch.ones(1, 5)}, r"block_tables.shape = \(1, 5\): must be \(2, 5\)"),
+        ({"block_tables": torch.ones(2, 4)}, r"block_tables.shape = \(2, 4\)"),
+        ({"block_tables": None}, r"block_tables.shape = None"),
+        ({"cross_block_tables": torch.zeros(2, 4)}, "cross_block_tables"),
+        ({"cross_block_tables": torch.zeros(1, 3)}, "cross_block_tables"),
+        ({"encoder_seq_lens_tensor": torch.tensor([4])}, "encoder_seq_lens_tensor"),
+        ({"encoder_seq_lens_tensor": None}, "encoder_seq_lens_tensor"),
+        ({"cross_slot_mapping": torch.tensor([5])}, "cross_slot_mapping"),
     ],
 )
-def test_other_shapes_are_refused_before_anything_is_copied(lengths, tables, message):
-    given = buffers(torch.ones(4), torch.zeros(4, 3))
+def test_other_shapes_are_refused_before_anything_is_copied(changes, message):
+    instance = state()
+    buffers = instance.get_graph_input_buffers(captured(instance, cross=True), is_encoder_decoder_model=True)
+    before = {field: tensor.clone() for field, tensor in buffers.items()}
     with pytest.raises(ReferenceArgumentError, match=message):
-        state().prepare_graph_input_buffers(given, step(lengths, tables))
-    assert given["seq_lens_tensor"].tolist() == [1] * 4
-    assert given["block_tables"].tolist() == [[0] * 3] * 4
+        instance.prepare_graph_input_buffers(buffers, step(**changes), is_encoder_decoder_model=True)
+    if changes.keys() <= set(CROSS):  # as the hook by itself refuses
+        with pytest.raises(ReferenceArgumentError, match=message):
+            instance._prepare_input_buffers_for_enc_dec_model(step(**changes), buffers)
+    assert all(torch.equal(buffers[field], before[field]) for field in buffers)
 
 
 def test_a_batch_without_decodes_and_a_missing_buffer_are_refused():
-    prompts = SimpleNamespace(slot_mapping=torch.arange(4), decode_metadata=None)
-    given = buffers(torch.ones(4), torch.zeros(4, 3))
+    instance, prompts = state(), SimpleNamespace(decode_metadata=None)
+    buffers = instance.get_graph_input_buffers(captured(instance, cross=False))
     for call in (
-        lambda: state().get_graph_input_buffers(prompts),
-        lambda: state().prepare_graph_input_buffers(given, prompts),
+        lambda: instance.get_graph_input_buffers(prompts),
+        lambda: instance.prepare_graph_input_buffers(buffers, prompts),
     ):
         with pytest.raises(ReferenceArgumentError, match="decode_metadata"):
             call()
-    del given["block_tables"]
+    del buffers["block_tables"]
     with pytest.raises(ReferenceArgumentError, match="with a tensor block_tables"):
-        state().prepare_graph_input_buffers(given, step(torch.full((4,), 9.0), torch.ones(4, 3)))
-    assert given["seq_lens_tensor"].tolist() == [1] * 4
+        instance.prepare_graph_input_buffers(buffers, step())
+    assert buffers["seq_lens_tensor"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "xformers", "", "ROCM_FLASH"])
+def test_cross_attention_of_other_backends_is_refused_by_name(name):
+    """Captured on ROCM_FLASH it is not replayed there."""
+    instance, good = state(name), state()
+    metadata = captured(good, cross=True)
+    buffers = good.get_graph_input_buffers(metadata, is_encoder_decoder_model=True)
+    calls = [lambda: instance.prepare_graph_input_buffers(buffers, step(), is_encoder_decoder_model=True)]
+    if name != "ROCM_FLASH":
+        calls.append(lambda: captured(instance, cross=True))
+        calls.append(lambda: instance.get_graph_input_buffers(metadata, is_encoder_decoder_model=True))
+    for call in calls:
+        with pytest.raises(ReferenceArgumentError, match=f"attn_backend = '{name}'"):
+            call()
+    assert buffers["seq_lens_tensor"].tolist() == [1, 1]
+
+
+def test_hooks_by_themselves():
+    instance, metadata, buffers = state(), step(), {}
+    instance._add_additional_input_buffers_for_enc_dec_model(attn_metadata=metadata, input_buffers=buffers)
+    assert list(buffers) == CROSS
+    assert all(buffers[field] is getattr(metadata.decode_metadata, field) for field in CROSS)
+    target = SimpleNamespace()
+    instance._update_captured_metadata_for_enc_dec_model(batch_size=1, attn_metadata=target)
+    assert target.cross_block_tables.tolist() == [[1, 1, 1]]
+    assert target.encoder_seq_lens_tensor.tolist() == [1]

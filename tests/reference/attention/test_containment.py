@@ -1,4 +1,4 @@
-"""What a request does not own, and what no row of it can see, may hold anything."""
+"""What a request does not own, and what no row of it can see, may hold anything; so may other requests."""
 
 from dataclasses import replace
 
@@ -116,3 +116,53 @@ def test_containment_nothing_is_modified(data, layers, batches, tiles, same_bits
     before = [x.clone() for x in tensors]
     batch.attend(params, **data.draw(tiles))
     same_bits(tensors, before)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_containment_the_tail_of_a_table_and_blocks_behind_change_no_bit(data, layers, batches, tiles, same_bits):
+    """Columns past the last page of each row hold anything; a larger pool holds garbage."""
+    params = data.draw(layers())
+    batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
+    expected = batch.attend(params, **sizes)
+    columns = batch.block_table.new_zeros(len(batch.keys), data.draw(st.integers(0, 5)))
+    table = torch.cat([batch.block_table, columns], dim=1)
+    for r, keys in enumerate(batch.keys):
+        pages = -(-len(keys) // batch.key_cache.shape[1])
+        table[r, pages:] = data.draw(st.integers(-3, len(batch.key_cache) + 3) | st.just(2**31 - 1))
+    spare = data.draw(st.integers(1, 20))
+    caches = [torch.cat([x, x.new_full((spare, *x.shape[1:]), 1e30)]) for x in (batch.key_cache, batch.value_cache)]
+    index = data.draw(st.sampled_from((torch.int32, torch.int64)))
+    slack = replace(batch, block_table=table.to(index), key_cache=caches[0], value_cache=caches[1])
+    same_bits(slack.attend(params, **sizes), expected)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_composition_any_requests_in_any_order_give_their_rows(data, layers, batches, tiles, same_bits):
+    """Alone, permuted, without some of the others, or twice in the batch (all blocks shared)."""
+    params = data.draw(layers())
+    batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
+    chosen = data.draw(st.lists(st.integers(0, len(batch.keys) - 1), min_size=1, max_size=5))
+    out, lse = batch.attend(params, **sizes)
+    rows = [row for r in chosen for row in range(batch.rows(r).start, batch.rows(r).stop)]
+    same_bits(batch.only(chosen).attend(params, **sizes), (out[rows], lse[rows]))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_requests_of_no_rows_leave_the_others_alone(data, layers, batches, same_bits):
+    """Anywhere in the batch, whatever their length and table row hold."""
+    params = data.draw(layers())
+    batch = data.draw(batches(params, requests=(1, 3), fitting=False))
+    at = data.draw(st.integers(0, len(batch.keys)))
+    stale = data.draw(st.sampled_from((0, 1, -1, 2**31 - 1)))
+    starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    table = batch.block_table
+    padded = replace(
+        batch,
+        query_start_loc=torch.tensor([*starts[: at + 1], starts[at], *starts[at + 1 :]]),
+        seq_lens=torch.tensor([*lens[:at], stale, *lens[at:]]),
+        block_table=torch.cat([table[:at], torch.full_like(table[:1], -9), table[at:]]),
+    )
+    same_bits(padded.attend(params), batch.attend(params))

@@ -1,6 +1,7 @@
-"""KV-sharing fast prefill: the batch reduced to the rows that want logits, and backends that see it."""
+"""Chunked local attention by virtual requests; KV-sharing fast prefill, and backends that see the reduced batch."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,119 @@ from attncheck.reference import (
     KVSharingFastPrefillMetadata,
     create_fast_prefill_custom_backend,
     make_kv_sharing_fast_prefill_common_attn_metadata,
+    make_local_attention_virtual_batches,
 )
+
+LOCAL = [  # chunk, block, q, s, table, start locations, lengths, computed, pages
+    (4, 2, [5, 1], [7, 9], [[7, 3, 9, 1, 2], [4, 8, 6, 5, 0]], [0, 2, 5, 6], [4, 3, 1], [2, 0, 0], "73 91 00"),
+    (4, 4, [1, 1, 1], [8, 9, 3], [[5, 6, 7], [8, 9, 3], [1, 2, 4]], [0, 1, 2, 3], [4, 1, 3], [3, 0, 2], "6 3 1"),
+    (8, 2, [4], [11], [[7, 8, 9, 4, 5, 6]], [0, 1, 4], [8, 3], [7, 0], "7894 5666"),
+    (4, 2, [2, 0], [6, 0], [[7, 8, 9], [0, 0, 0]], [0, 2, 2], [2, 0], [0, 0], "99 00"),
+    # Without a query, yet with keys: one virtual request for the last chunk.
+    (4, 2, [0], [8], [[1, 2, 3, 4]], [0, 0], [4], [4], "34"),
+    (4, 2, [0], [5], [[1, 2, 3, 4]], [0, 0], [1], [1], "34"),
+]
+
+
+@pytest.mark.parametrize("one_object", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("chunk", "block", "q", "s", "table", "starts", "lens", "computed", "pages"), LOCAL)
+def test_virtual_requests(
+    chunk, block, q, s, table, starts, lens, computed, pages, dtype, one_object, common, unchanged, same_storage
+):
+    batch = common(q, s, table=table, extra_tokens=5, dtype=dtype, one_object=one_object)
+    with unchanged(batch):
+        got = make_local_attention_virtual_batches(chunk, batch, block)
+    assert got.query_start_loc.tolist() == got.query_start_loc_cpu.tolist() == starts
+    assert got.seq_lens.tolist() == got.seq_lens_cpu.tolist() == lens
+    assert got.num_computed_tokens_cpu.tolist() == computed
+    assert got.block_table_tensor.tolist() == [[int(page) for page in row] for row in pages.split()]
+    counts = (got.num_reqs, got.num_actual_tokens, got.max_query_len, got.max_seq_len)
+    longest = max(end - start for start, end in pairwise(starts))
+    assert counts == (len(lens), sum(q) + 5, longest, max(lens))
+    assert all(type(count) is int for count in counts)
+    assert got.slot_mapping is batch.slot_mapping
+    index = (got.query_start_loc, got.query_start_loc_cpu, got.seq_lens, got.seq_lens_cpu, got.num_computed_tokens_cpu)
+    assert {tensor.dtype for tensor in index} == {torch.int32}
+    assert got.block_table_tensor.dtype == dtype
+    assert not same_storage(got.block_table_tensor, batch.block_table_tensor)
+    assert not same_storage(got.query_start_loc, got.query_start_loc_cpu)
+    assert not same_storage(got.seq_lens, got.seq_lens_cpu)
+
+
+def test_the_optional_fields_do_not_survive_and_the_result_is_causal(common):
+    lens = torch.tensor([8])
+    options = {"logits_indices_padded": lens, "num_logits_indices": 1, "dcp_local_seq_lens": lens}
+    batch = common([3], [8], causal=False, encoder_seq_lens=lens.numpy(), **options)
+    got = make_local_attention_virtual_batches(4, batch, 4)
+    assert got.causal is True
+    assert [getattr(got, name) for name in (*options, "encoder_seq_lens")] == [None] * 4
+
+
+def test_device_values_are_not_read(common):
+    nowhere = torch.empty(2, dtype=torch.int32, device="meta")
+    batch = common([3], [8], query_start_loc=nowhere, seq_lens=nowhere[:1])
+    got = make_local_attention_virtual_batches(4, batch, 4)
+    assert got.query_start_loc.device.type == got.seq_lens.device.type == "meta"
+    assert got.seq_lens_cpu.tolist() == [4]
+    assert got.block_table_tensor.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block", "fields", "name"),
+    [
+        (4, 0, {}, "block_size"),
+        (4, -2, {}, "block_size"),
+        (4, 3, {}, "attn_chunk_size"),
+        (2, 4, {}, "attn_chunk_size"),
+        (0, 2, {}, "attn_chunk_size"),
+        (-4, 2, {}, "attn_chunk_size"),
+        (4, 2, {"seq_lens_cpu": torch.tensor([8, 1])}, "(query, seq) lengths of request 1"),
+        (4, 2, {"seq_lens_cpu": torch.tensor([8])}, "seq_lens_cpu"),
+        (4, 2, {"num_reqs": 0, "query_start_loc_cpu": torch.tensor([0])}, "num_reqs"),
+        (4, 2, {"query_start_loc_cpu": torch.tensor([0, 5, 3])}, "query_start_loc_cpu"),
+        (4, 2, {"block_table_tensor": torch.zeros(2, 0, dtype=torch.int32)}, "block_table_tensor"),
+        (4, 2, {"block_table_tensor": torch.zeros(1, 4, dtype=torch.int32)}, "block_table_tensor"),
+        (4, 2, {"block_table_tensor": torch.zeros(2, 4)}, "block_table_tensor"),
+    ],
+)
+def test_refused_chunks_name_the_argument(chunk, block, fields, name, common, unchanged):
+    batch = common([3, 2], [8, 4], **fields)
+    with unchanged(batch), pytest.raises(ReferenceArgumentError) as refusal:
+        make_local_attention_virtual_batches(chunk, batch, block)
+    assert refusal.value.argument.startswith(name)
+
+
+def test_the_block_size_must_be_given(common):
+    with pytest.raises(ReferenceArgumentError, match="block_size = 0"):
+        make_local_attention_virtual_batches(4, common([3], [8]))
+
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12)), min_size=1, max_size=5)
+
+
+@given(requests=REQUESTS, block=st.integers(1, 3), pages=st.integers(1, 4), width=st.integers(0, 3))
+def test_the_mask_is_that_of_chunks(requests, block, pages, width, common):
+    """Through the virtual block table every query sees the keys of its chunk up to itself, and nothing else."""
+    chunk = block * pages
+    query_lens, seq_lens = [q for q, _ in requests], [q + c for q, c in requests]
+    columns = max(1, width + max(-(-s // block) for s in seq_lens))
+    table = [[r * columns + page for page in range(columns)] for r in range(len(requests))]
+    got = make_local_attention_virtual_batches(chunk, common(query_lens, seq_lens, table=table), block)
+    seen = []
+    starts, lens = got.query_start_loc.tolist(), got.seq_lens.tolist()
+    for v, row in enumerate(got.block_table_tensor.tolist()):
+        blocks = [divmod(page, columns) for page in row]
+        keys = [(blocks[k // block][0], blocks[k // block][1] * block + k % block) for k in range(lens[v])]
+        before = int(got.num_computed_tokens_cpu[v])
+        seen += [keys[: before + i + 1] for i in range(starts[v + 1] - starts[v])]
+    expected = [
+        [(r, key) for key in range(position // chunk * chunk, position + 1)]
+        for r, (q, c) in enumerate(requests)
+        for position in range(c, c + q)
+    ]
+    assert seen == expected
+    assert got.max_seq_len <= chunk
 
 
 def wanting(common, query_lens, seq_lens, indices, count, index_dtype=torch.int64, **fields):
@@ -55,15 +168,6 @@ def test_reduction(q, s, indices, count, starts, longest, computed, dtype, index
     assert [getattr(got, name) for name in dropped] == [None] * 4
 
 
-def test_every_field_keeps_its_own_dtype(common):
-    batch = wanting(common, [6, 4], [6, 9], [9], 1)
-    batch.query_start_loc_cpu, batch.seq_lens = batch.query_start_loc_cpu.long(), batch.seq_lens.long()
-    got = make_kv_sharing_fast_prefill_common_attn_metadata(batch)
-    found = [getattr(got, name).dtype for name in ("query_start_loc", "query_start_loc_cpu", "num_computed_tokens_cpu")]
-    assert found == [torch.int32, torch.int64, torch.int32]
-    assert got.seq_lens_cpu.dtype == torch.int64
-
-
 @pytest.mark.parametrize(("indices", "count"), [(None, None), ([0, 1], 2), ([7], 9)])
 def test_a_pure_decode_is_the_same_object(indices, count, common):
     batch = wanting(common, [1, 1], [6, 9], indices, count)
@@ -89,7 +193,7 @@ def test_a_pure_decode_is_the_same_object(indices, count, common):
         ([[9]], 1, "logits_indices_padded.shape", "any"),
     ],
 )
-def test_refusals_name_the_argument(indices, count, name, why, common, unchanged):
+def test_refused_indices_name_the_argument(indices, count, name, why, common, unchanged):
     batch = wanting(common, [6, 4], [6, 9], indices, count)
     with unchanged(batch), pytest.raises(ReferenceArgumentError, match=why) as refusal:
         make_kv_sharing_fast_prefill_common_attn_metadata(batch)
@@ -191,28 +295,12 @@ def test_the_inherited_ways_to_build_are_wrapped_too(common):
     ]
 
 
-def test_a_pure_decode_reaches_the_builder_as_it_is(common):
-    batch = wanting(common, [1, 1], [6, 9], [0, 1], 2)
-    built = make_builder().build(0, batch)
-    assert built.common is batch
-    assert (built.starts, built.num_logits_indices) == ([0, 1, 2], 2)
-
-
 @pytest.mark.parametrize(("indices", "count"), [(None, None), ([0, 1], None), (None, 2)])
 def test_an_unarmed_batch_is_refused_even_as_a_pure_decode(indices, count, common):
     builder = make_builder()
     with pytest.raises(ReferenceArgumentError, match="not armed"):
         builder.build(0, wanting(common, [1, 1], [6, 9], indices, count))
     assert not hasattr(builder, "last")
-
-
-def test_building_twice_makes_one_class_and_wrapping_twice_works(common):
-    batch, builder = wanting(common, [6, 4], [6, 9], [9], 1), make_builder()
-    assert type(builder.build(0, batch)) is type(builder.build(0, batch))
-    decode = wanting(common, [1, 1], [6, 9], [0, 1], 2)
-    twice = make_builder("Again", create_fast_prefill_custom_backend("Once", Bk2)).build(0, decode)
-    assert isinstance(twice, Built)
-    assert twice.num_logits_indices == 2
 
 
 @pytest.mark.parametrize("result", [(1, 2), dataclass(frozen=True)(type("Frozen", (), {}))()])

@@ -1,4 +1,4 @@
-"""What attention of each type reads of the metadata."""
+"""Beside the builder: what attention of each type reads of the metadata, placeholder maps, latent sizes."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,10 @@ import torch
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.v0 import (
     AttentionType,
+    IndexMap,
+    MLADims,
+    MultiModalPlaceholderMap,
+    get_mla_dims,
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
     is_all_cross_attn_metadata_set,
@@ -27,12 +31,6 @@ TOKENS = {
 def test_numbers_of_tokens(attn_type, as_type):
     batch = SimpleNamespace(num_prefill_tokens=12, num_decode_tokens=3, num_encoder_tokens=20)
     assert get_num_prefill_decode_query_kv_tokens(batch, as_type(attn_type)) == TOKENS[attn_type]
-
-
-@pytest.mark.parametrize("attn_type", ["decoder", "encoder_only"])
-def test_encoder_tokens_are_not_looked_at_where_they_mean_nothing(attn_type):
-    batch = SimpleNamespace(num_prefill_tokens=12, num_decode_tokens=3)
-    assert get_num_prefill_decode_query_kv_tokens(batch, attn_type) == (12, 12, 3)
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_decoder"])
@@ -80,15 +78,10 @@ def test_other_types_have_no_lookup(attn_type):
 ENCODER = {"encoder_seq_lens": [], "encoder_seq_lens_tensor": torch.empty(0), "max_encoder_seq_len": 0}
 
 
-def test_empty_encoder_fields_are_set():
+def test_each_encoder_field_is_needed_and_may_be_empty():
     assert is_all_encoder_attn_metadata_set(SimpleNamespace(**ENCODER)) is True
-    several = {"encoder_seq_lens": [3, 4], "encoder_seq_lens_tensor": torch.tensor([3, 4]), "max_encoder_seq_len": 4}
-    assert is_all_encoder_attn_metadata_set(SimpleNamespace(**several)) is True
-
-
-@pytest.mark.parametrize("missing", ENCODER)
-def test_each_encoder_field_is_needed(missing):
-    assert is_all_encoder_attn_metadata_set(SimpleNamespace(**{**ENCODER, missing: None})) is False
+    for missing in ENCODER:
+        assert is_all_encoder_attn_metadata_set(SimpleNamespace(**{**ENCODER, missing: None})) is False
 
 
 CROSS = {
@@ -98,13 +91,56 @@ CROSS = {
 }
 
 
-def test_cross_attention_reads_the_property():
+def test_cross_attention_reads_the_property_and_needs_each_field():
     assert is_all_cross_attn_metadata_set(SimpleNamespace(**CROSS)) is True
-    assert is_all_cross_attn_metadata_set(SimpleNamespace(**CROSS, **ENCODER)) is True
-    refusing = SimpleNamespace(**{**CROSS, **ENCODER, "is_all_encoder_attn_metadata_set": False})
-    assert is_all_cross_attn_metadata_set(refusing) is False
+    refusing = {"is_all_encoder_attn_metadata_set": False, "cross_slot_mapping": None, "cross_block_tables": None}
+    for name, value in refusing.items():
+        assert is_all_cross_attn_metadata_set(SimpleNamespace(**{**CROSS, **ENCODER, name: value})) is False
 
 
-@pytest.mark.parametrize("missing", ["cross_slot_mapping", "cross_block_tables"])
-def test_each_cross_field_is_needed(missing):
-    assert is_all_cross_attn_metadata_set(SimpleNamespace(**{**CROSS, missing: None})) is False
+def test_extending_concatenates_both_sides(image):
+    collected = MultiModalPlaceholderMap()
+    assert (vars(collected), collected.index_map()) == (vars(MultiModalPlaceholderMap()), IndexMap([], []))
+    first, second = image(range(2), 2, range(1, 3), 5), image(range(1, 4), 4, range(3), 3)
+    collected.extend(first)
+    collected.extend(second)
+    assert collected.src_ranges == [range(2), range(3, 6)]
+    assert collected.dest_ranges == [range(1, 3), range(5, 8)]
+    assert collected.index_map() == ([0, 1, 3, 4, 5], [1, 2, 5, 6, 7])
+    assert (collected.src_len, collected.dest_len) == (6, 8)
+    assert vars(second) == vars(image(range(1, 4), 4, range(3), 3))
+
+
+def test_a_map_can_be_extended_by_itself(image):
+    collected = MultiModalPlaceholderMap()
+    collected.extend(image(range(1), 2, range(2, 3), 5))
+    collected.extend(collected)
+    assert collected.index_map() == ([0, 2], [2, 7])
+    assert (collected.src_len, collected.dest_len) == (4, 10)
+
+
+def test_sides_of_different_length_are_refused_with_both_numbers(image):
+    collected = MultiModalPlaceholderMap()
+    collected.extend(image(range(2), 2, range(3), 3))
+    with pytest.raises(ReferenceArgumentError, match=r"2 rows.*3"):
+        collected.index_map()
+
+
+SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
+
+
+def config(**sizes):
+    return SimpleNamespace(hf_text_config=SimpleNamespace(**sizes), hf_config=SimpleNamespace(kv_lora_rank=1))
+
+
+@pytest.mark.parametrize(("query", "rank"), [({}, None), ({"q_lora_rank": None}, None), ({"q_lora_rank": 1536}, 1536)])
+def test_sizes_in_order(query, rank):
+    assert get_mla_dims(config(**SIZES, **query)) == MLADims(rank, 512, 128, 64, 96)
+    assert get_mla_dims(config(**SIZES, **query)) != MLADims(rank, 512, 128, 96, 64)
+
+
+@pytest.mark.parametrize("missing", SIZES)
+def test_a_missing_size_is_named(missing):
+    sizes = {name: size for name, size in SIZES.items() if name != missing}
+    with pytest.raises(AttributeError, match=missing):
+        get_mla_dims(config(**sizes))

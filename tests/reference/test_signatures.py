@@ -1,0 +1,142 @@
+"""How functions are called and what subclasses override: names, order, kinds and defaults of parameters.
+
+Attention takes tensors by position and options by keyword. The utilities and the first generation are vLLM's.
+"""
+
+import inspect
+from operator import attrgetter
+
+import pytest
+
+from attncheck import reference
+from attncheck.reference import v0
+
+TILES = "precision=Precision() q_tile=128 kv_tile=1024"
+PAGES = "block_table seq_lens query_start_loc params *"
+LATENT = "q_nope q_pe kv_cache w_uk w_uv"
+ATTENTION = {
+    "AttentionParams": "num_heads num_kv_heads head_size head_size_v=None scale=None causal=True window=(-1, -1) "
+    "logits_soft_cap=None alibi_sqrt=False attn_chunk_size=None attn_chunk_lookback=0 alibi_slopes=None sinks=None",
+    "MLAParams": "num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim scale=None causal=True",
+    "Precision": "compute=torch.float64 prob=None out=None",
+    "causal_conv1d": "x weight bias conv_states query_start_loc cache_indices has_initial_state * activation=silu "
+    "pad_id=-1 precision=Precision()",
+    "compute_slot_mapping": "positions req_indices block_table block_size * dcp_size=1 dcp_rank=0 "
+    "cp_kv_cache_interleave_size=1",
+    "copy_blocks": "caches mapping",
+    "dcp_rank_attention": f"query key_cache value_cache {PAGES} dcp_size dcp_rank cp_kv_cache_interleave_size=1 "
+    f"k_scale=1.0 v_scale=1.0 q_scale=1.0 {TILES}",
+    "dequantize_fp8": "codes scale * dtype=torch.float64",
+    "kv_cache_views": "cache packing head_size",
+    "merge_attn_states": "out_a lse_a out_b lse_b * precision=Precision()",
+    "merge_many": "outs lses * precision=Precision()",
+    "mla_attention_absorbed": f"{LATENT} {PAGES} k_scale=1.0 kv_range=None {TILES}",
+    "mla_attention_chunked": f"{LATENT} {PAGES} workspace k_scale=1.0 {TILES}",
+    "mla_attention_naive": f"{LATENT} {PAGES} k_scale=1.0 kv_range=None {TILES}",
+    "mla_latent_attention": f"q_latent q_pe kv_cache {PAGES} k_scale=1.0 kv_range=None {TILES}",
+    "mla_write_cache": "kv_c_normed k_pe kv_cache slot_mapping * k_scale=1.0",
+    "paged_attention": f"query key_cache value_cache {PAGES} k_scale=1.0 v_scale=1.0 q_scale=1.0 kv_range=None "
+    f"include_sinks=True tree_mask=None mask_fn=None {TILES}",
+    "quantize_fp8": "x scale dtype=torch.float8_e4m3fn",
+    "quantize_fp8_group": "x group * dtype=torch.float8_e4m3fn",
+    "reshape_and_cache": "key value key_cache value_cache slot_mapping * k_scale=1.0 v_scale=1.0",
+    "swap_blocks": "src dst mapping",
+    "varlen_attention": f"query key value cu_seqlens_q cu_seqlens_k params * include_sinks=True {TILES}",
+    "visible": "params q_pos k_pos",
+    "window_pair": "sliding_window * bidirectional=False",
+}
+UTILITIES = {
+    "slice_query_start_locs": "query_start_loc request_slice",
+    "_make_metadata_with_slice": "ubatch_slice attn_metadata",
+    "split_attn_metadata": "ubatch_slices common_attn_metadata",
+    "split_decodes_and_prefills": "common_attn_metadata decode_threshold=1 require_uniform=False",
+    "reorder_batch_to_split_decodes_and_prefills": "input_batch scheduler_output decode_threshold=1",
+    "make_local_attention_virtual_batches": "attn_chunk_size common_attn_metadata block_size=0",
+    "make_kv_sharing_fast_prefill_common_attn_metadata": "common_attn_metadata",
+    "create_fast_prefill_custom_backend": "prefix underlying_attn_backend",
+    "compute_causal_conv1d_metadata": "query_start_loc_p",
+    "reshape_query_for_spec_decode": "query batch_size",
+    "reshape_attn_output_for_spec_decode": "attn_output",
+    "is_valid_kv_cache_layout": "value",
+    "set_kv_cache_layout": "cache_layout",
+    "get_kv_cache_layout": "",
+    "get_per_layer_parameters": "vllm_config layer_names cls_",
+    "infer_global_hyperparameters": "per_layer_params",
+    "subclass_attention_backend": "name_prefix attention_backend_cls builder_cls",
+    "subclass_attention_metadata": "name_prefix metadata_cls fields",
+    "get_dcp_local_seq_lens": "seq_lens dcp_size=1 dcp_rank=None cp_kv_cache_interleave_size=1",
+    "UBatchSlice": "request_slice token_slice",
+    "PerLayerParameters": "window_left logits_soft_cap sm_scale has_sinks=False has_same_window_lefts=None "
+    "has_same_all_params=None",
+}
+BUILD = "self seq_lens query_lens cuda_graph_pad_size batch_size"
+CAPTURE = "self batch_size is_encoder_decoder_model=False"
+BUFFERS = "self attn_metadata is_encoder_decoder_model=False"
+REFILL = "self input_buffers attn_metadata is_encoder_decoder_model=False"
+OUTPUTS = "output=None output_scale=None output_block_scale=None"
+V0 = {
+    "AttentionImpl.__init__": "self num_heads head_size scale num_kv_heads=None alibi_slopes=None sliding_window=None "
+    "kv_cache_dtype=auto logits_soft_cap=None attn_type=decoder kv_sharing_target_layer_name=None",
+    "AttentionImpl.forward": f"self layer query key value kv_cache attn_metadata {OUTPUTS}",
+    "MLAAttentionImpl.__init__": "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window "
+    "kv_cache_dtype logits_soft_cap attn_type kv_sharing_target_layer_name q_lora_rank kv_lora_rank qk_nope_head_dim "
+    "qk_rope_head_dim qk_head_dim v_head_dim kv_b_proj",
+    "MLAAttentionImpl.forward": f"self layer hidden_states_or_cq kv_c_normed k_pe kv_cache attn_metadata {OUTPUTS}",
+    "AttentionLayer.forward": "self query key value kv_cache attn_metadata",
+    "is_block_tables_empty": "block_tables",
+    "compute_slot_mapping_start_idx": "is_prompt query_len context_len sliding_window",
+    "compute_slot_mapping": "is_profile_run slot_mapping seq_id seq_len context_len start_idx block_size block_tables",
+    "_compute_slot_mapping_numpy": "slot_mapping block_table range_start range_end block_size",
+    "_compute_slot_mapping_python": "slot_mapping block_table range_start range_end block_size",
+    "get_mla_dims": "model_config",
+    "MLADims": "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+    "IndexMap": "src dest",
+    "MultiModalPlaceholderMap": "",
+    "MultiModalPlaceholderMap.extend": "self other",
+    "get_num_prefill_decode_query_kv_tokens": "attn_metadata attn_type",
+    "get_seq_len_block_table_args": "attn_metadata is_prompt attn_type",
+    "is_all_encoder_attn_metadata_set": "attn_metadata",
+    "is_all_cross_attn_metadata_set": "attn_metadata",
+    "AttentionMetadataBuilder.__init__": "self input_builder",
+    "AttentionMetadataBuilder.build": BUILD,
+    "CommonMetadataBuilder.__init__": "self input_builder",
+    "CommonMetadataBuilder._add_seq_group": "self inter_data chunked_prefill_enabled",
+    "CommonMetadataBuilder.build": BUILD,
+    "AttentionState.graph_capture": "self max_batch_size",
+    "AttentionState.graph_clone": "self batch_size",
+    "AttentionState.graph_capture_get_metadata_for_batch": CAPTURE,
+    "AttentionState.get_graph_input_buffers": BUFFERS,
+    "AttentionState.prepare_graph_input_buffers": REFILL,
+    "AttentionState.begin_forward": "self model_input",
+    "CommonAttentionState.__init__": "self runner",
+    "CommonAttentionState.graph_capture_get_metadata_for_batch": CAPTURE,
+    "CommonAttentionState.get_graph_input_buffers": BUFFERS,
+    "CommonAttentionState.prepare_graph_input_buffers": REFILL,
+    "CommonAttentionState._update_captured_metadata_for_enc_dec_model": "self batch_size attn_metadata",
+    "CommonAttentionState._add_additional_input_buffers_for_enc_dec_model": "self attn_metadata input_buffers",
+    "CommonAttentionState._prepare_input_buffers_for_enc_dec_model": "self attn_metadata input_buffers",
+    "AttentionBackend.get_kv_cache_shape": "num_blocks block_size num_kv_heads head_size",
+    "AttentionBackend.swap_blocks": "src_kv_cache dst_kv_cache src_to_dst",
+    "AttentionBackend.copy_blocks": "kv_caches src_to_dists",
+    "AttentionMetadata.asdict_zerocopy": "self skip_fields=None",
+}
+
+
+def spelled(function):
+    words = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        default = parameter.default
+        words.append(parameter.name if default is parameter.empty else f"{parameter.name}={default}")
+    return " ".join(words).replace(str(reference.Precision()), "Precision()")
+
+
+@pytest.mark.parametrize("name", ATTENTION | UTILITIES)
+def test_parameters(name):
+    assert spelled(getattr(reference, name)) == (ATTENTION | UTILITIES)[name]
+
+
+@pytest.mark.parametrize("name", V0)
+def test_parameters_of_the_first_generation(name):
+    assert spelled(attrgetter(name)(v0)) == V0[name]
