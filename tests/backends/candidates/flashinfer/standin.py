@@ -7,7 +7,6 @@ the latest plan. It uses no block tables, requests or windows of ours.
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
