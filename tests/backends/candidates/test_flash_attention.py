@@ -117,109 +117,78 @@ def _check_pages(pages: Tensor, table: Tensor, num_reqs: int) -> None:
     _require(table.dtype == torch.int32, table.stride(-1) == 1, len(table) == num_reqs, table.dim() == 2)
 
 
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
-    """The signature of flash-attn 2.8.3."""
-    out, lse = packed_call(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        table=block_table,
-        slopes=alibi_slopes,
-        scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap,
-    )
-    return (out, lse, None) if return_attn_probs else out
+SIGNATURES = {
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
+    "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+    "return_attn_probs=False, block_table=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
+}
+"""Of flash-attn 2.8.3."""
 
 
-def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
-):
-    """The signature of flash-attn 2.8.3."""
-    _require(k is None and v is None, block_table is not None, cache_seqlens is not None)
-    _check_heads(q, k_cache, v_cache, alibi_slopes)
-    _check_pages(k_cache, block_table, len(q))
-    _require(cache_seqlens.dtype == torch.int32, cache_seqlens.is_contiguous(), cache_seqlens.shape == (len(q),))
-    _require(int(cache_seqlens.max()) <= block_table.shape[1] * k_cache.shape[1])
-    out, lse = torch.empty_like(q), torch.empty(len(q), q.shape[2], q.shape[1])
-    for request, length in enumerate(cache_seqlens.tolist()):
-        found = attend(
-            q[request],
-            _keys(k_cache, block_table, request, 0, length),
-            _keys(v_cache, block_table, request, 0, length),
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            causal=causal,
-            window=window_size,
-            softcap=softcap,
-            slopes=alibi_slopes,
-        )
+def signature(name: str) -> inspect.Signature:
+    return inspect.signature(eval(f"lambda {SIGNATURES[name]}: None"))
+
+
+def _scores(given: dict[str, Any]) -> dict[str, Any]:
+    scale, size = given["softmax_scale"], given["q"].shape[-1]
+    return {
+        "scale": size**-0.5 if scale is None else scale,
+        "causal": given["causal"],
+        "window": given["window_size"],
+        "softcap": given["softcap"],
+        "slopes": given["alibi_slopes"],
+    }
+
+
+def flash_attn_varlen_func(given: dict[str, Any]) -> Any:
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    out, lse = packed_call(*(given[name] for name in names), table=given["block_table"], **_scores(given))
+    return (out, lse, None) if given["return_attn_probs"] else out
+
+
+def flash_attn_with_kvcache(given: dict[str, Any]) -> Any:
+    query, lens, table = given["q"], given["cache_seqlens"], given["block_table"]
+    caches = given["k_cache"], given["v_cache"]
+    _require(given["k"] is None and given["v"] is None, table is not None, lens is not None)
+    _check_heads(query, *caches, given["alibi_slopes"])
+    _check_pages(caches[0], table, len(query))
+    _require(lens.dtype == torch.int32, lens.is_contiguous(), lens.shape == (len(query),))
+    _require(int(lens.max()) <= table.shape[1] * caches[0].shape[1])
+    out, lse = torch.empty_like(query), torch.empty(len(query), query.shape[2], query.shape[1])
+    for request, length in enumerate(lens.tolist()):
+        key, value = (_keys(cache, table, request, 0, length) for cache in caches)
+        found = attend(query[request], key, value, **_scores(given))
         out[request], lse[request] = found[0].to(out.dtype), found[1].t().float()
-    return (out, lse) if return_softmax_lse else out
+    return (out, lse) if given["return_softmax_lse"] else out
 
+
+STAND_INS = {stand_in.__name__: stand_in for stand_in in (flash_attn_varlen_func, flash_attn_with_kvcache)}
 
 Calls = list[tuple[str, dict[str, Any]]]
 """What was called, and with which arguments by name, defaults left out."""
 
 
-def _recorded(function: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+def _recorded(name: str, calls: Calls) -> Callable[..., Any]:
     def record(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        calls.append((function.__name__, dict(bound.arguments)))
-        if any(isinstance(given, Tensor) and given.is_meta for given in bound.arguments.values()):
-            return _shapes(function.__name__, **bound.arguments)
-        return function(*args, **kwargs)
+        bound = signature(name).bind(*args, **kwargs)
+        calls.append((name, dict(bound.arguments)))
+        if bound.arguments["q"].is_meta:
+            return _shapes(name, bound.arguments["q"])
+        bound.apply_defaults()
+        return STAND_INS[name](bound.arguments)
 
     return record
 
 
-def _shapes(name: str, q: Tensor, **_: Any) -> tuple[Tensor, ...]:
+def _shapes(name: str, q: Tensor) -> tuple[Tensor, ...]:
     """Of tensors without contents: results of the documented shapes."""
     if name == "flash_attn_with_kvcache":
         return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32), q.new_empty(0)
-
-
-STAND_INS = flash_attn_varlen_func, flash_attn_with_kvcache
 
 
 @pytest.fixture
@@ -227,8 +196,8 @@ def flash_attn_calls(monkeypatch) -> Calls:
     """flash-attn's stand-in, importable as ``flash_attn``; the calls it got."""
     calls: Calls = []
     module = ModuleType("flash_attn")
-    for function in STAND_INS:
-        setattr(module, function.__name__, _recorded(function, calls))
+    for name in STAND_INS:
+        setattr(module, name, _recorded(name, calls))
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     return calls
 
@@ -655,9 +624,9 @@ def test_a_torch_whose_function_takes_less_is_unavailable(monkeypatch):
 
 def test_the_stand_ins_have_the_signatures_of_the_installed_library():
     real = pytest.importorskip("flash_attn.flash_attn_interface", reason="flash-attn needs a GPU")
-    for function in STAND_INS:
-        found = inspect.signature(getattr(real, function.__name__)).parameters.values()
-        own = inspect.signature(function).parameters.values()
+    for name in STAND_INS:
+        found = inspect.signature(getattr(real, name)).parameters.values()
+        own = signature(name).parameters.values()
         assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in own]
 
 
