@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+from attncheck.backends.base.gathering import UnpagedRequest, grouped_requests
 from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.candidates.flex_attention.packing import BLOCK, Call, block_mask
 from attncheck.reference.spec import LayerSpec
@@ -64,6 +65,20 @@ def test_rows_of_heads_lie_together_and_added_rows_see_nothing() -> None:
     assert found.high.tolist() == [3, 3, 3, 5, 5, 5, 0, 0]
     assert found.own.tolist() == [2, 2, 2, 4, 4, 4, 0, 0]
     assert len(call_of([(0, 3)], 3).of_heads(7, 2 * BLOCK).low) == 2 * BLOCK
+
+
+def test_requests_are_packed_within_a_limit_and_apart_from_those_with_a_tree() -> None:
+    """No case has both: a tree has as many nodes as each request of its step has rows. A step of an engine may."""
+    key, tree = torch.zeros(5, 1, 1), torch.eye(2, dtype=torch.bool)
+    trees = (tree, None, None, None, tree, tree)
+    found = [UnpagedRequest(slice(2 * i, 2 * i + 2), 3, 0, key, key, each) for i, each in enumerate(trees)]
+
+    def groups(limit):
+        return [[piece.rows.start // 2 for piece in group] for group in grouped_requests(found, limit)]
+
+    assert groups(None) == [[0], [1, 2, 3], [4, 5]]
+    assert groups(4 * 10) == [[0], [1, 2], [3], [4, 5]]  # rows times keys of two requests
+    assert groups(4 * 10 - 1) == [[0], [1], [2], [3], [4], [5]]
 
 
 def assert_right(step):
