@@ -113,8 +113,7 @@ def kernel_backend(
         )
     declared, options = frozenset(features), _options(fn, _KERNEL_ARGUMENTS, _KERNEL_OPTIONS)
     _check_declarations(name, declared, options, supported_attn_types, supported_kv_cache_dtypes)
-    label, head_sizes, block_sizes = name.upper(), list(supported_head_sizes), list(supported_block_sizes)
-    offered = dict(functions or {})
+    label, offered = name.upper(), dict(functions or {})
     own: dict[str, Any] = {"__module__": getattr(fn, "__module__", __name__)}
     members: dict[str, Any] = {
         "__doc__": inspect.getdoc(fn),
@@ -125,11 +124,11 @@ def kernel_backend(
         "supported_attn_types": tuple(supported_attn_types),
         "supported_kv_cache_dtypes": tuple(supported_kv_cache_dtypes),
         "supported_devices": tuple(supported_devices),
+        "supported_head_sizes": tuple(supported_head_sizes),
+        "supported_block_sizes": tuple(supported_block_sizes),
         "get_name": staticmethod(lambda: label),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
-        "get_supported_head_sizes": staticmethod(lambda: list(head_sizes)),
-        "get_supported_kernel_block_sizes": staticmethod(lambda: list(block_sizes)),
         "functions": staticmethod(lambda: dict(offered)),
         "version": staticmethod(lambda: version),
     }

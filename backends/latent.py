@@ -6,7 +6,7 @@ As in vLLM, such a backend serves only layers with a latent cache. A candidate d
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -66,12 +66,8 @@ class LatentBuilder(PagedBuilder):
 
     metadata_cls: ClassVar[type[PagedMetadata]] = LatentMetadata
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedMetadata:
-        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        made: PagedMetadata = replace(metadata, workspace=self.kv_cache_spec.chunked_prefill_workspace_size)
-        return made
+    def own_fields(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        return {"workspace": self.kv_cache_spec.chunked_prefill_workspace_size}
 
 
 class LatentImpl(CandidateImpl[LatentMetadata], MLAAttentionImpl[LatentMetadata]):

@@ -82,7 +82,12 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
             attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
             tree=self._tree,
             common_prefix_len=common_prefix_len,
+            **self.own_fields(common_attn_metadata),
         )
+
+    def own_fields(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """Return the fields of the step that ``metadata_cls`` adds to those of :class:`PagedMetadata`."""
+        return {}
 
 
 def refuse_cache(backend: type[AttentionBackend], spec: KVCacheSpec) -> None:

@@ -37,7 +37,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "xformers": "attncheck.backends.candidates.xformers.backend:XFormersBackend",
         "torch_varlen": "attncheck.backends.candidates.flash_attention:TorchVarlenBackend",
         "flash_attn": "attncheck.backends.candidates.flash_attention:FlashAttnBackend",
-        "flashinfer": "attncheck.backends.candidates.flashinfer.backend:FlashInferBackend",
+        "flashinfer": "attncheck.backends.candidates.flashinfer:FlashInferBackend",
         "reference_mla": "attncheck.backends.candidates.reference_mla:ReferenceMLABackend",
         "torch_mla": "attncheck.backends.candidates.torch_mla:TorchMLABackend",
         "triton_mla": "attncheck.backends.candidates.triton_mla.backend:TritonMLABackend",

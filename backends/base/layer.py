@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType
+from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, MultipleOf
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.backends.impl import LayerArguments
 from attncheck.backends.paged_metadata import PagedMetadata
@@ -27,6 +27,21 @@ class CandidateBackend(AttentionBackend):
     accept_output_buffer = True
     supported_dtypes: ClassVar[Sequence[torch.dtype]] = tuple(DTYPES.values())
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
+
+    supported_head_sizes: ClassVar[Sequence[int]] = ()
+    """Supported head sizes of keys and values; empty for any size."""
+
+    supported_block_sizes: ClassVar[Sequence[int | MultipleOf]] = (MultipleOf(1),)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return ``supported_head_sizes``; override it if they depend on the library."""
+        return list(cls.supported_head_sizes)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Return ``supported_block_sizes``."""
+        return list(cls.supported_block_sizes)
 
     @classmethod
     def get_metadata_cls(cls) -> type[Any]:

@@ -10,10 +10,8 @@ import importlib
 import inspect
 import itertools
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -28,23 +26,11 @@ from attncheck.backends.uniform import uniform_query_len
 from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
-_HEAD_SIZES = tuple(range(8, 257, 8))
-"""Head sizes of keys and values, which must be equal."""
-
 PAGE_SIZES = MultipleOf(256)
 """Sizes of pages that the kernels read in place, through a block table."""
 
 _LOWEST_CAPABILITY = (8, 0)
 """Minimum compute capability, that of Ampere."""
-
-
-def scale_reasons(scale: float) -> list[str]:
-    """Return why the kernels cannot scale scores by ``scale``; an empty list if they can.
-
-    They find the maximum score before they scale, and subtract the scaled maximum. With a negative scale the
-    exponentials overflow, and with 0 masked scores become NaN.
-    """
-    return [] if scale > 0 else [f"scale {scale:g}: FlashAttention-2 needs one above 0"]
 
 
 @dataclass
@@ -61,22 +47,19 @@ class PackedBuilder(PagedBuilder):
     graph level is declared, since no graph has been captured yet.
     """
 
-    metadata_cls = PagedMetadata
+    metadata_cls = PackedMetadata
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         room = 0 if vllm_config is None else vllm_config.scheduler_config.max_num_seqs
         self._sums = self._zeros(room)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PackedMetadata:
-        step = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        num_reqs = len(common_attn_metadata.seq_lens)
+    def own_fields(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        num_reqs = len(common.seq_lens)
         if len(self._sums) <= num_reqs:
             self._sums = self._zeros(num_reqs)
-        torch.cumsum(common_attn_metadata.seq_lens, 0, dtype=torch.int32, out=self._sums[1 : num_reqs + 1])
-        return PackedMetadata(**vars(step), cu_seq_lens=self._sums[: num_reqs + 1])
+        torch.cumsum(common.seq_lens, 0, dtype=torch.int32, out=self._sums[1 : num_reqs + 1])
+        return {"cu_seq_lens": self._sums[: num_reqs + 1]}
 
     def _zeros(self, num_reqs: int) -> Tensor:
         return torch.zeros(num_reqs + 1, dtype=torch.int32, device=self.device)
@@ -87,11 +70,7 @@ class FlashBackend(PagedBackend):
 
     supported_dtypes = (torch.float16, torch.bfloat16)
     supported_devices = ("cuda",)
-    get_metadata_cls = staticmethod(lambda: PackedMetadata)
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(_HEAD_SIZES)
+    supported_head_sizes = tuple(range(8, 257, 8))
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
@@ -105,8 +84,12 @@ class FlashBackend(PagedBackend):
 
     @classmethod
     def score_reasons(cls, scale: float, *, has_alibi: bool, has_window: bool) -> list[str]:
-        """Return why the kernels cannot compute such scores, beyond the declarations; an empty list if they can."""
-        return scale_reasons(scale)
+        """Return why the kernels cannot compute such scores, beyond the declarations; an empty list if they can.
+
+        They find the maximum score before they scale, and subtract the scaled maximum. With a negative scale the
+        exponentials overflow, and with 0 masked scores become NaN.
+        """
+        return [] if scale > 0 else [f"scale {scale:g}: FlashAttention-2 needs one above 0"]
 
 
 class FlashImpl(PagedImpl):
@@ -151,26 +134,21 @@ class FlashImpl(PagedImpl):
             raise TypeError(f"{name}: attn_metadata is a {type(metadata).__qualname__}, not a PackedMetadata")
         if not metadata.num_rows:
             return
-        if caches is None and (key is None or value is None):
+        if caches is not None:
+            key, value = caches
+        if key is None or value is None:
             raise ValueError(f"{name}: a layer without a cache needs key and value")
-        rows = query[: metadata.num_rows]
-        out, lse = self.answer(layer, rows, key, value, caches, metadata)
+        out, lse = self.answer(layer, query[: metadata.num_rows], (key, value), metadata)
         store_results(metadata, out, lse, output, output_lse)
 
     @abstractmethod
     def answer(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        caches: tuple[Tensor, Tensor] | None,
-        metadata: PackedMetadata,
+        self, layer: AttentionLayer, query: Tensor, keys: tuple[Tensor, Tensor], metadata: PackedMetadata
     ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of the step's rows: ``[rows, heads, size]`` and float32 ``[rows, heads]``.
 
-        query: ``[rows, heads, size]``, at least one row. The other arguments are those of ``attend``; either ``caches``
-        is given, or ``key`` and ``value`` are.
+        query: ``[rows, heads, size]``, at least one row. keys: key and value, in pages if the layer has a cache,
+        otherwise ``[rows, num_kv_heads, size]`` each.
         """
 
 
@@ -239,14 +217,11 @@ class FlashAttnBackend(FlashBackend):
     )
     conventions = Conventions(alibi_reference="zero", padded_rows="finite")
     supported_attn_types = tuple(AttentionType)
+    supported_block_sizes = (PAGE_SIZES,)
 
     get_name = staticmethod(lambda: "FLASH_ATTN")
     get_impl_cls = staticmethod(lambda: FlashAttnImpl)
     get_builder_cls = staticmethod(lambda: FlashAttnBuilder)
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        return [PAGE_SIZES]
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
@@ -278,29 +253,20 @@ class FlashAttnImpl(FlashImpl):
     backend = FlashAttnBackend
 
     def answer(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        caches: tuple[Tensor, Tensor] | None,
-        metadata: PackedMetadata,
+        self, layer: AttentionLayer, query: Tensor, keys: tuple[Tensor, Tensor], metadata: PackedMetadata
     ) -> tuple[Tensor, Tensor]:
         query_len = uniform_query_len(metadata, UNIFORM_ROWS)
         # A graph for mixed lengths may be captured with equal ones; its max_query_len is then not their length.
-        if caches is None or query_len is None or query_len != metadata.common.max_query_len:
-            return self._packed(query, key, value, caches, metadata)
-        return self._uniform(query.unflatten(0, (-1, query_len)), *caches, metadata)
+        if not self.has_cache or query_len is None or query_len != metadata.common.max_query_len:
+            return self._packed(query, keys, metadata)
+        return self._uniform(query.unflatten(0, (-1, query_len)), keys, metadata)
 
-    def _uniform(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: PackedMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def _uniform(self, query: Tensor, caches: tuple[Tensor, Tensor], metadata: PackedMetadata) -> tuple[Tensor, Tensor]:
         """Attend with ``query [requests, rows, heads, size]``; padding, which has no keys, gets 0."""
         common, num_reqs = metadata.common, len(query)
         out, lse = library_functions().flash_attn_with_kvcache(
             query,
-            key_cache,
-            value_cache,
+            *caches,
             cache_seqlens=common.seq_lens[:num_reqs],
             block_table=common.block_table_tensor[:num_reqs],
             return_softmax_lse=True,
@@ -309,19 +275,12 @@ class FlashAttnImpl(FlashImpl):
         self.chosen_kernels.add("FA2 flash_attn_with_kvcache")
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
-    def _packed(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        caches: tuple[Tensor, Tensor] | None,
-        metadata: PackedMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to requests of any lengths; without caches, key and value have the rows of the same requests."""
-        common, is_paged = metadata.common, caches is not None
+    def _packed(self, query: Tensor, keys: tuple[Tensor, Tensor], metadata: PackedMetadata) -> tuple[Tensor, Tensor]:
+        """Attend to requests of any lengths; without a cache, key and value have the rows of the same requests."""
+        common, is_paged = metadata.common, self.has_cache
         out, lse, _ = library_functions().flash_attn_varlen_func(
             query,
-            *((key, value) if caches is None else caches),
+            *keys,
             cu_seqlens_q=common.query_start_loc,
             cu_seqlens_k=metadata.cu_seq_lens if is_paged else common.query_start_loc,
             max_seqlen_q=longest_query(metadata),
@@ -386,49 +345,33 @@ class TorchVarlenImpl(FlashImpl):
         return varlen_parameters()
 
     def answer(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        caches: tuple[Tensor, Tensor] | None,
-        metadata: PackedMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        common = metadata.common
-        if caches is None:
-            return self._call(query, key, value, common.query_start_loc, longest_query(metadata), metadata)
-        if takes_pages(self._known) and caches[0].shape[1] % PAGE_SIZES.base == 0:
-            pages: dict[str, Any] = {"block_table": common.block_table_tensor, "seqused_k": common.seq_lens}
-            if "num_splits" in self._known:
-                pages["num_splits"] = 1  # split keys are combined wrongly over pages (pytorch issue 194167)
-            return self._call(query, *caches, metadata.cu_seq_lens, common.max_seq_len, metadata, pages)
-        gathered = packed_keys(self.params(metadata), metadata, layer, caches, query.dtype)
-        return self._call(query, *gathered, metadata)
-
-    def _call(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        key_ends: Tensor,
-        longest: int,
-        metadata: PackedMetadata,
-        options: Mapping[str, Any] = MappingProxyType({}),
+        self, layer: AttentionLayer, query: Tensor, keys: tuple[Tensor, Tensor], metadata: PackedMetadata
     ) -> tuple[Tensor, Tensor]:
         """Call ``varlen_attn``; its log-sum-exp is ``[heads, rows]``, although its documentation states the reverse."""
-        params, arguments = self.params(metadata), dict(options)
+        common, params = metadata.common, self.params(metadata)
+        arguments: dict[str, Any] = {}
+        if not self.has_cache:
+            key_ends, longest = common.query_start_loc, longest_query(metadata)
+        elif self._known.issuperset(_FOR_PAGES) and keys[0].shape[1] % PAGE_SIZES.base == 0:
+            key_ends, longest = metadata.cu_seq_lens, common.max_seq_len
+            arguments |= {"block_table": common.block_table_tensor, "seqused_k": common.seq_lens}
+            if "num_splits" in self._known:
+                arguments["num_splits"] = 1  # split keys are combined wrongly over pages (pytorch issue 194167)
+        else:
+            keys, key_ends, longest = packed_keys(params, metadata, layer, keys, query.dtype)
+        key, value = keys
         if "enable_gqa" in self._known:
             arguments["enable_gqa"] = True
-        elif key is not None and value is not None and self.num_heads != self.num_kv_heads:
+        elif self.num_heads != self.num_kv_heads:
             # The older function is documented for equal numbers of heads only.
-            key, value = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for rows in (key, value))
+            key, value = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for rows in keys)
         left, right = params.window
         varlen = varlen_module()
         out, lse = varlen.varlen_attn(
             query,
             key,
             value,
-            metadata.common.query_start_loc,
+            common.query_start_loc,
             key_ends,
             longest_query(metadata),
             longest,
@@ -443,6 +386,7 @@ class TorchVarlenImpl(FlashImpl):
 
 _NEEDED = ("return_aux", "scale", "window_size")
 _FOR_PAGES = ("block_table", "seqused_k")
+"""Arguments of a ``varlen_attn`` for which keys may stay in pages."""
 
 
 def varlen_module() -> Any:
@@ -461,11 +405,6 @@ def flash_implementation() -> str:
     return (None if current is None else current()) or "FA2"
 
 
-def takes_pages(known: frozenset[str]) -> bool:
-    """Return whether keys may stay in pages for a ``varlen_attn`` with the arguments ``known``."""
-    return known.issuperset(_FOR_PAGES)
-
-
 def missing_varlen_reasons() -> list[str]:
     """Return why this torch's function cannot be called on a GPU; an empty list if it can."""
     if not torch.backends.cuda.is_flash_attention_available():
@@ -480,7 +419,7 @@ def packed_keys(
     layer: AttentionLayer,
     caches: tuple[Tensor, Tensor],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, int]:
+) -> tuple[tuple[Tensor, Tensor], Tensor, int]:
     """Return the step's keys and values, gathered from their pages request by request; the step must have rows.
 
     Each request has its keys from the first that some row sees to its last. The result is keys and values ``[keys,
@@ -492,4 +431,5 @@ def packed_keys(
     lens = iter([len(piece.key) for piece in found])
     counts = [next(lens) if query_len else 0 for query_len in metadata.query_lens]
     ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=found[0].key.device)
-    return torch.cat([piece.key for piece in found]), torch.cat([piece.value for piece in found]), ends, max(counts)
+    keys = torch.cat([piece.key for piece in found]), torch.cat([piece.value for piece in found])
+    return keys, ends, max(counts)

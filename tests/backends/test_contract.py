@@ -5,21 +5,16 @@ import torch
 from inline_snapshot import snapshot
 
 import attncheck
-from attncheck import reference
-from attncheck.backends import contract
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
     Conventions,
-    GroupShape,
     KVCacheSpec,
     MultipleOf,
     QuantKey,
-    ScaleDesc,
 )
 from attncheck.backends.registry import builtin_names, load
 from attncheck.reference.spec import FEATURES, BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -118,28 +113,6 @@ def test_validate_head_size_names_size_backend_and_choice():
     assert "80" in str(refused.value)
     assert "64" in str(refused.value)
     assert "128" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "name", ["AttentionCGSupport", "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata"]
-)
-def test_shared_classes_are_the_references(name):
-    assert name in contract.__all__
-    assert getattr(contract, name) is getattr(reference, name)
-
-
-def test_attention_types_are_strings():
-    assert AttentionType.DECODER == "decoder"
-    assert f"{AttentionType.ENCODER_ONLY}" == "encoder_only"
-
-
-def test_quant_keys_are_values():
-    def key():
-        return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, True, GroupShape(-1, -1)))
-
-    assert key() == key()
-    assert len({key(), key()}) == 1
-    assert key() != QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, False, GroupShape(1, -1)))
 
 
 def test_cache_spec_names_what_a_builder_reads():

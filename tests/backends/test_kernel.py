@@ -10,7 +10,7 @@ from attncheck.backends.contract import AttentionCGSupport, Conventions, Multipl
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.verification import contract_problems
 from attncheck.reference import AttentionParams, CommonAttentionMetadata, paged_attention, reshape_and_cache
-from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
+from attncheck.reference.spec import CacheSpec, LayerSpec
 
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.4)
 STEP = [(1, 5), (3, 20), (6, 6)]
@@ -147,12 +147,6 @@ def test_a_function_that_writes_its_lse(make_step):
     step = run(backend, PLAIN, make_step, write_first=False)
     assert torch.allclose(step.output_lse.double(), step.truth_lse, atol=1e-5)
     step.run(output_lse=None)
-
-
-def test_cross_attention_reads_a_cache_too(make_step):
-    kinds = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-    backend = kernel_backend(right, name="loops", supported_attn_types=kinds)
-    run(backend, replace(PLAIN, attn_type=AttentionType.ENCODER_DECODER), make_step)
 
 
 def test_declarations_reach_the_backend():

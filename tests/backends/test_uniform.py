@@ -120,58 +120,6 @@ def test_a_padding_request_that_has_a_length_has_no_rows_all_the_same(make_step)
     assert (step.output[1] == 0).all()
 
 
-INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-
-def strided_caches(dtype, layout, integers):
-    """Key and value cache ``[5, 4, 2, 8]`` of any bits (NaN among them), interleaved, pages in either order."""
-    bits = torch.randint(-(2**15), 2**15, (5, 4, 2, 2, 8), generator=torch.Generator().manual_seed(1)).to(integers)
-    bits[0] = -1  # NaN in every format
-    stored = bits if layout == "NHD" else bits.transpose(1, 2).contiguous().transpose(1, 2)
-    return bits.clone(), stored, stored[:, :, :, 0].view(dtype), stored[:, :, :, 1].view(dtype)
-
-
-SLOTS = {
-    "all": [7, 19, 4, 11],
-    "the first has none": [-1, 7, -1, 3],
-    "the last has none": [9, 8, -1, -1],
-    "slot 0": [-1, -1, 0, 5],
-    "none has one": [-(10**6), -1, -1, -1],
-    "no rows": [],
-}
-
-
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_exactly_the_mapped_slots_are_written(dtype, layout, slots):
-    expected, stored, key_cache, value_cache = strided_caches(dtype, layout, INTEGERS[dtype])
-    key, value = torch.randn(2, 6, 2, 8).to(dtype).unbind()
-    key[[row for row in range(6) if row >= len(slots) or slots[row] < 0]] = torch.nan
-    write_slots(ONES, key, value, key_cache, value_cache, torch.tensor(slots, dtype=torch.int64))
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            expected[slot // 4, slot % 4, :, 0] = key[row].view(INTEGERS[dtype])
-            expected[slot // 4, slot % 4, :, 1] = value[row].view(INTEGERS[dtype])
-    assert torch.equal(stored, expected)
-
-
-@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_codes_are_written_like_numbers(dtype, slots):
-    """Numbers that are codes times the scale of their head; slot 0 holds NaN codes."""
-    expected, stored, key_cache, value_cache = strided_caches(dtype, "HND", torch.uint8)
-    layer = SimpleNamespace(_k_scale=torch.tensor([0.5, 4.0]), _v_scale=torch.tensor([0.25]))
-    codes = torch.tensor([1.0, -1.5, 0.0, 2.0, 0.5, -3.0, 6.0, 1.75]).to(dtype)
-    factors = torch.tensor([0.5, 4.0])[:, None]
-    key, value = (codes.float() * factors).expand(4, 2, 8), (codes.float() * 0.25).expand(4, 2, 8)
-    write_slots(layer, key, value, key_cache, value_cache, torch.tensor(slots, dtype=torch.int64))
-    for slot in slots:
-        if slot >= 0:
-            expected[slot // 4, slot % 4] = codes.view(torch.uint8)
-    assert torch.equal(stored, expected)
-
-
 def test_a_row_without_a_slot_changes_no_bit_of_slot_0():
     """Slot 0 may hold a NaN that arithmetic would make another one."""
     pools = [torch.full((2, 4, 2, 16), 0x7FA1, dtype=torch.int16) for _ in range(2)]

@@ -5,7 +5,7 @@ lengths, tables and starts from the model runner's tensors. Nothing waits for th
 lengths, so a captured graph is right for every batch that fits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -83,12 +83,8 @@ class TritonMLABuilder(LatentBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._scratch = _allocate(kv_cache_spec.head_size, torch.device(device))
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedMetadata:
-        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        made: TritonMLAMetadata = replace(metadata, scratch=self._scratch)
-        return made
+    def own_fields(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        return {**super().own_fields(common), "scratch": self._scratch}
 
 
 def _allocate(width: int, device: torch.device) -> SplitScratch:

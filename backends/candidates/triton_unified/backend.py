@@ -116,14 +116,8 @@ class UnifiedBuilder(PagedBuilder):
             interpreted=is_interpreted(),
         )
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> UnifiedMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not isinstance(metadata, UnifiedMetadata):
-            raise TypeError(f"metadata_cls is {type(metadata).__qualname__}, no UnifiedMetadata")
-        metadata.scratch = self._scratch
-        return metadata
+    def own_fields(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        return {"scratch": self._scratch}
 
 
 class UnifiedImpl(PagedImpl):

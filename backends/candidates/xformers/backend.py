@@ -88,6 +88,7 @@ class XFormersBackend(InterpretedBackend, PagedBackend):
     features = frozenset({"sliding_window", "logits_soft_cap", "lse", "short_keys"})
     conventions = Conventions(padded_rows="finite", sync_free_build=True)
     supported_layouts = ("NHD",)
+    supported_block_sizes = (MultipleOf(16),)  # which a tile of the operator divides
 
     get_name = staticmethod(lambda: "XFORMERS")
 
@@ -121,11 +122,6 @@ class XFormersBackend(InterpretedBackend, PagedBackend):
         from attncheck.backends.candidates.xformers.impl import supported_head_sizes
 
         return [size for size in supported_head_sizes() if size <= LARGEST_HEAD_SIZE]
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Return the page sizes that a tile of the operator divides."""
-        return [MultipleOf(16)]
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:

@@ -100,22 +100,6 @@ def test_a_constructor_lists_all_problems_at_once():
     assert "sliding_window" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "changes"),
-    [
-        (SDPABackend, {"logits_soft_cap": 30.0}),
-        (SDPABackend, {"sinks": torch.zeros(4)}),
-    ],
-)
-def test_candidates_refuse_what_their_library_cannot(backend, changes):
-    with pytest.raises(NotImplementedError, match=f"{backend.get_name()}: .* is not supported"):
-        construct(backend, **changes)
-
-
-def test_a_cap_of_zero_is_none():
-    construct(BARE, logits_soft_cap=0.0)
-
-
 def test_a_builder_refuses_pages_and_chunks():
     spec = KVCacheSpec(block_size=24, num_kv_heads=2, head_size=16, dtype=torch.float32)
     builder = BARE.get_builder_cls()
@@ -242,3 +226,16 @@ def test_padding_is_never_too_short_of_keys(make_step):
     with pytest.raises(AssertionError) as refused:
         step.run()
     assert str(refused.value) == snapshot("a refused step reached the kernel")
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, FlexBackend])
+def test_a_step_without_keys_and_one_without_rows(backend, make_step):
+    step = make_step(backend, PLAIN, [(2, 0), (1, 0)])
+    step.run()
+    assert (step.output == 0).all()
+    idle = make_step(backend, PLAIN, [(1, 3)])
+    idle.common.query_start_loc_cpu.zero_()
+    idle.common.query_start_loc.zero_()
+    idle.common.slot_mapping = torch.full((1,), -1)
+    idle.run()
+    assert idle.output.isnan().all()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.backends.caches.codecs import Coding, PackedCodec, default_codec, packed_codec
+from attncheck.backends.caches.codecs import default_codec, packed_codec
 from attncheck.backends.caches.packings import PACKINGS, allocate_kv_cache
 from attncheck.backends.kernel import kernel_backend
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
@@ -126,9 +126,3 @@ def test_fp8_saturates():
     key, value = torch.full((2, 1, 3, 8), 1e6, dtype=torch.bfloat16)
     codec.write(kv_cache, torch.tensor([0]), key, value)
     assert (codec.read(kv_cache, torch.tensor([0]))[0] == 896).all()
-
-
-def test_a_codec_is_a_value():
-    candidate = backend("content")
-    first, again = (candidate.kv_cache_codec(LAYER, CacheSpec()) for _ in range(2))
-    assert first == again == PackedCodec(packing="content", head_size=8, coding=Coding(torch.bfloat16))

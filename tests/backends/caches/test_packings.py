@@ -6,8 +6,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends.caches.packings import PACKINGS, allocate_kv_cache, detect_packing, packed_shape, stride_order
-from attncheck.reference import kv_cache_views
+from attncheck.backends.caches.packings import allocate_kv_cache, detect_packing, packed_shape, stride_order
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
 LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, dtype="float32")
@@ -83,17 +82,6 @@ def test_the_order_follows_from_the_packing(packing, layout, order, block_size):
     assert stride_order(fake, LAYER, cache) == order
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_layout_is_the_order_of_tokens_and_heads_in_memory(packing, layout):
-    fake = backend(lambda nb, bs, h, d: packed_shape(packing, nb, bs, h, d, d))
-    kv_cache = allocate_kv_cache(fake, LAYER, CacheSpec(block_size=4, layout=layout), 3, "cpu")
-    key, _ = kv_cache_views(kv_cache, packing, 8)
-    assert key.shape == (3, 4, 2, 8)
-    token, head = key.stride()[1:3]
-    assert (token > head) == (layout == "NHD")
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -129,11 +117,6 @@ def test_one_page_size_is_enough_to_be_recognised():
         return (2, nb, bs, h, d)
 
     assert detect_packing(backend(only_16), LAYER, CacheSpec(block_size=16)) == "split_first"
-
-
-def test_a_backend_that_takes_a_layout_is_called():
-    fake = backend(orders={"NHD": (1, 0, 2, 3, 4), "HND": (1, 0, 3, 2, 4)})
-    assert stride_order(fake, LAYER, CacheSpec(layout="HND")) == (1, 0, 3, 2, 4)
 
 
 def test_a_backend_that_ignores_the_layout_has_one():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.packings import allocate_kv_cache
-from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend, FlashInferBuilder, FlashInferImpl
+from attncheck.backends.candidates.flashinfer import FlashInferBackend, FlashInferBuilder, FlashInferImpl
 from attncheck.backends.contract import CommonAttentionMetadata, KVCacheSpec
 from attncheck.backends.uniform import write_slots
 from attncheck.reference.spec import CacheSpec, LayerSpec

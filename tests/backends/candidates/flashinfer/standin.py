@@ -7,7 +7,6 @@ the latest plan. It uses no block tables, requests or windows of ours.
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -79,8 +78,6 @@ class Library:
     """The module in ``sys.modules``, and the calls it got."""
 
     calls: list[Called] = field(default_factory=list)
-    distorted: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Arguments of ``plan`` that arrive as something else: faults of a caller, for tests of what would notice them."""
 
     def module(self) -> ModuleType:
         found = ModuleType("flashinfer")
@@ -116,7 +113,6 @@ class Wrapper:
 
     def plan(self, *arguments: Any, **keywords: Any) -> None:
         given = self._called("plan", arguments, keywords)
-        given |= {name: change(given[name]) for name, change in self.library.distorted.items() if name in given}
         self.plan_arguments = given
         if self.name == RAGGED:
             self.offsets, self.keys = given["qo_indptr"].clone(), given["kv_indptr"].clone()

@@ -26,11 +26,6 @@ def test_a_cap_far_above_the_scores_bends_nothing(paged: Batch) -> None:
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("bound", [5, 64, 4096])
-def test_the_bound_of_query_lengths_changes_nothing(paged: Batch, bound: int) -> None:
-    paged([(5, 33), (1, 20), (4, 4)], (2, 1, 16)).assert_right(max_query_len=bound)
-
-
 def test_addresses_need_more_than_32_bits(paged: Batch) -> None:
     """Blocks from the 700,000th on, 8 KiB apart, of a pool of which nothing else is touched."""
     batch = paged([(1, 40), (3, 20)], (2, 2, 16), dtype=torch.float16)

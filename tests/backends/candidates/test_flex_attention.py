@@ -1,10 +1,18 @@
-"""The arguments of the candidate flex_attention's calls; test_candidates.py examines its results."""
+"""The candidate flex_attention: the masks of its calls, and that packing and added rows change no result."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+from attncheck.backends.base.gathering import UnpagedRequest, grouped_requests
+from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.candidates.flex_attention.packing import BLOCK, Call, block_mask
+from attncheck.reference.spec import LayerSpec
+
+PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float32", scale=0.3)
+MIXED = [(1, 5), (1, 33), (7, 19), (20, 20), (3, 48)]
 
 
 def call_of(intervals: list[tuple[int, int]], num_keys: int, **tree: torch.Tensor) -> Call:
@@ -57,3 +65,43 @@ def test_rows_of_heads_lie_together_and_added_rows_see_nothing() -> None:
     assert found.high.tolist() == [3, 3, 3, 5, 5, 5, 0, 0]
     assert found.own.tolist() == [2, 2, 2, 4, 4, 4, 0, 0]
     assert len(call_of([(0, 3)], 3).of_heads(7, 2 * BLOCK).low) == 2 * BLOCK
+
+
+def test_requests_are_packed_within_a_limit_and_apart_from_those_with_a_tree() -> None:
+    """No case has both: a tree has as many nodes as each request of its step has rows. A step of an engine may."""
+    key, tree = torch.zeros(5, 1, 1), torch.eye(2, dtype=torch.bool)
+    trees = (tree, None, None, None, tree, tree)
+    found = [UnpagedRequest(slice(2 * i, 2 * i + 2), 3, 0, key, key, each) for i, each in enumerate(trees)]
+
+    def groups(limit):
+        return [[piece.rows.start // 2 for piece in group] for group in grouped_requests(found, limit)]
+
+    assert groups(None) == [[0], [1, 2, 3], [4, 5]]
+    assert groups(4 * 10) == [[0], [1, 2], [3], [4, 5]]  # rows times keys of two requests
+    assert groups(4 * 10 - 1) == [[0], [1], [2], [3], [4], [5]]
+
+
+def assert_right(step):
+    step.run()
+    torch.testing.assert_close(step.output.double(), step.truth, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(step.output_lse.double(), step.truth_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scores", [1, 500, 4000])
+def test_packing_and_cutting_change_no_result(scores, make_step, monkeypatch):
+    monkeypatch.setattr("attncheck.backends.candidates.flex_attention.backend._EAGER_SCORES", scores)
+    requests = [(1, 5), (3, 48)] if scores == 1 else MIXED
+    step = make_step(FlexBackend, replace(PLAIN, alibi=True, sliding_window=11), requests)
+    impl = step.impl()
+    step.impl = lambda: impl
+    assert_right(step)
+    assert impl.chosen_kernels == {"eager"}
+
+
+@pytest.mark.parametrize(
+    "modifiers", [{}, {"alibi": True, "logits_soft_cap": 1.5}, {"sinks": True}, {"head_size_v": 16}]
+)
+def test_rows_that_are_added_where_it_is_compiled_change_no_result(modifiers, make_step, monkeypatch):
+    of_heads = Call.of_heads
+    monkeypatch.setattr(Call, "of_heads", lambda call, group, multiple: of_heads(call, group, 256))
+    assert_right(make_step(FlexBackend, replace(PLAIN, **modifiers), MIXED))
