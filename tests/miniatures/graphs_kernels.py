@@ -1,4 +1,4 @@
-"""Kernels that are not torch operators: wrapped in a custom operator, correctly or not, and unwrapped."""
+"""Correct kernels that are not torch operators: one wrapped in a custom operator, others unwrapped."""
 
 import ctypes
 
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.mutants import graphs
-from attncheck.backends.paged_metadata import PagedBuilder
 
-Miniature, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedImpl
+Miniature, RowsImpl = graphs.Base, graphs.RowsImpl
 
 
 @torch.library.custom_op("attncheck_graphs::attend", mutates_args=("output", "output_lse"), device_types="cpu")
@@ -58,27 +57,6 @@ def attend_on_the_device(query, key_cache, value_cache, table, starts, seq_lens,
     output_lse.copy_(lse)
 
 
-@torch.library.custom_op("attncheck_graphs::clean_table", mutates_args=())
-def clean_table(table: Tensor, lens: Tensor, block_size: int) -> Tensor:
-    """Return the table with zeros beyond the longest length, whose value is read on the host."""
-    longest = -(-int(lens.max().item()) // block_size)
-    cleaned = torch.zeros_like(table)
-    cleaned[:, :longest] = table[:, :longest]
-    return cleaned
-
-
-CONTEXT = {}
-"""The step's metadata by layer name, as an engine keeps them for its operators; the builder writes them here."""
-
-
-@torch.library.custom_op("attncheck_graphs::narrow_table", mutates_args=())
-def narrow_table(table: Tensor, layer_name: str) -> Tensor:
-    """Return the table with zeros beyond the pages of the longest request, a host number that a graph freezes."""
-    kept = torch.zeros_like(table)
-    kept[:, : CONTEXT[layer_name]] = table[:, : CONTEXT[layer_name]]
-    return kept
-
-
 class WrappedKernel(Miniature):
     """Correct: all of attention is one custom operator, on the CPU a kernel in numpy."""
 
@@ -89,39 +67,6 @@ class WrappedKernel(Miniature):
             attend(query[:rows], *caches, table, starts, lens, self.scale, output[:rows], output_lse[:rows])
 
 
-class ItemInsideAnOperator(Miniature):
-    """A custom operator contains an ``.item()``, which no capture allows."""
-
-    class Impl(RowsImpl):
-        def attend_rows(self, query, caches, table, request, position, metadata):
-            table = clean_table(table, metadata.common.seq_lens, caches[0].shape[1])
-            return super().attend_rows(query, caches, table, request, position, metadata)
-
-
-class TwinInsideAnOperator(Miniature):
-    """A custom operator takes the lengths on the host, so that its work with them happens only at capture."""
-
-    class Impl(RowsImpl):
-        def attend_rows(self, query, caches, table, request, position, metadata):
-            table = clean_table(table, metadata.common.seq_lens_cpu, caches[0].shape[1])
-            return super().attend_rows(query, caches, table, request, position, metadata)
-
-
-class ContextInsideAnOperator(Miniature):
-    """A custom operator takes a layer's name and looks up the step's numbers, which a replay does not repeat."""
-
-    class Builder(PagedBuilder):
-        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            CONTEXT[self.layer_names[0]] = -(-max(metadata.seq_lens) // self.kv_cache_spec.block_size)
-            metadata.plan = self.layer_names[0]
-            return metadata
-
-    class Impl(PlannedImpl):
-        def attend_rows(self, query, caches, table, request, position, metadata):
-            return super().attend_rows(query, caches, narrow_table(table, metadata.plan), request, position, metadata)
-
-
 class RunsOnTheCPU(Miniature):
     """A backend for the CPU only, since addresses and numpy arrays have no other device."""
 
@@ -130,15 +75,6 @@ class RunsOnTheCPU(Miniature):
     @classmethod
     def get_supported_dtypes(cls):
         return [torch.float32]
-
-
-class WritesThroughNumpy(RunsOnTheCPU):
-    """Writes the output through a numpy array that shares its memory, which torch does not observe."""
-
-    class Impl(RowsImpl):
-        def finish(self, out, lse, output, output_lse, metadata, position):
-            output.numpy()[: len(out)] = out.numpy()
-            output_lse.numpy()[: len(lse)] = lse.numpy()
 
 
 class WritesThroughPointers(RunsOnTheCPU):
@@ -163,17 +99,6 @@ class ScratchThroughPointers(RunsOnTheCPU):
                 self.scratch = torch.zeros(64, dtype=lens.dtype, device=lens.device)
             ctypes.memmove(self.scratch.data_ptr(), lens.data_ptr(), lens.nbytes)
             return graphs.locate_by(metadata.common, num_rows, self.scratch[: len(lens)])
-
-
-class ReadsThroughPointers(RunsOnTheCPU):
-    """A C library reads the lengths by their address and returns the number of pages to gather."""
-
-    class Impl(RowsImpl):
-        def attend_rows(self, query, caches, table, request, position, metadata):
-            lens = metadata.common.seq_lens
-            longest = max((ctypes.c_int32 * len(lens)).from_address(lens.data_ptr()))
-            pages = -(-longest // caches[0].shape[1])
-            return super().attend_rows(query, caches, table[:, :pages], request, position, metadata)
 
 
 class WritesTheCacheThroughPointers(RunsOnTheCPU):

@@ -1,11 +1,10 @@
-"""Correct except for NaN: contents after the last key of a request get a weight of 0, which lets NaN through.
+"""Contents after the last key of a request get a weight of 0, which lets NaN through.
 
 The check ``containment`` must find that. Their CUDA-graph level is measured independently of it.
 """
 
 import torch
 
-from attncheck.backends.contract import AttentionCGSupport
 from attncheck.backends.mutants import graphs
 
 RowsImpl = graphs.RowsImpl
@@ -35,14 +34,8 @@ class LeaksTheTail(graphs.Base):
     Impl = PageImpl
 
 
-class LeaksAndCutsAlike(graphs.EqualRows):
-    """``UNIFORM_BATCH``: the rows of a request are a host number, which the graph freezes."""
+class LeaksAndClaims(graphs.ClaimsAlways):
+    """Also claims mixed batches, but every replay splits the rows as at capture."""
 
     class Impl(PageImpl):
-        locate = graphs.EqualRows.Impl.locate
-
-
-class LeaksAndClaims(LeaksAndCutsAlike):
-    """Declares mixed batches as well, but every replay splits the rows as at capture."""
-
-    level = AttentionCGSupport.ALWAYS
+        locate = graphs.ClaimsAlways.Impl.locate

@@ -30,3 +30,22 @@ def test_a_correct_design_passes(number):
     outcomes = [record.outcome for record in examiner.run()]
     assert set(outcomes) == {"passed", "unsupported"}
     assert outcomes.count("passed") > outcomes.count("unsupported")
+
+
+RIGHT = {
+    "CannotTakeZero": (("split_kv", "decode"), ("split_kv", "extend"), ("dcp", "extend"), ("dcp", "padding")),
+    "FromTheFirstRow": (("micro_batch", "alibi"),),
+    "Merged": (("cascade", "extend"), ("split_kv", "mixed"), ("local", "prefill"), ("dcp", "extend")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "suite", "pattern"), [(name, *case) for name, cases in RIGHT.items() for case in cases]
+)
+def test_what_the_contract_promises_may_be_believed(name, suite, pattern):
+    case = next(case for case in load_suite(suite).cases if case.id.startswith(pattern))
+    examiner = Examiner(RunPlan(cases=(case,), backends=(load(f"{FILE}:{name}"),)))
+    outcomes = {record.check: record.outcome for record in examiner.run()}
+    assert not examiner.blind
+    assert outcomes["numerics"] == "passed"
+    assert set(outcomes.values()) <= {"passed", "unsupported"}

@@ -1,5 +1,6 @@
 """Examining the examiner: every mutant is caught by the check, and at the case, that the catalogue names."""
 
+import re
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from attncheck.errors import BackendUnavailableError
 from attncheck.harness.checks import lse, numerics
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
+from attncheck.reports.run_file.causes import likely_causes
 
 RIGHT_BY_NATURE = {
     "mean-of-v": {
@@ -27,6 +29,34 @@ RIGHT_BY_NATURE = {
     }
 }
 """Cases for which the mutant's constant answer is right: with a window of one key the mean is that key's value."""
+
+SINGLE, UNIFORM = "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"
+
+MEASURED = {
+    ("NEVER", "buckets"): {
+        "graph-grows-for-uniform-steps",
+        "graph-moves-for-more-requests",
+        "graph-one-plan-for-all-buckets",
+        "graph-pairs-requests",
+        "graph-workspace-moves",
+    },
+    ("NEVER", "padded decode"): {"graph-scales-by-the-whole-query"},
+    ("NEVER", "many requests"): {"graph-plans-many-on-the-host"},
+    ("NEVER", "long decode"): {"graph-kernel-for-short-contexts"},
+    ("NEVER", "drafting"): {"graph-drafts-with-old-lengths"},
+    (SINGLE, "verify 2"): {
+        "graph-claims-by-the-config",
+        "graph-claims-uniform-batch",
+        "graph-skips-fresh-prompts",
+        "graph-tolist-for-prefill",
+    },
+    (SINGLE, "verify 5"): {"graph-packs-drafts-by-eight"},
+    (SINGLE, "verify, many requests"): {"graph-verifies-many-on-the-host"},
+    (SINGLE, "verify and draft"): {"graph-plans-by-batch-size", "graph-drafts-by-the-rows-before"},
+    (UNIFORM, "mixed"): {"graph-claims-always", "graph-grid-of-the-dummies"},
+    (UNIFORM, "tiles"): {"graph-counts-tiles-of-dummies"},
+}
+"""The level measured of mutants that break a CUDA graph, and the probe that breaks. Of all others: NEVER, decode."""
 
 
 @contextmanager
@@ -43,10 +73,22 @@ def case_of(key):
     return next(case for case in load_suite(suite).cases if case.id == name)
 
 
+def is_diagnosed(record, mutant):
+    """Whether the record names the cause in the catalogue; True where it depends on explanations."""
+    if mutant.cause is None or record.outcome != "failed" or record.check in ("numerics", "lse"):
+        return True
+    words = record.meaning if likely_causes(record.meaning) else record.summary
+    return bool(re.search(mutant.cause, words, re.IGNORECASE))
+
+
+def broken_probe(record):
+    return next((probe.name for probe in record.graph.probes if probe.outcome == "failed"), None)
+
+
 @pytest.mark.parametrize("key", sorted({mutant.case for mutant in catalogue() if mutant.case}))
 def test_mutants_are_caught_where_the_catalogue_expects_it(key):
     mutants = [mutant for mutant in catalogue() if mutant.case == key]
-    case, missed = case_of(key), []
+    case, missed, levels = case_of(key), [], set()
     examiner = Examiner(RunPlan((case,)))
     for check in {mutant.check for mutant in mutants if mutant.base == PLAIN}:
         (record,) = examiner.examine(case, load(PLAIN_REF), (check,))
@@ -58,10 +100,14 @@ def test_mutants_are_caught_where_the_catalogue_expects_it(key):
             continue
         with no_explanations():
             (record,) = examiner.examine(case, backend, (mutant.check,))
-        if record.outcome not in ("failed", "errored"):
+        if record.outcome not in ("failed", "errored") or not is_diagnosed(record, mutant):
             missed.append((mutant.name, record))
+        if mutant.kind == "graph":
+            levels.add((mutant.name, record.graph.measured, broken_probe(record)))
     assert not examiner.blind
     assert missed == []
+    expected = {name: where for where, names in MEASURED.items() for name in names}
+    assert levels == {(name, *expected.get(name, ("NEVER", "decode"))) for name, _, _ in levels}
 
 
 def test_every_check_has_mutants_that_it_must_catch():
