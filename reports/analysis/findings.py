@@ -116,6 +116,11 @@ class Finding:
             case _:
                 return False
 
+    @property
+    def is_inferred(self) -> bool:
+        """Whether its cause is a fault that was tried and fits; other causes are what a check observed."""
+        return any(self.words in _causes(record) and _is_inferred(record) for record in self.records)
+
     def meaning_of(self, record: Failed) -> str:
         """Return the meaning of one of its records, without causes that another case with this cause excludes."""
         return restricted(record.meaning or "", self.words, self._shared_causes)
@@ -219,7 +224,7 @@ def _causes(record: Record) -> tuple[str, ...]:
 
 
 def _is_inferred(record: Record) -> bool:
-    """Return whether the cause is a fault that was tried and fits; other causes are what a check observed."""
+    """Return whether the cause of a failure is a fault that was tried and fits."""
     return record.check in _FITTED or (isinstance(record, Failed) and is_fitted(record.meaning))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
@@ -27,8 +27,10 @@ from attncheck.reports.analysis.support import (
 from attncheck.reports.analysis.verdicts import BackendVerdict, RunFindings, run_findings
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
-from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Failed, XFailed, XPassed, graph_of, is_out_of_time
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, XFailed, XPassed, graph_of, is_out_of_time
 from attncheck.reports.run_file.store import Run
+
+T = TypeVar("T")
 
 LEVEL = "cudagraph"
 """The form of a measured CUDA-graph level; a case of one level has a need for each lower level, too."""
@@ -42,6 +44,9 @@ _KINDS = {
     "batch has a prefill without context": "prefill",
 }
 """Kinds of requests, by the case key that states whether a batch has one."""
+
+MUTANT = "mutants:"
+"""How the reference of a mutant of attncheck begins; its fault was planted, so it is no backend to choose."""
 
 _OUTPUTS = (*ANSWERS, REFUSALS)
 """The checks that compare outputs; a pass of other checks alone does not outweigh them."""
@@ -177,7 +182,7 @@ class MeasuredRun:
 
 
 def measured_run(run: Run, name: str, times: Mapping[tuple[str, str], Time]) -> MeasuredRun:
-    """Return what the run called ``name`` measured of each backend that has a record.
+    """Return what the run called ``name`` measured of each backend that has a record and is no mutant.
 
     ``times``: of ``forward``, by backend and ``suite/id``.
     """
@@ -186,7 +191,7 @@ def measured_run(run: Run, name: str, times: Mapping[tuple[str, str], Time]) -> 
     key = f"{slug(name.rpartition('/')[2].partition('.')[0])}-{sha256(name.encode()).hexdigest()[:8]}"
     variants = {suite.name: suite.ref[suite.ref.index("{") :] for suite in header.suites if "{" in suite.ref}
     cases = _cases(run, key, found, times)
-    infos = {info.name: info for info in header.backends}
+    infos = {info.name: info for info in header.backends if not info.ref.startswith(MUTANT)}
     verdicts = [each for each in found.verdicts if each.backend in infos]
     driver = f", driver {environment.driver}" if environment.driver else ""
     return MeasuredRun(
@@ -238,13 +243,20 @@ def _cases(
     false = {each.backend: {claim.capability for claim in each.false_claims} for each in found.verdicts}
     declared = {name: set(features) for name, features in run.header.declared.items()}
     cases: dict[str, dict[str, MeasuredCase]] = {name: {} for name in declared}
+    known: dict[Any, Any] = {}
+
+    def shared(value: T) -> T:
+        """Return the first equal value: thousands of runs would need twice the memory for copies."""
+        first: T = known.setdefault(value, value)
+        return first
+
     for (backend, name), case in found.cases.items():
         level = levels.get((backend, name))
         cases.setdefault(backend, {})[name] = MeasuredCase(
             run=key,
-            counted=replace(case, needs=tuple(sorted(case.needs)) + kinds.get(name, ())),
-            blamed=_blamed(case, declared.get(backend, set()), false.get(backend, set())),
-            checks=frozenset(checks.get((backend, name), ())),
+            counted=replace(case, needs=shared(tuple(sorted(case.needs)) + kinds.get(name, ()))),
+            blamed=shared(_blamed(case, declared.get(backend, set()), false.get(backend, set()))),
+            checks=shared(frozenset(checks.get((backend, name), ()))),
             time=times.get((backend, name)),
             level=(level.declared, level.measured) if level and level.measured else None,
         )
@@ -291,10 +303,9 @@ def _backend(
 
 def _finding(finding: Finding, header: RunHeader, variants: Mapping[str, str]) -> MeasuredFinding:
     example = finding.example
-    is_likely = isinstance(example, Failed) and finding.is_explained and finding.is_confirmed
     return MeasuredFinding(
         words=finding.words,
-        title=f"likely: {finding.title}" if is_likely else finding.title,
+        title=f"likely: {finding.title}" if finding.is_inferred and finding.is_confirmed else finding.title,
         case=_title(example.case, variants),
         example=example.summary if isinstance(example, XFailed) else phrases.what_happened(example),
         repeat=repro_command(example, header),

@@ -136,20 +136,27 @@ def _chart(
     def draw(figure: "Figure") -> None:
         axes = _axes(figure, max(map(len, names)), height)
         axes.set_xlim(*_limits(shown))
-        used = {}
+        marks: dict[str, list[tuple[float, Mark]]] = {}
         middles = []
+        ends = []
         top = 0.0
         for row in shown:
             for place, mark in enumerate(row.marks):
-                y = top + ROW / 2 + BAND * place
-                color, marker = looks[mark.series]
-                axes.hlines(y, mark.low, mark.high, color=color, linewidth=3, alpha=0.45)
-                used[mark.series] = axes.scatter([mark.value], [y], s=20, c=color, marker=marker, linewidths=1)
+                marks.setdefault(mark.series, []).append((top + ROW / 2 + BAND * place, mark))
             if row.least is not None:
                 axes.vlines(row.least, top + 2, top + row.height - 2, color=INK, linewidth=1.4)
             middles.append(top + row.height / 2)
             top += row.height
-            axes.axhline(top, color=RULE, linewidth=0.6)
+            ends.append(top)
+        axes.hlines(ends, 0, 1, color=RULE, linewidth=0.6, transform=axes.get_yaxis_transform())
+        used = {}
+        for series, own in marks.items():
+            # Drawn at once, since matplotlib takes a millisecond for each call.
+            color, marker = looks[series]
+            places = [y for y, _ in own]
+            lows, values, highs = zip(*((mark.low, mark.value, mark.high) for _, mark in own), strict=True)
+            axes.hlines(places, lows, highs, color=color, linewidth=3, alpha=0.45)
+            used[series] = axes.scatter(values, places, s=20, c=color, marker=marker, linewidths=1)
         axes.set_yticks(middles, names, color=INK)
         axes.set_ylim(top, 0)
         _label_values(axes, write)
@@ -162,7 +169,7 @@ def _chart(
 
 
 def _limits(rows: Sequence[ChartRow]) -> tuple[float, float]:
-    """Return the ends of the axis, somewhat beyond all marks; a damaged run file may have times of 0 or 1e300."""
+    """Return the ends of the axis, somewhat beyond all marks; a damaged run file may have times of 1e-300 or 1e300."""
     marks = [value for row in rows for mark in row.marks for value in (mark.low, mark.value, mark.high)]
     values = [value for value in (*marks, *(row.least for row in rows)) if value and LEAST < value < MOST]
     return min(values, default=1.0) / 1.1, max(values, default=1.0) * 1.1

@@ -1,10 +1,12 @@
 """Build the site from run files, in several processes."""
 
 import gc
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +29,7 @@ FOLDERS = ("backends", "devices", "runs", "badges")
 """Folders whose files depend on the runs."""
 
 _FEW = 8
-"""Up to this many runs are read in this process, since others take longer to start."""
+"""Up to this many runs are read in one process, since another takes longer to start."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -49,18 +51,29 @@ def names_of(files: Iterable[Path]) -> dict[Path, str]:
 
 def read_runs(names: dict[Path, str], processes: int) -> tuple[list[MeasuredRun], dict[str, str]]:
     """Read the run files; return the runs, and why others cannot be read, by name."""
-    found = _each(_read, list(names.items()), processes)
-    runs = [each for each in found if isinstance(each, MeasuredRun)]
-    unread = {name: each for name, each in zip(names.values(), found, strict=True) if isinstance(each, str)}
+    runs: list[MeasuredRun] = []
+    unread: dict[str, str] = {}
+    known: dict[tuple[object, ...], Mapping[str, tuple[str, str]]] = {}
+    found = _each(_read, list(names.items()), processes if len(names) > _FEW else 0)
+    for name, each in zip(names.values(), found, strict=True):
+        if isinstance(each, str):
+            unread[name] = each
+        else:
+            # Runs of the same suites share the descriptions of their cases, a quarter of what a run needs of memory.
+            described = known.setdefault(tuple(each.described.items()), each.described)
+            runs.append(replace(each, described=described))
     return runs, unread
 
 
-def _each(function: Callable[[_Item], _Result], items: list[_Item], processes: int) -> list[_Result]:
-    if len(items) <= _FEW:
-        return list(map(function, items))
+def _each(function: Callable[[_Item], _Result], items: list[_Item], processes: int) -> Iterator[_Result]:
+    """Yield the result of each item; 0 ``processes``: made in this one."""
+    if not items or not processes:
+        yield from map(function, items)
+        return
+    workers = min(processes, math.ceil(len(items) / _FEW))
     # Records have no cycles: without the garbage collector, reading takes a fifth less time.
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=gc.disable) as pool:
-        return list(pool.map(function, items, chunksize=4))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=gc.disable) as pool:
+        yield from pool.map(function, items, chunksize=4)
 
 
 def _read(item: tuple[Path, str]) -> MeasuredRun | str:
@@ -97,7 +110,8 @@ def write_site(
     site = Site(tuple(newest_first), unread, reloads)
     pages = {} if pages is None else pages
     missing = [run for run in newest_first if run.key in site.sources and run.key not in pages]
-    made = _each(_page, [run.path for run in missing], processes)
+    # Beside many runs, matplotlib would be the peak of this process's memory.
+    made = _each(_page, [run.path for run in missing], processes if len(newest_first) > _FEW else 0)
     pages.update((run.key, text) for run, text in zip(missing, made, strict=True))
     texts = dict(site_files(site)) | {f"runs/{key}.html": pages[key] for key in site.sources}
     for name, text in texts.items():

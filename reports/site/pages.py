@@ -191,6 +191,8 @@ def site_files(site: Site) -> Iterator[tuple[str, str]]:
         needs = known_needs(members)
         values = {"forms": forms(needs), "features": features(needs), "data": _data_block(matrix_data(members, needs))}
         yield page(path, "matrix.html", device=device, members=members, **values)
+    if not site.by_device:
+        yield page("index.html", "runs.html")  # no backend was examined
     for name, own in site.by_backend.items():
         yield page(f"backends/{slug(name)}.html", "backend.html", name=name, members=own)
         for subject in own:

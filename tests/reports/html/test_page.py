@@ -305,3 +305,18 @@ def test_a_chart_has_at_most_its_rows_and_states_what_it_leaves_out(parse: Any, 
     page = parse(run_with(timed(["\u6ce8\u610f \U0001f680"], range(512, 512 + 41 * 64, 64))))
     assert "; 42 more rows are in the table" in page.texts["figcaption"][0]
     assert "\u6ce8\u610f \U0001f680" in page.texts["text"]  # a name that the measuring font does not have
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"median_ns": 1e-300, "low_ns": 1e-300}, {"median_ns": 1e300, "high_ns": 1e300}], ids=["least", "most"]
+)
+def test_a_damaged_time_leaves_the_axis_to_the_others(
+    parse: Any, run_with: Any, timed: Any, damaged: dict[str, float]
+) -> None:
+    whole, other = (record for record in timed(["one"], (4096,)) if record.check == "timing")
+    forward, build = other.timing.latencies
+    timing = other.timing.model_copy(update={"latencies": (forward.model_copy(update=damaged), build)})
+    page = parse(run_with([whole, other.model_copy(update={"timing": timing})]))
+    ticks = [text for text in page.texts["text"] if text.endswith((" ns", " us", " ms", " s"))]
+    assert ticks
+    assert all(tick.endswith(" us") for tick in ticks)

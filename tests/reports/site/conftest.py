@@ -66,7 +66,7 @@ def run_file(
                 "started": f"2026-01-{day:02}T00:00:00+00:00",
                 "environment": environment,
                 "backends": (BackendInfo(name=backend, ref=backend, version=version, features=features),),
-                "checks": ("numerics", "timing", "refusals", "poison"),
+                "checks": ("numerics", "timing", "refusals", "poison", "cache_write"),
                 "rounds": processes,
                 "suites": (SuiteInfo(name="smoke", ref=f"smoke{variant}", cases=len(selected)),),
                 "cases": tuple(CaseInfo(suite="smoke", id=case, shape="head size 64") for case in selected),

@@ -150,7 +150,7 @@ def test_the_site_works_below_a_path_of_a_server_and_offline(visit: Any, site: P
             page.wait_for_load_state("networkidle")
             page.get_by_role("navigation", name="Pages").get_by_role("link", name=name).click()
         page.wait_for_load_state("networkidle")
-        page.locator("tbody th a").first.click()
+        page.get_by_role("link", name="Mine").click()
         assert page.locator("h1").inner_text() == "Mine"
         page.wait_for_load_state("networkidle")
         server.shutdown()

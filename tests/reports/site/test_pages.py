@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from attncheck.backends.mutants.catalogue import PREFIX
 from attncheck.reports.site.build import names_of
 
 RunFile = Callable[..., Path]
@@ -42,6 +43,14 @@ def test_a_case_that_breaks_a_backend_comes_first(run_file: RunFile, build: Buil
     site = build([run_file(1, {"a": "passed", "z": "failed"})])
     rows = re.findall(r"<tr><th[^>]*>(smoke/\w)", (site / "cases.html").read_text(encoding="utf-8"))
     assert rows == ["smoke/z", "smoke/a"]
+
+
+def test_a_mutant_is_no_backend_of_a_site(run_file: RunFile, build: Build) -> None:
+    mutant = f"{PREFIX}window-one-short"
+    site = build([run_file(1, {"a": "failed"}, backend=mutant)])
+    assert "No backend was examined" in (site / "index.html").read_text(encoding="utf-8")
+    site = build([run_file(1, {"a": "failed"}, backend=mutant), run_file(1, {"a": "passed"})])
+    assert mutant not in "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.*") if path.is_file())
 
 
 def test_run_files_from_a_generator_have_names_too(tmp_path: Path) -> None:
