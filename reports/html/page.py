@@ -17,13 +17,10 @@ from attncheck.errors import MissingExtraError, QuestionError
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.document import comparison
 from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, spans
-from attncheck.reports.document.circumstances import circumstances, unexamined
 from attncheck.reports.document.failures import errors, expected, failure_blocks, verdict
-from attncheck.reports.document.graph_levels import graph_levels
+from attncheck.reports.document.run import checks, circumstances, functions, kernels, suites, timings, unexamined
 from attncheck.reports.document.run_values import RunValues
-from attncheck.reports.document.support import support_blocks
-from attncheck.reports.document.tables import checks, functions, kernels, suites
-from attncheck.reports.document.timings import timings
+from attncheck.reports.document.support import graph_levels, support_blocks
 from attncheck.reports.html.charts import ratio_chart, speed_charts
 from attncheck.reports.html.records import records_json
 from attncheck.reports.html.text import Card, PageBlock, escaped, inline, render

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
+from attncheck.reports.comparison.compare import RunComparison
 from attncheck.reports.document import run as document
 from attncheck.reports.document.blocks import Block, Paragraph, SectionName
+from attncheck.reports.document.comparison import closing, compared
 from attncheck.reports.document.failures import errors as errors_of
 from attncheck.reports.document.failures import story_items
 from attncheck.reports.document.run_values import RunValues
@@ -87,3 +89,8 @@ def story(
 def _blocks(run: RunValues, *, quiet: bool = False, verbose: bool = False) -> list[Block]:
     sections = document.blocks(run, QUIET if quiet else ORDER, whole=verbose)
     return [*sections, *errors_of(run, whole=False), Paragraph(run.closing())]
+
+
+def render_comparison(comparison: RunComparison, *, color: bool = False, width: int = WIDTH) -> str:
+    """Return the whole comparison, ending with its verdict, without a final newline."""
+    return text.render([*compared(comparison, whole=False), closing(comparison)], Style(width, color))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
-from attncheck.reports.comparison.matching import ComparedCounts
+from attncheck.reports.comparison.compare import ComparedCounts, ComparisonTerms, RunComparison, compare_runs
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run

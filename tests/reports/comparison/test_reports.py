@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports import github
 from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison
 from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of, unclear, with_verdict
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.document.comparison import SHOWN
-from attncheck.reports.github import comparison as github
-from attncheck.reports.markdown import comparison as md
+from attncheck.reports.markdown import run as md
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.terminal import comparison as terminal
+from attncheck.reports.terminal import run as terminal
 
 Compare = Callable[..., RunComparison]
 Make = Callable[..., Record]
@@ -59,7 +59,8 @@ def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: 
 
 def test_what_fails_is_an_error_on_github_and_what_is_undecided_a_warning(found: RunComparison) -> None:
     errors, warnings = [
-        [line for line in github.annotations(found) if line.startswith(f"::{kind} ")] for kind in ("error", "warning")
+        [line for line in github.comparison_annotations(found) if line.startswith(f"::{kind} ")]
+        for kind in ("error", "warning")
     ]
     assert len(errors) == 2
     assert errors[0] == (
@@ -73,17 +74,17 @@ def test_what_fails_is_an_error_on_github_and_what_is_undecided_a_warning(found:
 def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:
     terms = ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))
     mild = compare(timed(around(1e6)), timed(around(1.1e6, seed=1)), terms=terms)
-    (line,) = github.annotations(mild)
+    (line,) = github.comparison_annotations(mild)
     assert line.startswith("::warning title=1 time slower that --fail-on lets pass::reference, smoke/edge, forward: +")
     assert "fails" in terminal.render_comparison(mild)
     assert closing(mild).startswith("no regression: outcomes as before; of 1 time 1 slower (0 beyond --fail-on")
 
 
 def test_a_summary_keeps_below_what_github_shows(found: RunComparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = github.render_summary(found)
+    whole = github.comparison_summary(found)
     assert whole == md.render_comparison(found)
     monkeypatch.setattr(github, "MAX_SUMMARY_BYTES", 600)
-    cut = github.render_summary(found)
+    cut = github.comparison_summary(found)
     assert len(cut.encode()) <= 600
     assert cut.endswith("a summary holds 1 MiB.\n")
     assert whole.startswith(cut.split("\n\nThe rest")[0])
@@ -99,7 +100,7 @@ def test_texts_of_a_backend_are_neither_markup_nor_a_command(
     )
     text = terminal.render_comparison(hostile)
     markdown = md.render_comparison(hostile)
-    log = github.annotations(hostile)
+    log = github.comparison_annotations(hostile)
     assert all("\x1b" not in report for report in (text, markdown, *log))
     assert "<script" not in markdown
     assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
@@ -137,11 +138,11 @@ def test_what_new_lacks_is_in_every_report(compare: Compare, make: Make, is_allo
     text = terminal.render_comparison(found)
     assert "in BASE only: 1 case of reference: smoke/b\n" in text
     assert "in BASE only: check cudagraph of 1 case of reference: smoke/a\n" in text
-    assert [line.partition("::")[0] + line.rpartition("::")[2] for line in github.annotations(found)] == [
+    assert [line.partition("::")[0] + line.rpartition("::")[2] for line in github.comparison_annotations(found)] == [
         "1 case of reference: smoke/b",
         "check cudagraph of 1 case of reference: smoke/a",
     ]
-    assert all(line.startswith(f"::{kind} title=missing") for line in github.annotations(found))
+    assert all(line.startswith(f"::{kind} title=missing") for line in github.comparison_annotations(found))
 
 
 def test_how_fast_new_is_appears_in_every_report(found: RunComparison) -> None:

@@ -7,8 +7,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from attncheck.reports import github
 from attncheck.reports.analysis import phrases
-from attncheck.reports.github import run as github
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.rounds import worst_rounds
-from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.analysis.summary import summarise, worst_rounds
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import BUDGET_SHARE, Record
