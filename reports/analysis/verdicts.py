@@ -1,4 +1,10 @@
-"""The verdict on each backend of a run: whether it passed, its false claims, and what it could declare."""
+"""The verdict on each backend of a run: whether it passed, its false claims, and what it could declare.
+
+A false claim is a declared capability that cases which need it disprove: a feature, or a form such as ``head_size=80``.
+A finding concerns a feature if its likely cause names it, or if all its cases need it and passing cases need it too
+rarely for chance. It concerns a form if the form alone separates its cases from the passing ones, of which there are at
+least as many.
+"""
 
 import math
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Outcomes and CUDA-graph levels that changed between two runs, classified as worse, better or other."""
+"""Differences between two runs besides times: outcomes and CUDA-graph levels, environments, options, timing conditions.
+
+A changed outcome or level is worse, better or other.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

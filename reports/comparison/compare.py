@@ -1,7 +1,8 @@
 """Compare two runs: speeds, outcomes, cases and checks of only one run, and environments.
 
-Both sides may be one run file in which two backends alternated on the same machine. That protocol detects the smallest
-differences.
+Backends are matched by name, or as the user maps them. Cases match if their ``suite/id`` and hash are equal; a case
+that was rewritten is another case. Both sides may be one run file in which two backends alternated on the same machine.
+That protocol detects the smallest differences.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -15,6 +15,9 @@ with 5 processes a side, or 2 / 184756 with 10, even if the sides do not overlap
 The assumption here is that the mean of a side is nearly normal. Where it is not, because some processes are far slower,
 the interval grows and fewer differences are reported, not more. The exception is a small number of processes of two
 kinds: all fast ones on one side and all slow ones on the other look like a difference. :data:`MIN_ROUNDS` limits that.
+
+The power of a comparison is the smallest slowdown that it finds, with the rounds needed for a smaller one. It is
+computed by theory, for log times that are normal with equal variance on both sides.
 """
 
 import math

@@ -1,4 +1,9 @@
-"""The change in speed of one part of one case between two runs: faster, slower, the same, or undecided."""
+"""Changes in speed between two runs: of one part of one case, and of one part of all cases of a suite.
+
+A case is faster, slower, the same, or undecided. A suite has one ratio with its interval. Its unit of observation is
+the process, which times all cases of a suite and is represented by its geometric mean over them. Thus effects common to
+a process do not count once a case.
+"""
 
 import math
 import statistics

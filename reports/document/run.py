@@ -1,4 +1,7 @@
-"""The sections of a run by name, and those that a report has, in order."""
+"""The sections of a run by name: tables of outcomes, times, and what the results depend on.
+
+Findings are in ``failures.py``, measured support and CUDA-graph levels in ``support.py``.
+"""
 
 import shlex
 from collections.abc import Mapping, Sequence

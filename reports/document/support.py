@@ -1,4 +1,4 @@
-"""Measured support: a table of features, and one of sizes and forms with values by verdict."""
+"""Measured support, as tables of features and of sizes and forms, and CUDA-graph levels with their probes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from attncheck.errors import MissingExtraError, QuestionError
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.document import comparison
-from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, spans
+from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, plain
 from attncheck.reports.document.failures import errors, expected, failure_blocks, verdict
 from attncheck.reports.document.run import checks, circumstances, functions, kernels, suites, timings, unexamined
 from attncheck.reports.document.run_values import RunValues
@@ -129,8 +129,7 @@ def _folded(blocks: Sequence[Block]) -> list[Block]:
     for start, end in pairwise([*starts, len(blocks)]):
         heading = blocks[start]
         if isinstance(heading, Heading):
-            title = "".join(span.text for span in spans(heading.text))
-            folds.append(Folded(title, tuple(blocks[start + 1 : end])))
+            folds.append(Folded(plain(heading.text), tuple(blocks[start + 1 : end])))
     return [*blocks[: starts[0] if starts else len(blocks)], *folds]
 
 

@@ -1,6 +1,6 @@
-"""A run as Markdown, for a pull request, a wiki or a file, with everything useful from the run file.
+"""A run or a comparison as Markdown, for a pull request, a wiki or a file, with everything useful from the run file.
 
-Verdicts come first, then findings with an example each. Reasons are not cut.
+Verdicts come first, then findings with an example each. Nothing is cut.
 """
 
 from collections.abc import Sequence

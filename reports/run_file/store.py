@@ -4,6 +4,9 @@ The first line is the header, followed by one record a line and the footer with 
 it is written, and the file is synced to disk at most once a second. A file without a footer was cut off; it can be
 read, and :attr:`Run.complete` is False. An inconsistent file (a duplicate record, a record that does not match the
 header, wrong counts) is an error with its line number.
+
+The suffix of a file states its compression. Only ``.gz`` can be written, since a gzip file that was cut off can be read
+up to the cut.
 """
 
 import gzip
@@ -18,7 +21,7 @@ from io import BufferedReader, TextIOWrapper
 from operator import attrgetter
 from pathlib import Path
 from time import monotonic
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -27,9 +30,6 @@ from pydantic_core import from_json
 from attncheck.errors import RunFileError, WriteError, shorten, unwritable
 from attncheck.reports.run_file.header import FORMAT, RunHeader
 from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
-
-_ZSTD_MODULES = ("compression.zstd", "backports.zstd", "zstandard")
-"""Modules that decompress ``.zst``; the first is part of Python 3.14."""
 
 LONGEST_LINE = 2**27
 """Maximum bytes of a line; the header of a run of 100,000 cases has half as many."""
@@ -128,20 +128,11 @@ def _open_plain(path: str) -> BufferedReader:
 
 
 def _open_zstd(path: str) -> Any:
-    module = _zstd()
-    if module.__name__ == "zstandard":
-        return BufferedReader(module.ZstdDecompressor().stream_reader(Path(path).open("rb"), read_across_frames=True))
+    try:
+        module = import_module("compression.zstd")  # part of Python 3.14
+    except ImportError:
+        module = import_module("backports.zstd")
     return module.open(path)
-
-
-def _zstd() -> ModuleType:
-    """Return the first installed module of :data:`_ZSTD_MODULES`; raise ImportError if there is none."""
-    for name in _ZSTD_MODULES[:-1]:
-        try:
-            return import_module(name)
-        except ImportError:
-            continue
-    return import_module(_ZSTD_MODULES[-1])
 
 
 _OPEN: Mapping[str, Callable[[str], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zstd}

@@ -1,15 +1,15 @@
-"""Speeds as rows of text: one table for each suite, with the unit of a column in its heading.
+"""Speeds as rows of text, with the unit of a column in its heading: each case, means by backend, recorded traffic.
 
-The fastest of several backends is marked only if all its rounds are below all rounds of the others. Cells are plain
-text, which the report format escapes.
+The fastest of several backends is marked only if all its rounds are below all rounds of the others. A time for recorded
+traffic is the sum of the medians of cases, weighted by how often each occurred; a case counts only if every backend of
+its suite timed it. Cells are plain text, which the report format escapes.
 """
 
 import math
 import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import geometric_mean
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from attncheck.reports.analysis.phrases import plural
@@ -45,7 +45,7 @@ class SpeedTable:
     """Headings and rows of one suite, without empty columns.
 
     ``has_fastest``: whether any row is marked. ``averaged``: the number of cases that means are averaged over; 0 if
-    each backend's mean is over its own cases. ``means``: by backend, the mean of ``forward`` over these cases.
+    each backend's mean is over its own cases.
     """
 
     suite: str
@@ -53,7 +53,6 @@ class SpeedTable:
     rows: tuple[tuple[str, ...], ...]
     has_fastest: bool = False
     averaged: int | None = None
-    means: Mapping[str, float] = field(default_factory=dict)
 
 
 def time_unit(nanoseconds: Iterable[float]) -> ColumnUnit:
@@ -202,14 +201,15 @@ def _summary_table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
     shared = set.intersection(*(set(cases) for cases in forward.values())) if forward else set()
     averaged = {name: sorted(shared or cases) for name, cases in forward.items()}
     means = {
-        name: by_round([cases[case] for case in averaged[name]], geometric_mean) for name, cases in forward.items()
+        name: by_round([cases[case] for case in averaged[name]], statistics.geometric_mean)
+        for name, cases in forward.items()
     }
     builds = {
-        name: by_round([cases[case] for case in averaged[name] if case in cases], geometric_mean)
+        name: by_round([cases[case] for case in averaged[name] if case in cases], statistics.geometric_mean)
         for name, cases in build.items()
         if name in averaged
     }
-    unit = time_unit([geometric_mean(rounds) for rounds in (*means.values(), *builds.values()) if rounds])
+    unit = time_unit([statistics.geometric_mean(rounds) for rounds in (*means.values(), *builds.values()) if rounds])
     first = fastest(means) if shared else None
     rows = []
     for name, cases in forward.items():
@@ -219,15 +219,14 @@ def _summary_table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
             (
                 name,
                 str(len(cases)),
-                unit.text(geometric_mean(means[name])) + (f" {FASTEST}" if name == first else ""),
-                unit.text(geometric_mean(builds[name])) if builds.get(name) else NOTHING,
-                share_text(geometric_mean(shares) if shares else None),
+                unit.text(statistics.geometric_mean(means[name])) + (f" {FASTEST}" if name == first else ""),
+                unit.text(statistics.geometric_mean(builds[name])) if builds.get(name) else NOTHING,
+                share_text(statistics.geometric_mean(shares) if shares else None),
                 f"{case_id(slowest)} ({unit.text(slowest.median_ns)})",
             )
         )
     headings = ("backend", "cases", f"forward ({unit.name})", f"build ({unit.name})", "roofline", "slowest case")
-    shared_means = {name: geometric_mean(rounds) for name, rounds in means.items()} if shared else {}
-    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), first is not None, len(shared), shared_means))
+    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), first is not None, len(shared)))
 
 
 class TrafficTime(NamedTuple):

@@ -1,6 +1,7 @@
-"""A run as text for a terminal: verdicts, table, failures, and a line that counts what was not examined.
+"""A run or a comparison as text for a terminal: verdicts, table, failures, and a line on what was not examined.
 
-Functions return text and print nothing. Colours are optional. Lines keep to the width, except commands to be copied.
+Functions return text and print nothing. Colours are optional, and never used for a difference that could be chance.
+Lines keep to the width, except commands to be copied.
 """
 
 from collections.abc import Sequence
@@ -79,11 +80,9 @@ def render(
     return text.render(_blocks(values, quiet=quiet, verbose=verbose), Style(width, color))
 
 
-def story(
-    record: Record, header: RunHeader | None = None, finding: Finding | None = None, *, width: int = WIDTH - 2
-) -> str:
+def story(record: Record, header: RunHeader | None = None, finding: Finding | None = None) -> str:
     """Return what happened to a record that did not pass, its likely cause, and the command that repeats it."""
-    return phrases.printable(text.items(story_items(record, header, finding), Style(width)))
+    return phrases.printable(text.items(story_items(record, header, finding), Style(WIDTH - 2)))
 
 
 def _blocks(run: RunValues, *, quiet: bool = False, verbose: bool = False) -> list[Block]:

@@ -18,7 +18,7 @@ from attncheck.reports.run_file.store import RunWriter, read_run
 
 Make = Callable[..., Record]
 Write = Callable[..., Path]
-ZSTD = ("compression.zstd", "backports.zstd", "zstandard")
+ZSTD = ("compression.zstd", "backports.zstd")
 
 
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)])
