@@ -56,7 +56,7 @@ def _terminal_sections(runs: "Sequence[Run]", names: "Sequence[SectionName]", st
 
 
 def _terminal_comparison(comparison: "RunComparison", style: Style) -> RenderedReport:
-    from attncheck.reports.terminal import comparison as terminal
+    from attncheck.reports.terminal import run as terminal
 
     return RenderedReport(terminal.render_comparison(comparison, color=style.color, width=style.width) + "\n")
 
@@ -74,7 +74,7 @@ def _markdown_sections(runs: "Sequence[Run]", names: "Sequence[SectionName]", _s
 
 
 def _markdown_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
-    from attncheck.reports.markdown import comparison as markdown
+    from attncheck.reports.markdown import run as markdown
 
     return RenderedReport(markdown.render_comparison(comparison))
 
@@ -92,16 +92,16 @@ def _junit_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
 
 
 def _github_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
-    from attncheck.reports.github import run as github
+    from attncheck.reports import github
 
     return RenderedReport(github.summary(runs), github.annotations(runs, str(Path.cwd())))
 
 
 def _github_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
-    from attncheck.reports.github import comparison as github
+    from attncheck.reports import github
 
-    log = "".join(f"{line}\n" for line in github.annotations(comparison))
-    return RenderedReport(github.render_summary(comparison), log)
+    log = "".join(f"{line}\n" for line in github.comparison_annotations(comparison))
+    return RenderedReport(github.comparison_summary(comparison), log)
 
 
 def _pytest_benchmark_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
@@ -111,19 +111,19 @@ def _pytest_benchmark_runs(runs: "Sequence[Run]", _style: Style) -> RenderedRepo
 
 
 def _json_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
-    from attncheck.reports.data.documents import runs_document
+    from attncheck.reports.data import runs_document
 
     return RenderedReport(runs_document(runs))
 
 
 def _json_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
-    from attncheck.reports.data.documents import comparison_document
+    from attncheck.reports.data import comparison_document
 
     return RenderedReport(comparison_document(comparison))
 
 
 def _csv_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
-    from attncheck.reports.data.rows import csv_table
+    from attncheck.reports.data import csv_table
 
     return RenderedReport(csv_table(runs))
 

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.analysis.places import backend_file
-from attncheck.reports.analysis.rounds import WorstRound, worst_rounds
-from attncheck.reports.analysis.summary import case_results
+from attncheck.reports.analysis.summary import WorstRound, case_results, worst_rounds
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     UTILITIES,
     Crashed,
     Ended,
     Errored,
     Record,
+    RecordKey,
     TimedOut,
     Unavailable,
     Unsupported,

@@ -35,11 +35,10 @@ from attncheck.harness.workers.passed_environment import DEFAULT
 from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions
 from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.comparison import significance
-from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
+from attncheck.reports.comparison.significance import ProcessNoise, smallest_slowdown
 from attncheck.reports.document.support import SIGNS
 from attncheck.reports.run_file.header import FORMAT
-from attncheck.reports.run_file.record_base import RecordKey
-from attncheck.reports.run_file.records import OUTCOMES
+from attncheck.reports.run_file.records import OUTCOMES, RecordKey
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from attncheck.reports.analysis.contrast import Contrast, Keys, Value, contrast_of, parts_of
 from attncheck.reports.analysis.reasons import joined
-from attncheck.reports.analysis.rounds import worst_rounds
+from attncheck.reports.analysis.summary import worst_rounds
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.causes import (
     ON_EARLIER,
@@ -32,7 +32,6 @@ from attncheck.reports.run_file.causes import (
     without_figures,
 )
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
-from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     EXAMINED,
     OURSELVES,
@@ -43,6 +42,7 @@ from attncheck.reports.run_file.records import (
     Failed,
     Passed,
     Record,
+    RecordKey,
     TimedOut,
     XFailed,
     XPassed,

@@ -1,18 +1,17 @@
 """Count records: outcomes by backend, check and suite, what was not examined and why, and what did not pass.
 
 Pure functions from records to frozen values, of which ``document`` makes sections. A check repeated in several
-rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
+rounds counts once, with its worst outcome (:mod:`attncheck.reports.analysis.summary`).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, get_args
 
 from attncheck.reports.analysis.reasons import listed, without_first_figure
-from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.analysis.support import ANSWERED, REFUSALS, REFUSED
-from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
@@ -20,12 +19,61 @@ from attncheck.reports.run_file.records import (
     Outcome,
     Passed,
     Record,
+    RecordKey,
     Unavailable,
     Unsupported,
     budget_share,
     chosen_kernels_of,
     is_out_of_time,
 )
+
+_WORST_FIRST: tuple[Outcome, ...] = (
+    "crashed",
+    "timed_out",
+    "errored",
+    "failed",
+    "xpassed",
+    "xfailed",
+    "unavailable",
+    "unsupported",
+    "passed",
+)
+_CHECK_OF = attrgetter(*(name for name in RecordKey._fields if name != "round"))
+
+
+class WorstRound(NamedTuple):
+    """One check of one case of one backend. ``record``: its worst round, the first of equally bad ones.
+
+    ``rounds``: the number of rounds. ``short``: in how many of them the check did not pass.
+    """
+
+    record: Record
+    rounds: int
+    short: int
+
+
+def worst_rounds(records: Sequence[Record]) -> tuple[WorstRound, ...]:
+    """Return the worst round of each check of each case and backend, in the order of their first records.
+
+    If no record has a round above 0, every record is returned, even one with an equal key.
+    """
+    if not any(record.round for record in records):
+        return tuple(_worst([record]) for record in records)
+    checks: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        checks.setdefault(_CHECK_OF(record), []).append(record)
+    return tuple(map(_worst, checks.values()))
+
+
+def _worst(members: Sequence[Record]) -> WorstRound:
+    record = min(members, key=_badness) if len(members) > 1 else members[0]
+    return WorstRound(record, len(members), sum(each.outcome in FALLEN_SHORT for each in members))
+
+
+def _badness(record: Record) -> tuple[int, float]:
+    """Return a sort key, worst first: the outcome, then the share of the error budget used."""
+    return _WORST_FIRST.index(record.outcome), -(budget_share(record) or 0.0)
+
 
 RunVerdict = Literal["passed", "failed", "not examined"]
 

@@ -1,17 +1,154 @@
-"""The verdict on each backend of a run: whether it passed, its false claims, and what it could declare."""
+"""The verdict on each backend of a run: whether it passed, its false claims, and what it could declare.
 
+A false claim is a declared capability that cases which need it disprove: a feature, or a form such as ``head_size=80``.
+A finding concerns a feature if its likely cause names it, or if all its cases need it and passing cases need it too
+rarely for chance. It concerns a form if the form alone separates its cases from the passing ones, of which there are at
+least as many.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from attncheck.reports.analysis.claims import FalseClaim, false_claims
 from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
 from attncheck.reports.analysis.summary import CaseResult, OutcomeCounts, RunVerdict, case_results, verdict
-from attncheck.reports.analysis.support import CountedCases, SupportRow, counted_cases, support_rows
-from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
+from attncheck.reports.analysis.support import CountedCase, CountedCases, SupportRow, counted_cases, support_rows
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Record
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    UTILITIES,
+    Failed,
+    Record,
+    XFailed,
+    XPassed,
+    graph_of,
+    is_out_of_time,
+)
+
+_FEW, _SIMPLE = 4, 1.2
+"""With fewer failing cases, no other condition that is as simple may separate them from the passing ones."""
+
+_CHANCE = 0.01
+"""If failing cases would all need a feature by chance with less than this probability, the feature is blamed."""
+
+
+@dataclass(frozen=True)
+class FalseClaim:
+    """A capability that a backend declares: ``wrong`` of the ``examined`` cases that need it did not pass.
+
+    ``measured``: for a CUDA-graph level, the lowest level that a layer reached; empty for any other capability.
+    """
+
+    backend: str
+    capability: str
+    wrong: int
+    examined: int
+    measured: str = ""
+
+    def __str__(self) -> str:
+        if self.measured:
+            return f"{self.capability} (measured: {self.measured})"
+        return f"{self.capability} ({self.wrong} of {self.examined} {'case' if self.examined == 1 else 'cases'} wrong)"
+
+
+def false_claims(found: Sequence[Finding], records: Sequence[Record], counted: CountedCases) -> tuple[FalseClaim, ...]:
+    """Return the false claims that the findings prove, backend by backend, those with most wrong cases first.
+
+    ``records``: all records of the run. ``counted``: their cases. Findings on undeclared cases concern no claim.
+    """
+    claims: list[FalseClaim] = []
+    for backend in dict.fromkeys(finding.backend for finding in found):
+        cases = {name: case for (owner, name), case in counted.items() if owner == backend and case.is_declared}
+        false: set[str] = set()
+        for finding in found:
+            if finding.backend != backend or isinstance(finding.example, XPassed) or is_out_of_time(finding.example):
+                continue
+            false.update(_concerned(finding, cases))
+        needing = {name: [case for case in cases.values() if name in case.needs] for name in false}
+        own = [
+            FalseClaim(backend, name, sum(case.count == "short" for case in needed), len(needed))
+            for name, needed in needing.items()
+        ]
+        claims += sorted(own, key=lambda claim: (-claim.wrong, claim.capability))
+        claims += [] if "lse" in false else _lse_claim(records, backend)
+        claims += _level_claims(records, backend)
+    return tuple(claims)
+
+
+def _concerned(finding: Finding, declared: Mapping[str, CountedCase]) -> set[str]:
+    """Return the capabilities that a finding concerns.
+
+    ``declared``: every case that was examined as declared, by name. Cases whose outputs are right are ignored: what
+    fails there is another layer, or memory.
+    """
+    cases = {name for name in finding.cases if name in declared and declared[name].count == "short"}
+    if not cases:
+        return set()
+    needs = {name: frozenset(case.needs) for name, case in declared.items()}
+    named = {name for record in finding.records if isinstance(record, Failed) for name in record.concerns}
+    found = named or _distinctive_features(cases, needs, finding)
+    key = _distinctive_key(finding)
+    forms = {need for case in cases for need in needs[case] if key and need.startswith(f"{key}=")}
+    return {name for name in found if any(name in needs[case] for case in cases)} | forms
+
+
+def _distinctive_features(cases: Collection[str], needs: Mapping[str, frozenset[str]], finding: Finding) -> set[str]:
+    """Return the features that all ``cases`` need, and that other cases need too rarely for chance."""
+    passing = finding.contrast.right if finding.contrast else 0
+    shared = frozenset.intersection(*(needs[case] for case in cases))
+    chances: dict[str, float] = {}
+    for feature in (need for need in shared if "=" not in need and need != "lse"):  # see _lse_claim
+        have = sum(feature in own for own in needs.values())
+        if have == len(cases) and passing:
+            chances[feature] = 0.0
+        elif len(cases) > 1:
+            chances[feature] = math.comb(have, len(cases)) / math.comb(len(needs), len(cases))
+    least = min(chances.values(), default=1.0)
+    return {feature for feature, chance in chances.items() if chance == least and chance < _CHANCE}
+
+
+def _distinctive_key(finding: Finding) -> str:
+    """Return the last part of the key that alone separates a finding's cases from the passing ones, or "".
+
+    One failing case may differ from the others in much else. If more cases fail than pass, the form is not the reason.
+    """
+    contrast = finding.contrast
+    if (
+        contrast is None
+        or contrast.exceptions
+        or not 1 < contrast.wrong <= contrast.right
+        or len(contrast.conditions) != 1
+        or (contrast.wrong < _FEW and any(each.cost <= _SIMPLE for each in contrast.alternatives))
+    ):
+        return ""
+    return contrast.conditions[0].key.rpartition(".")[2]
+
+
+def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
+    """Return a false claim of the feature ``lse`` if the log-sum-exp is wrong where the output is right."""
+    own = [record for record in records if record.backend == backend and record.outcome in EXAMINED]
+    of_lse = [record for record in own if record.check == "lse"]
+    short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
+    wrong = [r for r in of_lse if isinstance(r, Failed | XFailed) and (r.suite, r.case_id) not in short]
+    return [FalseClaim(backend, "lse", len(wrong), len(of_lse))] if wrong else []
+
+
+def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:
+    """Return each declared CUDA-graph level that a layer does not reach, with the lowest level that one reaches."""
+    reached: dict[GraphLevel, list[GraphLevel]] = {}
+    for record in records:
+        graph = graph_of(record)
+        if record.backend == backend and isinstance(record, Failed) and graph and graph.declared != graph.measured:
+            reached.setdefault(graph.declared, []).extend([graph.measured] if graph.measured else [])
+    return [
+        FalseClaim(
+            backend, f"CUDA-graph level {declared}", 1, 1, min(found, key=GRAPH_LEVELS.index, default="a lower one")
+        )
+        for declared, found in reached.items()
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,228 @@
-"""An audit, as Markdown for a discussion thread and as a JSON document."""
+"""An audit, as Markdown for a discussion thread and as a JSON document.
+
+It has declared and measured features in the columns of the library's own table, and CUDA-graph levels by kind of layer
+and of batch. A backend without a measurement gets a row with the reason.
+"""
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Literal
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.support import SupportVerdict
-from attncheck.reports.audit.features import (
-    FEATURES,
-    UNTRIED,
-    AuditedBackend,
-    AuditedFeature,
-    MeasuredValue,
-    audited_features,
-    left_cases,
-)
-from attncheck.reports.audit.levels import BATCHES, NOT_MEASURED, AuditedLevel, audited_levels
+from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
+from attncheck.reports.analysis.support import SupportRow, SupportVerdict
+from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.markdown import markup
-from attncheck.reports.run_file.graph_levels import PADDING_FAULTS
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH, PADDING_FAULTS, GraphLevel, PaddingRows
+from attncheck.reports.run_file.header import SurveyedBackend
+from attncheck.reports.run_file.records import Ended, Record, Unavailable, Unsupported, is_out_of_time
 from attncheck.reports.run_file.store import Run
+
+FORMS = ("dtype", "kv_cache_dtype", "block_size", "head_size", "attn_type")
+"""Columns whose values are forms of cases."""
+
+FEATURES = ("sinks", "sliding_window", "non_causal")
+"""Columns of yes or no that are features of cases."""
+
+UNTRIED = ("sparse", "mm_prefix", "dcp")
+"""Columns that no case tests: sparse attention, bidirectional prefixes, decode context parallelism."""
+
+LAYERS, CAPABILITY = "layers", "compute_capability"
+
+STATE = "state"
+"""Layers that keep a state instead of a KV cache."""
+
+
+@dataclass(frozen=True)
+class MeasuredValue:
+    """A value of a column, "" for yes or no: ``right`` of its ``examined`` cases. ``late``: no time for any of them."""
+
+    value: str
+    verdict: SupportVerdict | Literal["late"]
+    right: int
+    examined: int
+
+
+@dataclass(frozen=True)
+class AuditedFeature:
+    """One cell: the declared values of a column and the measured ones. ``is_testable``: some cases can test it."""
+
+    column: str
+    declared: tuple[str, ...]
+    measured: tuple[MeasuredValue, ...]
+    is_testable: bool = True
+
+
+@dataclass(frozen=True)
+class AuditedBackend:
+    """One backend with its cells in column order. ``reason``: why it was not examined, or "" if it was."""
+
+    name: str
+    features: tuple[AuditedFeature, ...]
+    reason: str = ""
+
+
+def audited_features(run: Run) -> tuple[AuditedBackend, ...]:
+    """Return every backend of the survey; without a survey, those of the header, without declarations."""
+    surveyed = run.header.surveyed or tuple(SurveyedBackend(name=each.name) for each in run.header.backends)
+    support: dict[str, dict[str, list[SupportRow]]] = {}
+    for row in run_findings(run.records, run.header).support:
+        column = row.feature.partition("=")[0]
+        support.setdefault(row.backend, {}).setdefault(column, []).append(row)
+    return tuple(
+        AuditedBackend(each.name, _features(each, support.get(each.name, {}), run), each.reason) for each in surveyed
+    )
+
+
+def left_cases(run: Run) -> dict[str, tuple[int, int]]:
+    """Return, for each backend without time for all cases, how many it left in whole or part, and how many it has."""
+    return {
+        each.backend: (len(finding.cases), each.results.total())
+        for each in run_findings(run.records, run.header).verdicts
+        for finding in each.findings
+        if is_out_of_time(finding.example)
+    }
+
+
+def _features(
+    backend: SurveyedBackend,
+    support: Mapping[str, Sequence[SupportRow]],
+    run: Run,
+    # Layers with a state: the cases test their metadata builders, and no column is about those.
+) -> tuple[AuditedFeature, ...]:
+    if backend.declared.get(LAYERS) == (STATE,):
+        support = {}
+    left = (record for record in run.records if record.backend == backend.name and is_out_of_time(record))
+    late = {need for record in left for need in record.needs}
+    cells = [AuditedFeature(LAYERS, backend.declared.get(LAYERS, ()), (), is_testable=False)]
+    for column in (*FORMS, *FEATURES, *UNTRIED):
+        measured = tuple(_measured_value(row, late) for row in support.get(column, ()) if column not in UNTRIED)
+        cells.append(
+            AuditedFeature(column, backend.declared.get(column, ()), measured, is_testable=column not in UNTRIED)
+        )
+    return (*cells, _capability(backend, support, run))
+
+
+def _measured_value(row: SupportRow, late: Collection[str]) -> MeasuredValue:
+    verdict = "late" if row.verdict == "left" and row.feature in late else row.verdict
+    return MeasuredValue(row.value, verdict, row.right, row.right + row.short)
+
+
+def _capability(backend: SurveyedBackend, support: Mapping[str, Sequence[SupportRow]], run: Run) -> AuditedFeature:
+    """Return the cell of the run's GPU, with all cases of the backend that were examined on it."""
+    found, rows = run.header.environment.capability, support.get("dtype", ())
+    right, examined = sum(row.right for row in rows), sum(row.right + row.short for row in rows)
+    verdict: SupportVerdict = "right" if right == examined else "short" if not right else "unproven"
+    measured = (MeasuredValue(found, verdict, right, examined),) if found and examined else ()
+    return AuditedFeature(CAPABILITY, backend.declared.get(CAPABILITY, ()), measured)
+
+
+BATCHES: Mapping[GraphLevel, str] = {
+    "UNIFORM_SINGLE_TOKEN_DECODE": "decodes of one token",
+    "UNIFORM_BATCH": "uniform batches of several tokens",
+    "ALWAYS": "mixed batches",
+}
+"""The batches that a graph of each level serves in addition to those of lower levels."""
+
+NOT_MEASURED = "not measured"
+
+_NO_MODIFIER = "plain"
+_LAYER_FEATURES = frozenset(
+    {
+        *("sliding_window", "logits_soft_cap", "alibi", "alibi_sqrt", "alibi_non_causal", "sinks", "non_causal"),
+        *("head_size_v", "kv_sharing", "fp8_kv", "fp8_per_head", "output_quant", "mla", "local"),
+    }
+)
+"""Needs of a case that belong to its layer or cache."""
+
+
+@dataclass(frozen=True)
+class AuditedLevel:
+    """One row: layers of one backend with equal levels.
+
+    ``layers``: the kinds of layers among its ``cases`` cases. ``measured``: a level, ``cannot tell``, or
+    :data:`NOT_MEASURED`. ``head_room``: a higher level that could be declared, or "". ``batches``: the result for each
+    kind of batch of :data:`BATCHES`. ``padding_rows``: their worst state in replays; the level does not depend on it.
+    ``breaks``: what breaks at the next level, or why nothing was measured.
+    """
+
+    backend: str
+    declared: str
+    measured: str
+    falls_short: bool = False
+    head_room: str = ""
+    padding_rows: PaddingRows = "not examined"
+    breaks: str = ""
+    batches: tuple[tuple[str, str], ...] = ()
+    layers: tuple[str, ...] = ()
+    cases: int = 0
+
+
+def audited_levels(run: Run) -> tuple[AuditedLevel, ...]:
+    """Return rows of every backend of the run, and of those it could not examine, in the survey's order."""
+    needs = {(record.backend, record.case): record.needs for record in run.records}
+    rows: dict[str, list[AuditedLevel]] = {}
+    for row in level_rows(run.records):
+        rows.setdefault(row.backend, []).append(_measured(row, needs))
+    surveyed = {each.name: each for each in run.header.surveyed}
+    names = dict.fromkeys([*surveyed, *(each.name for each in run.header.backends)])
+    for name in names:
+        if name not in rows:
+            level, reason = (surveyed[name].level, surveyed[name].reason) if name in surveyed else ("", "")
+            breaks = reason or _why_unmeasured(name, run)
+            rows[name] = [AuditedLevel(name, level or "unknown", NOT_MEASURED, breaks=breaks)]
+    return tuple(row for name in names for row in rows[name])
+
+
+def _measured(row: LevelRow, needs: Mapping[tuple[str, str], Sequence[str]]) -> AuditedLevel:
+    cases = [case for result in row.results for case in result.cases]
+    kinds = (_kind(needs.get((row.backend, case), ())) for case in cases)
+    return AuditedLevel(
+        backend=row.backend,
+        declared=row.graph.declared,
+        measured=phrases.measured_level(row.graph.measured),
+        falls_short=row.falls_short,
+        head_room=row.head_room or "",
+        padding_rows=row.padding_rows,
+        breaks=phrases.why_no_higher(row),
+        batches=tuple((words, _became(row, level)) for level, words in BATCHES.items()),
+        layers=tuple(dict.fromkeys(kinds)),
+        cases=row.cases,
+    )
+
+
+def _became(row: LevelRow, level: GraphLevel) -> str:
+    outcomes = [probe.outcome for probe in row.graph.probes if probe.level == level]
+    if "failed" in outcomes:
+        return "breaks"
+    if "not examined" in outcomes:
+        return "cannot be examined here"
+    passed = outcomes.count("passed")
+    return f"right ({phrases.plural(passed, 'probe')})" if passed and passed == len(outcomes) else "not tried"
+
+
+def _kind(needs: Sequence[str]) -> str:
+    return ", ".join(need for need in needs if need in _LAYER_FEATURES) or _NO_MODIFIER
+
+
+def _why_unmeasured(backend: str, run: Run) -> str:
+    missing = "no case of the run includes the check cudagraph" if run.complete else "the run was cut off before"
+    return next(_reasons(backend, run.records), missing)
+
+
+def _reasons(backend: str, records: Sequence[Record]) -> Iterator[str]:
+    own = [record for record in records if record.backend == backend and record.check == CUDAGRAPH]
+    for record in own:
+        if not isinstance(record, Unsupported | Unavailable):
+            yield f"{record.outcome} in {record.case}{f': {record.finding}' if isinstance(record, Ended) else ''}"
+    for record in own:
+        if isinstance(record, Unsupported | Unavailable):
+            yield record.reasons[0]
+
 
 FORMAT = 1
 """Version of the JSON document. Raise it when a field is removed or changes its meaning."""

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.comparison.changes import KINDS
 from attncheck.reports.comparison.compare import OneSidedCases, OutcomeChange, RunComparison, SpeedChange
-from attncheck.reports.comparison.outcome_changes import KINDS
-from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
-from attncheck.reports.comparison.significance import FAMILY_LEVEL
+from attncheck.reports.comparison.significance import FAMILY_LEVEL, ProcessNoise, smallest_slowdown
 from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import PARTS, StepPart

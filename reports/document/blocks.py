@@ -132,6 +132,11 @@ def spans(text: Text) -> tuple[Span, ...]:
     return tuple(part if isinstance(part, Span) else Span(part) for part in parts)
 
 
+def plain(text: Text) -> str:
+    """Return the characters of a line alone."""
+    return "".join(span.text for span in spans(text))
+
+
 def listed(lines: Sequence[Text], title: Text = "") -> list[Block]:
     """Return the lines as a list, or [] if there are none."""
     return [Items(tuple(map(Item, lines)), title)] if lines else []

@@ -16,14 +16,11 @@ from typing import NamedTuple
 from attncheck.errors import MissingExtraError, QuestionError
 from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.document import comparison
-from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, spans
-from attncheck.reports.document.circumstances import circumstances, unexamined
+from attncheck.reports.document.blocks import Block, Folded, Heading, Paragraph, Span, Text, plain
 from attncheck.reports.document.failures import errors, expected, failure_blocks, verdict
-from attncheck.reports.document.graph_levels import graph_levels
+from attncheck.reports.document.run import checks, circumstances, functions, kernels, suites, timings, unexamined
 from attncheck.reports.document.run_values import RunValues
-from attncheck.reports.document.support import support_blocks
-from attncheck.reports.document.tables import checks, functions, kernels, suites
-from attncheck.reports.document.timings import timings
+from attncheck.reports.document.support import graph_levels, support_blocks
 from attncheck.reports.html.charts import ratio_chart, speed_charts
 from attncheck.reports.html.records import records_json
 from attncheck.reports.html.text import Card, PageBlock, escaped, inline, render
@@ -132,8 +129,7 @@ def _folded(blocks: Sequence[Block]) -> list[Block]:
     for start, end in pairwise([*starts, len(blocks)]):
         heading = blocks[start]
         if isinstance(heading, Heading):
-            title = "".join(span.text for span in spans(heading.text))
-            folds.append(Folded(title, tuple(blocks[start + 1 : end])))
+            folds.append(Folded(plain(heading.text), tuple(blocks[start + 1 : end])))
     return [*blocks[: starts[0] if starts else len(blocks)], *folds]
 
 

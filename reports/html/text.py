@@ -20,6 +20,7 @@ from attncheck.reports.document.blocks import (
     Span,
     Table,
     Text,
+    plain,
     spans,
 )
 
@@ -101,16 +102,12 @@ def _items(items: Sequence[Item]) -> str:
 
 
 def _item(item: Item) -> str:
-    line = f"<code>{_plain(item.text)}</code>" if item.is_whole else inline(item.text)
+    line = f"<code>{escaped(plain(item.text))}</code>" if item.is_whole else inline(item.text)
     return line + (f"\n{_items(item.children)}" if item.children else "")
 
 
 def _command(line: str) -> str:
     return f'<div class="command"><code>{escaped(line)}</code><button type="button" data-copy>Copy</button></div>'
-
-
-def _plain(text: Text) -> str:
-    return escaped("".join(span.text for span in spans(text)))
 
 
 def _following(parts: Sequence[Span]) -> Iterator[str]:
@@ -179,7 +176,7 @@ def _element(tag: str, content: str, style: str) -> str:
 
 
 def _is_number(cell: Text) -> bool:
-    return _NUMBER.fullmatch(_plain(cell).removeprefix("-")) is not None
+    return _NUMBER.fullmatch(plain(cell).removeprefix("-")) is not None
 
 
 def _signs(table: Table) -> list[Sign]:

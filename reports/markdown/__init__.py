@@ -1,5 +1,5 @@
 """Reports as Markdown, with nothing cut.
 
-Begin with ``run.py`` for a run and ``comparison.py`` for a comparison; ``text.py`` renders
-the blocks of a document. ``markup.py`` escapes a backend's text, so that it cannot become markup.
+Begin with ``run.py``; ``text.py`` renders the blocks of a document. ``markup.py`` escapes a backend's text, so that it
+cannot become markup.
 """

@@ -1,12 +1,14 @@
-"""A run as Markdown, for a pull request, a wiki or a file, with everything useful from the run file.
+"""A run or a comparison as Markdown, for a pull request, a wiki or a file, with everything useful from the run file.
 
-Verdicts come first, then findings with an example each. Reasons are not cut.
+Verdicts come first, then findings with an example each. Nothing is cut.
 """
 
 from collections.abc import Sequence
 
+from attncheck.reports.comparison.compare import RunComparison
 from attncheck.reports.document import run as document
 from attncheck.reports.document.blocks import Block, Heading, Paragraph, SectionName, Span
+from attncheck.reports.document.comparison import closing, compared
 from attncheck.reports.document.failures import errors
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.markdown import text
@@ -48,3 +50,9 @@ def render_sections(run: Run, names: Sequence[SectionName]) -> str:
 def bold(line: str) -> list[Block]:
     """Return a line as a bold paragraph, or [] if it is empty."""
     return [Paragraph(Span(line, is_bold=True))] if line else []
+
+
+def render_comparison(comparison: RunComparison) -> str:
+    """Return the whole comparison, its verdict first, ending in a newline."""
+    title = Heading(1, "attncheck comparison")
+    return text.render([title, closing(comparison), *compared(comparison, whole=True)]) + "\n"

@@ -16,6 +16,7 @@ from attncheck.reports.document.blocks import (
     Paragraph,
     Table,
     Text,
+    plain,
     spans,
 )
 from attncheck.reports.markdown import markup
@@ -49,13 +50,9 @@ def _block(block: Block, *, folds: bool) -> str:
 def _items(items: Sequence[Item], indent: str = "") -> str:
     lines = []
     for item in items:
-        lines.append(f"{indent}- {markup.code(_plain(item.text)) if item.is_whole else _inline(item.text)}")
+        lines.append(f"{indent}- {markup.code(plain(item.text)) if item.is_whole else _inline(item.text)}")
         lines += [_items(item.children, f"{indent}  ")] if item.children else []
     return "\n".join(lines)
-
-
-def _plain(text: Text) -> str:
-    return "".join(span.text for span in spans(text))
 
 
 def _inline(text: Text, code: Callable[[str], str] = markup.code) -> str:

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from attncheck.errors import RunFileError
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.record_base import RecordKey
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.records import Record, RecordKey
 from attncheck.reports.run_file.store import Run
 
 _OF_ONE_RUN = frozenset({"started", "command", "notes"})

@@ -4,28 +4,139 @@ The first line is the header, followed by one record a line and the footer with 
 it is written, and the file is synced to disk at most once a second. A file without a footer was cut off; it can be
 read, and :attr:`Run.complete` is False. An inconsistent file (a duplicate record, a record that does not match the
 header, wrong counts) is an error with its line number.
+
+The suffix of a file states its compression. Only ``.gz`` can be written, since a gzip file that was cut off can be read
+up to the cut.
 """
 
+import gzip
+import lzma
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import TextIOWrapper
+from importlib import import_module
+from io import BufferedReader, TextIOWrapper
 from operator import attrgetter
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from attncheck.errors import RunFileError, WriteError, shorten, unwritable
-from attncheck.reports.run_file.compression import open_new, open_to_append, read_lines
 from attncheck.reports.run_file.header import FORMAT, RunHeader
-from attncheck.reports.run_file.record_base import RecordKey
-from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RunFooter, format_line, parse_line
+from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
+
+LONGEST_LINE = 2**27
+"""Maximum bytes of a line; the header of a run of 100,000 cases has half as many."""
+
+MAX_BYTES = 2**32
+"""Maximum bytes of a decompressed run file; enough for a few million records."""
+
+_CHUNK = 2**20
+_LEVEL = 6
+"""gzip's level; 9 takes twice as long and saves one per cent."""
+
+
+def read_lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a run file with their ends, decompressed if its name ends in ``.gz``, ``.xz`` or ``.zst``.
+
+    Memory holds at most one line, whatever the size of the decompressed file.
+
+    Raises:
+        RunFileError: the file cannot be read, is not compressed as its name states, needs a package that is not
+            installed, or exceeds :data:`LONGEST_LINE` or :data:`MAX_BYTES`.
+    """
+    parts: list[bytes] = []  # of a line that has not ended yet
+    length = total = 0
+    for chunk in _chunks(path):
+        total += len(chunk)
+        begun, *others = chunk.split(b"\n")
+        parts.append(begun)
+        length += len(begun)
+        if others:
+            yield b"".join(parts) + b"\n"
+            yield from (each + b"\n" for each in others[:-1])
+            parts, length = [others[-1]], len(others[-1])
+        if length > LONGEST_LINE:
+            raise RunFileError(path, f"has a line of more than {LONGEST_LINE} bytes; no record is so long")
+        if total > MAX_BYTES:
+            raise RunFileError(path, f"holds more than {MAX_BYTES} bytes; divide the run by --shard")
+    if length:
+        yield b"".join(parts)
+
+
+def _chunks(path: str) -> Iterator[bytes]:
+    """Yield the decompressed content in pieces of at most :data:`_CHUNK` bytes."""
+    ending = Path(path).suffix
+    try:
+        with _OPEN.get(ending, _open_plain)(path) as file:
+            while chunk := file.read1(_CHUNK):
+                yield chunk
+    except ImportError as error:
+        raise RunFileError(
+            path, "needs a reader of zstd: pip install backports.zstd, or unpack it by zstd -d"
+        ) from error
+    except Exception as error:  # each library raises its own type
+        if isinstance(error, EOFError) and ending == ".gz":  # the run was cut off; everything before was yielded
+            return
+        reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        if ending in _OPEN and getattr(error, "errno", None) is None:
+            reason = f"is not compressed as its name states, by {ending[1:]}: {error}"
+        raise RunFileError(path, reason) from error
+
+
+def open_new(path: Path) -> TextIOWrapper:
+    """Open a new run file for writing, compressed if its name ends in ``.gz``.
+
+    Flushed lines stay readable if the process is killed.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+        RunFileError: the name has the suffix of a compression that cannot be written line by line.
+    """
+    ending = path.suffix
+    if ending == ".gz":
+        return TextIOWrapper(gzip.open(path, "xb", compresslevel=_LEVEL), encoding="utf-8", newline="\n")
+    if ending in _OPEN:
+        raise RunFileError(
+            str(path),
+            f"a cut-off {ending} file could not be read; name it .jsonl or .jsonl.gz, or compress it afterwards",
+        )
+    return path.open("x", encoding="utf-8", newline="\n")
+
+
+def open_to_append(path: Path) -> TextIOWrapper:
+    """Open a plain run file for appending, after removing an incomplete last line of a cut-off run.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    with path.open("r+b") as file:
+        file.truncate(end)
+    return path.open("a", encoding="utf-8", newline="\n")
+
+
+def _open_plain(path: str) -> BufferedReader:
+    return Path(path).open("rb")
+
+
+def _open_zstd(path: str) -> Any:
+    try:
+        module = import_module("compression.zstd")  # part of Python 3.14
+    except ImportError:
+        module = import_module("backports.zstd")
+    return module.open(path)
+
+
+_OPEN: Mapping[str, Callable[[str], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zstd}
+
 
 SYNC_EVERY_S = 1.0
 _BEGINNING = b'{"kind"'

@@ -1,16 +1,21 @@
-"""Speeds as rows of text: one table for each suite, with the unit of a column in its heading.
+"""Speeds as rows of text, with the unit of a column in its heading: each case, means by backend, recorded traffic.
 
-The fastest of several backends is marked only if all its rounds are below all rounds of the others. Cells are plain
-text, which the report format escapes.
+The fastest of several backends is marked only if all its rounds are below all rounds of the others. A time for recorded
+traffic is the sum of the medians of cases, weighted by how often each occurred; a case counts only if every backend of
+its suite timed it. Cells are plain text, which the report format escapes.
 """
 
 import math
+import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.timings import StepPart
-from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.speed import Speed, by_backend, by_round
 
 FASTEST_ROUNDS = 5
 """Rounds of each backend from which the fastest is marked. For equal speeds, five times of one are all below five of
@@ -40,7 +45,7 @@ class SpeedTable:
     """Headings and rows of one suite, without empty columns.
 
     ``has_fastest``: whether any row is marked. ``averaged``: the number of cases that means are averaged over; 0 if
-    each backend's mean is over its own cases. ``means``: by backend, the mean of ``forward`` over these cases.
+    each backend's mean is over its own cases.
     """
 
     suite: str
@@ -48,7 +53,6 @@ class SpeedTable:
     rows: tuple[tuple[str, ...], ...]
     has_fastest: bool = False
     averaged: int | None = None
-    means: Mapping[str, float] = field(default_factory=dict)
 
 
 def time_unit(nanoseconds: Iterable[float]) -> ColumnUnit:
@@ -184,3 +188,125 @@ def share_text(share: float | None) -> str:
         return f"{share:.0%}"
     decimals = 1 - math.floor(math.log10(share * 100))
     return f"{share:.{decimals}%}"
+
+
+def summary_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
+    """Return a table for each suite with a row for each backend: mean times, roofline share, slowest case."""
+    return tuple(_summary_table(suite, members) for suite, members in suites_of(speeds).items())
+
+
+def _summary_table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
+    forward = by_backend(speeds, "forward")
+    build = by_backend(speeds, "build")
+    shared = set.intersection(*(set(cases) for cases in forward.values())) if forward else set()
+    averaged = {name: sorted(shared or cases) for name, cases in forward.items()}
+    means = {
+        name: by_round([cases[case] for case in averaged[name]], statistics.geometric_mean)
+        for name, cases in forward.items()
+    }
+    builds = {
+        name: by_round([cases[case] for case in averaged[name] if case in cases], statistics.geometric_mean)
+        for name, cases in build.items()
+        if name in averaged
+    }
+    unit = time_unit([statistics.geometric_mean(rounds) for rounds in (*means.values(), *builds.values()) if rounds])
+    first = fastest(means) if shared else None
+    rows = []
+    for name, cases in forward.items():
+        slowest = max(cases.values(), key=lambda speed: speed.median_ns)
+        shares = [share for case in averaged[name] if (share := cases[case].roofline_share) is not None]
+        rows.append(
+            (
+                name,
+                str(len(cases)),
+                unit.text(statistics.geometric_mean(means[name])) + (f" {FASTEST}" if name == first else ""),
+                unit.text(statistics.geometric_mean(builds[name])) if builds.get(name) else NOTHING,
+                share_text(statistics.geometric_mean(shares) if shares else None),
+                f"{case_id(slowest)} ({unit.text(slowest.median_ns)})",
+            )
+        )
+    headings = ("backend", "cases", f"forward ({unit.name})", f"build ({unit.name})", "roofline", "slowest case")
+    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), first is not None, len(shared)))
+
+
+class TrafficTime(NamedTuple):
+    """The time of one backend. ``calls_timed``: the share of all calls that are of its timed cases.
+
+    ``forward_ns``: the sum over all calls of the compared cases, a mean of the rounds; None without such cases.
+    """
+
+    backend: str
+    calls_timed: float
+    forward_ns: float | None
+    is_fastest: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The times for the traffic of one suite.
+
+    ``cases``: the number of cases that every backend timed. ``calls_compared``: the share of all calls that are theirs.
+    """
+
+    suite: str
+    cases: int
+    calls_compared: float
+    times: tuple[TrafficTime, ...]
+
+    @property
+    def title(self) -> str:
+        """A sentence on what the sums of the table contain."""
+        if not self.cases:
+            return "On this traffic: no case was timed for every backend, so none is compared"
+        return (
+            f"On this traffic: forward of {plural(self.cases, 'case')} timed for every backend, each weighted by how "
+            "often it came, without builds"
+        )
+
+    @property
+    def table(self) -> SpeedTable:
+        """The table, with a row for each backend."""
+        sums = [each.forward_ns for each in self.times if each.forward_ns is not None]
+        unit, least = time_unit(sums), min(sums, default=1.0)
+        rows = tuple(
+            (
+                each.backend,
+                f"{each.calls_timed:.1%}",
+                f"{unit.text(each.forward_ns)}{f' {FASTEST}' * each.is_fastest}",
+                "-" if each.forward_ns is None else f"{each.forward_ns / least:.3g}",
+            )
+            for each in self.times
+        )
+        headings = ("backend", "calls timed", f"{self.calls_compared:.1%} of calls ({unit.name})", "times the least")
+        return SpeedTable(self.suite, headings, rows, any(each.is_fastest for each in self.times), self.cases)
+
+
+def traffic(header: RunHeader, speeds: Sequence[Speed]) -> tuple[Traffic, ...]:
+    """Return the times for each suite whose cases have weights, with those of each backend that was timed in it."""
+    weights: dict[str, dict[str, float]] = {}
+    for case in header.cases:
+        if case.weight is not None:
+            weights.setdefault(case.suite, {})[f"{case.suite}/{case.id}"] = case.weight
+    forward = suites_of([speed for speed in speeds if speed.part == "forward"])
+    return tuple(_traffic(suite, forward[suite], own) for suite, own in weights.items() if suite in forward)
+
+
+def _traffic(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) -> Traffic:
+    timed = by_backend((speed for speed in speeds if speed.case in weights), "forward")
+    shared = sorted(set.intersection(*map(set, timed.values()))) if timed else []
+    calls, own = sum(weights.values()), [weights[case] for case in shared]
+    sums = {
+        name: by_round([cases[case] for case in shared], lambda times: sum(map(operator.mul, own, times)))
+        for name, cases in timed.items()
+    }
+    first = fastest({name: rounds for name, rounds in sums.items() if rounds})
+    times = tuple(
+        TrafficTime(
+            name,
+            sum(weights[case] for case in cases) / calls,
+            sum(sums[name]) / len(sums[name]) if sums[name] else None,
+            name == first,
+        )
+        for name, cases in timed.items()
+    )
+    return Traffic(suite, len(shared), sum(own) / calls, times)

@@ -1,6 +1,7 @@
-"""A run as text for a terminal: verdicts, table, failures, and a line that counts what was not examined.
+"""A run or a comparison as text for a terminal: verdicts, table, failures, and a line on what was not examined.
 
-Functions return text and print nothing. Colours are optional. Lines keep to the width, except commands to be copied.
+Functions return text and print nothing. Colours are optional, and never used for a difference that could be chance.
+Lines keep to the width, except commands to be copied.
 """
 
 from collections.abc import Sequence
@@ -8,8 +9,10 @@ from pathlib import Path
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
+from attncheck.reports.comparison.compare import RunComparison
 from attncheck.reports.document import run as document
 from attncheck.reports.document.blocks import Block, Paragraph, SectionName
+from attncheck.reports.document.comparison import closing, compared
 from attncheck.reports.document.failures import errors as errors_of
 from attncheck.reports.document.failures import story_items
 from attncheck.reports.document.run_values import RunValues
@@ -77,13 +80,16 @@ def render(
     return text.render(_blocks(values, quiet=quiet, verbose=verbose), Style(width, color))
 
 
-def story(
-    record: Record, header: RunHeader | None = None, finding: Finding | None = None, *, width: int = WIDTH - 2
-) -> str:
+def story(record: Record, header: RunHeader | None = None, finding: Finding | None = None) -> str:
     """Return what happened to a record that did not pass, its likely cause, and the command that repeats it."""
-    return phrases.printable(text.items(story_items(record, header, finding), Style(width)))
+    return phrases.printable(text.items(story_items(record, header, finding), Style(WIDTH - 2)))
 
 
 def _blocks(run: RunValues, *, quiet: bool = False, verbose: bool = False) -> list[Block]:
     sections = document.blocks(run, QUIET if quiet else ORDER, whole=verbose)
     return [*sections, *errors_of(run, whole=False), Paragraph(run.closing())]
+
+
+def render_comparison(comparison: RunComparison, *, color: bool = False, width: int = WIDTH) -> str:
+    """Return the whole comparison, ending with its verdict, without a final newline."""
+    return text.render([*compared(comparison, whole=False), closing(comparison)], Style(width, color))

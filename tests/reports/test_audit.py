@@ -10,7 +10,7 @@ import pytest
 
 from attncheck.harness.cli.app import main
 from attncheck.reports.audit import page
-from attncheck.reports.audit.levels import audited_levels
+from attncheck.reports.audit.page import audited_levels
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run, read_run

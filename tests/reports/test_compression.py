@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file import compression
+from attncheck.reports.run_file import store
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 Make = Callable[..., Record]
 Write = Callable[..., Path]
-ZSTD = ("compression.zstd", "backports.zstd", "zstandard")
+ZSTD = ("compression.zstd", "backports.zstd")
 
 
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)])
@@ -102,7 +102,7 @@ def test_a_form_that_no_cut_file_could_be_read_in_is_refused(tmp_path: Path, hea
 def test_of_a_file_that_decompresses_to_very_much_little_is_kept(
     tmp_path: Path, ending: str, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "LONGEST_LINE", 2**21)
+    monkeypatch.setattr(store, "LONGEST_LINE", 2**21)
     path = tmp_path / f"run.jsonl.{ending}"
     path.write_bytes(pack(bytes(2**26)))
     assert path.stat().st_size < 2**17
@@ -120,7 +120,7 @@ def test_a_file_of_too_many_lines_is_refused(
     write: Write, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(*(make("passed", case_id=f"case-{number}") for number in range(100)))
-    monkeypatch.setattr(compression, "MAX_BYTES", path.stat().st_size - 1)
+    monkeypatch.setattr(store, "MAX_BYTES", path.stat().st_size - 1)
     with pytest.raises(RunFileError, match=r"holds more than .* bytes; divide the run by --shard"):
         read_run(path)
 
@@ -131,11 +131,11 @@ def test_a_line_that_is_read_in_pieces_is_whole(
     path = write(*(make("passed", case_id=f"case-{number}") for number in range(3)))
     expected = read_run(path)
     for size in (1, 7, 300):
-        monkeypatch.setattr(compression, "_CHUNK", size)
+        monkeypatch.setattr(store, "_CHUNK", size)
         assert read_run(path) == expected
 
 
 def test_an_endless_file_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "LONGEST_LINE", 2**21)
+    monkeypatch.setattr(store, "LONGEST_LINE", 2**21)
     with pytest.raises(RunFileError, match="a line of more than"):
         read_run("/dev/zero")

@@ -156,29 +156,6 @@ def test_the_order_of_cases_changes_nothing() -> None:
     assert contrast_of(wrong, right) == contrast_of(wrong[::-1], right[::-1])
 
 
-def large_run() -> tuple[list[Keys], list[Keys]]:
-    """Three hundred cases of twenty keys, of which a hundred fail for two of them together."""
-    luck = Random(0)
-    found: list[Keys] = [
-        {f"key{place}": luck.randrange(place + 2) for place in range(18)}
-        | {"layer.sinks": number % 3 < 2, "cache.block_size": 8 if number % 2 else 16}
-        for number in range(300)
-    ]
-    is_wrong = [bool(keys["layer.sinks"]) and keys["cache.block_size"] == 8 for keys in found]
-    return (
-        [keys for keys, wrong in zip(found, is_wrong, strict=True) if wrong],
-        [keys for keys, wrong in zip(found, is_wrong, strict=True) if not wrong],
-    )
-
-
-def test_three_hundred_cases_take_a_fifth_of_a_second() -> None:
-    wrong, right = large_run()
-    before = process_time()
-    contrast = contrast_of(wrong, right)
-    assert process_time() - before < 0.2
-    assert {key for key, _, _ in conditions_of(contrast)} == {"layer.sinks", "cache.block_size"}
-
-
 def test_forty_conditions_without_an_answer_take_less_than_a_second() -> None:
     """No three of forty conditions exclude all passing cases, and all combinations are tried."""
     luck = Random(0)

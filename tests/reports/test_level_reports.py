@@ -14,7 +14,6 @@ AsMarkdown = Callable[..., str]
 
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
 PLACES = "host read: .item() at wrong.py:9 in forward; host read: .item() at wrong.py:12 in forward"
-TRACEBACK = 'Traceback (most recent call last):\n  File "wrong.py", line 9, in build\n    work()\nRuntimeError: no'
 
 
 def broken(declared: str, reason: str = "figures 7", *, behind: int = 3) -> dict[str, Any]:
@@ -144,29 +143,6 @@ def test_markdown_lists_every_reason_that_differs_in_more_than_figures(graph: Ma
     assert (
         "| worst 3.5e+03 budgets | smoke/c3 |\n| 2 more that differ in figures alone | smoke/c4, smoke/c5 |\n" in text
     )
-
-
-def test_markdown_lists_failures_that_differ_in_figures_once(graph: Make, as_markdown: AsMarkdown) -> None:
-    records = [
-        graph("failed", broken("ALWAYS", f"figures {n}"), case_id=f"c{n}", summary=f"broke: figures {n}")
-        for n in range(3)
-    ]
-    text = as_markdown(*records, graph("failed", broken("UNIFORM_BATCH"), case_id="d", summary="broke: figures 7"))
-    assert "- cases: smoke/c0, smoke/c1, smoke/c2, smoke/d\n" in text
-    assert "**failed**: broke: figures 0\n" in text
-    assert text.count("Repeat:") == 1
-
-
-def test_markdown_lists_one_error_of_many_cases_once(make: Make, as_markdown: AsMarkdown) -> None:
-    records = [make("errored", case_id=f"c{n}", traceback=TRACEBACK) for n in range(3)]
-    text = as_markdown(*records, make("errored", case_id="d", traceback=TRACEBACK.replace("9", "10")))
-    assert "### reference: RuntimeError at wrong.py:9 in build: no such kernel\n" in text
-    assert "- cases: smoke/c0, smoke/c1, smoke/c2\n" in text
-    assert "### reference: RuntimeError at wrong.py:10 in build: no such kernel\n" in text
-    assert text.count("Repeat:") == 2
-    messages = ("no such kernel", "no such kernel", "out of memory")
-    without = as_markdown(*(make("errored", case_id=f"c{n}", message=text) for n, text in enumerate(messages)))
-    assert without.count("Repeat:") == 2
 
 
 def test_the_column_of_errors_is_there_when_any_was_measured(

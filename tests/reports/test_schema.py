@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.run_file.compression import read_lines
 from attncheck.reports.run_file.records import OUTCOMES, Record, format_line
 from attncheck.reports.run_file.schema import run_file_schema
+from attncheck.reports.run_file.store import read_lines
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 KEPT = sorted((DOCS / "evidence").rglob("*.jsonl.xz"))

@@ -8,7 +8,7 @@ import pytest
 
 from attncheck.errors import QuestionError, RunFileError
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record, graph_of
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 Make = Callable[..., Record]
@@ -24,14 +24,6 @@ def test_what_was_written_is_read(write: Write, make: Make, header: RunHeader) -
     assert run.footer is not None
     assert run.footer.counts == {"passed": 1, "failed": 1, "unsupported": 1}
     assert run.errors == ("an expectation matched nothing",)
-
-
-def test_levels_that_cases_share_are_read_as_equal_values(write: Write, make: Make) -> None:
-    graph = {"declared": "NEVER", "measured": "ALWAYS", "recorder": "cuda", "probes": []}
-    first, second = read_run(write(*(make("passed", case_id=name, graph=graph) for name in "ab"))).records
-    assert first == make("passed", case_id="a", graph=graph)
-    assert graph_of(first) is not None
-    assert hash(graph_of(first)) == hash(graph_of(second))
 
 
 def test_every_record_is_in_the_file_as_soon_as_it_is_added(tmp_path: Path, make: Make, header: RunHeader) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports.comparison.changes import another_device
 from attncheck.reports.comparison.compare import compare_runs
-from attncheck.reports.comparison.environment_changes import another_device
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run

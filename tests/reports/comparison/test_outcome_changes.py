@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports.comparison.outcome_changes import OutcomeChange, compare_outcomes
+from attncheck.reports.comparison.changes import OutcomeChange, compare_outcomes
 from attncheck.reports.run_file.records import OUTCOMES, Record
 
 Make = Callable[..., Record]

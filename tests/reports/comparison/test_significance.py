@@ -8,8 +8,15 @@ from random import Random
 import pytest
 from scipy import stats
 
-from attncheck.reports.comparison.power import ProcessNoise, rounds_needed, smallest_slowdown
-from attncheck.reports.comparison.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread, spread_in_turns
+from attncheck.reports.comparison.significance import (
+    FAMILY_LEVEL,
+    ProcessNoise,
+    estimate_ratio,
+    pooled_spread,
+    rounds_needed,
+    smallest_slowdown,
+    spread_in_turns,
+)
 from attncheck.reports.comparison.speed_changes import ComparisonTerms, SpeedChange, SpeedPair, compare_speeds
 from attncheck.reports.speeds.speed import Speed
 

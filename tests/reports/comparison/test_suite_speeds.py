@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from attncheck.reports.comparison.speed_changes import SpeedPair
-from attncheck.reports.comparison.suite_speeds import SuiteSpeedChange, compare_suites
+from attncheck.reports.comparison.speed_changes import SpeedPair, SuiteSpeedChange, compare_suites
 from attncheck.reports.speeds.speed import Speed
 
 Speeds = Callable[..., Speed]

@@ -1,19 +1,30 @@
-"""A whole comparison, as each text format shows it; `pytest --inline-snapshot=fix -n 0 FILE` writes it again."""
+"""A comparison in each text format, whole and in what depends on its runs; `pytest --inline-snapshot=fix -n 0 FILE` writes it again."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.reports import github
 from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
+from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of
 from attncheck.reports.comparison.thresholds import parse_thresholds
+from attncheck.reports.document.comparison import SHOWN
 from attncheck.reports.formats import FORMATS
+from attncheck.reports.markdown import run as md
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
+from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal.columns import Style
 
+Compare = Callable[..., RunComparison]
 Make = Callable[..., Record]
+Timed = Callable[..., list[Record]]
+Around = Callable[..., list[float]]
+
+HOSTILE = "<script>|x`\x1b[2J\n::error title=x::forged\n**bold**"
 
 
 @pytest.fixture
@@ -162,3 +173,118 @@ def test_github_adds_annotations_to_markdown(found: RunComparison) -> None:
 ::error title=missing::1 case of reference: smoke/gone
 ::warning title=1 of 4 times too noisy to compare::such as reference, smoke/loud, forward: processes differ by 17.5%25 over 10 rounds; 611 a side would find 5.0%25
 """)
+
+
+def test_only_what_is_no_luck_has_a_colour(found: RunComparison, compare: Compare, timed: Timed) -> None:
+    text = terminal.render_comparison(found, color=True)
+    assert "\033[31mSlower\033[0m" in text
+    assert "\033[32mFaster\033[0m" in text
+    assert "\033[31mregression\033[0m" in text
+    unclear_alone = compare(timed([1e6] * 3), timed([9e6] * 3))
+    assert "\033" not in terminal.render_comparison(unclear_alone, color=True)
+
+
+def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: Timed, around: Around) -> None:
+    names = [f"{'long-' * 12}{index}" for index in range(20)]
+    base = [record for name in names for record in timed(around(1e6), case_id=name)]
+    new = [record for name in names for record in timed(around(2e6, seed=1), case_id=name)]
+    text = terminal.render_comparison(compare(base, new))
+    assert max(map(len, text.splitlines())) <= 100
+    assert sum("long-long" in line for line in text.splitlines()) == SHOWN
+    assert "and 5 more (`--format markdown` lists all)" in text
+    assert all(name in md.render_comparison(compare(base, new)) for name in names)
+
+
+def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:
+    terms = ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))
+    mild = compare(timed(around(1e6)), timed(around(1.1e6, seed=1)), terms=terms)
+    (line,) = github.comparison_annotations(mild)
+    assert line.startswith("::warning title=1 time slower that --fail-on lets pass::reference, smoke/edge, forward: +")
+    assert "fails" in terminal.render_comparison(mild)
+    assert closing(mild).startswith("no regression: outcomes as before; of 1 time 1 slower (0 beyond --fail-on")
+
+
+def test_a_summary_keeps_below_what_github_shows(found: RunComparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = github.comparison_summary(found)
+    assert whole == md.render_comparison(found)
+    monkeypatch.setattr(github, "MAX_SUMMARY_BYTES", 600)
+    cut = github.comparison_summary(found)
+    assert len(cut.encode()) <= 600
+    assert cut.endswith("a summary holds 1 MiB.\n")
+    assert whole.startswith(cut.split("\n\nThe rest")[0])
+
+
+def test_texts_of_a_backend_are_neither_markup_nor_a_command(
+    compare: Compare, make: Make, timed: Timed, around: Around
+) -> None:
+    fields: dict[str, Any] = {"case_id": HOSTILE}
+    hostile = compare(
+        [make("passed", case_id="a"), make("passed", **fields), *timed(around(1e6), **fields)],
+        [make("errored", case_id="a", message=HOSTILE), *timed(around(2e6, seed=1), **fields)],
+    )
+    text = terminal.render_comparison(hostile)
+    markdown = md.render_comparison(hostile)
+    log = github.comparison_annotations(hostile)
+    assert all("\x1b" not in report for report in (text, markdown, *log))
+    assert "<script" not in markdown
+    assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
+    assert all("\n" not in line for line in log)
+    assert sum(line.count("::error") for line in log) == len([line for line in log if line.startswith("::error ")])
+    rows = [line.replace("\\|", "") for line in markdown.splitlines() if "script>" in line and line[0] == "|"]
+    assert [row.count("|") for row in rows] == [6 + 1, 7 + 1]  # columns of outcomes, of times
+
+
+def test_the_last_line_states_that_all_times_are_too_noisy(compare: Compare, timed: Timed) -> None:
+    nothing = compare(timed([1e6] * 3), timed([9e6] * 3))
+    assert not nothing.is_regression
+    assert closing(nothing).startswith("cannot tell: outcomes as before; 1 time: ALL TOO NOISY TO COMPARE")
+    assert power_of(nothing) is None
+
+
+def test_reports_of_runs_without_times_do_not_mention_speed(compare: Compare, make: Make) -> None:
+    alike = compare([make("passed")], [make("passed")])
+    whole = "1 of 1 case of 1 of 1 backend compared"
+    assert closing(alike) == f"no regression: outcomes as before; no times to compare; {whole}"
+    assert "times of" not in terminal.render_comparison(alike)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_what_new_lacks_is_in_every_report(compare: Compare, make: Make, is_allowed: bool) -> None:
+    base = [make("passed", case_id=case, check=check) for case in "ab" for check in ("numerics", "cudagraph")]
+    found = compare(base, base[:1], terms=ComparisonTerms(allow_missing=is_allowed))
+    verdict, kind = ("no regression", "warning") if is_allowed else ("incomplete", "error")
+    accepted = ", accepted by --allow-missing" if is_allowed else ""
+    assert closing(found).startswith(f"{verdict}: ")
+    assert closing(found).endswith(
+        f"1 of 2 cases of 1 of 1 backend compared; missing{accepted}: 1 case of reference: smoke/b and 1 more"
+    )
+    assert f"**{verdict}: " in md.render_comparison(found)
+    text = terminal.render_comparison(found)
+    assert "in BASE only: 1 case of reference: smoke/b\n" in text
+    assert "in BASE only: check cudagraph of 1 case of reference: smoke/a\n" in text
+    assert [line.partition("::")[0] + line.rpartition("::")[2] for line in github.comparison_annotations(found)] == [
+        "1 case of reference: smoke/b",
+        "check cudagraph of 1 case of reference: smoke/a",
+    ]
+    assert all(line.startswith(f"::{kind} title=missing") for line in github.comparison_annotations(found))
+
+
+def test_changes_in_the_same_words_are_one_group(compare: Compare, make: Make) -> None:
+    cases = ("a", "b")
+    base = [make("passed", case_id=case, check=check) for case in cases for check in ("numerics", "cudagraph")]
+    new = [
+        make("failed", case_id=case, check=check, summary=f"{index} of 40 rows", figures={})
+        for index, case in enumerate(cases)
+        for check in ("numerics", "cudagraph")
+    ]
+    (group,) = grouped_outcomes(compare(base, new).outcomes)
+    assert group.cases == ("smoke/a", "smoke/b")
+    assert group.checks == ("numerics", "cudagraph")
+    assert group.what == "for example smoke/a: 0 of 40 rows"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.104, "+10.4%"), (0.9, "-10.0%"), (23.25, "x23.2"), (0.0401, "x0.0401"), (1.0, "+0.0%")]
+)
+def test_a_change_is_a_share_or_where_it_is_large_a_factor(ratio: float, text: str) -> None:
+    assert change_text(ratio) == text

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from attncheck.reports.comparison.compare import EnvironmentChange, OutcomeChange, compare_runs
-from attncheck.reports.comparison.suite_speeds import SuiteSpeedChange
-from attncheck.reports.data.documents import comparison_document, runs_document
+from attncheck.reports.comparison.speed_changes import SuiteSpeedChange
+from attncheck.reports.data import comparison_document, runs_document
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run, read_run

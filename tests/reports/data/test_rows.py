@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attncheck.reports.data.rows import csv_table
+from attncheck.reports.data import csv_table
 from attncheck.reports.run_file.records import OUTCOMES, Record
 from attncheck.reports.run_file.store import read_run
 

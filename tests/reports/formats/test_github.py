@@ -7,19 +7,15 @@ from urllib.parse import unquote
 
 import pytest
 
+from attncheck.reports import github
 from attncheck.reports.analysis import phrases
-from attncheck.reports.github import run as github
-from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 
 COMMAND = re.compile(r"::(?P<kind>error|warning) (?P<properties>[^:]*)::(?P<message>.*)")
-OBEYED = re.compile(r"^\s*::|##\[", re.MULTILINE)
-"""What GitHub's runner takes for a command: a line that begins so, or holds one of the old form anywhere."""
 
 
 def run_of(header: RunHeader, *records: Record, errors: tuple[str, ...] = (), complete: bool = True) -> Run:
@@ -50,44 +46,6 @@ def test_what_fell_short_is_an_error_with_its_file_and_how_to_repeat_it(make: Ma
     assert (extent, first) == ("1 case, check numerics", "mine/edge: 7 of 40 rows")
     assert repeat.startswith("repeat: attncheck run --backend reference --suite './tests/my.yaml{")
     assert built_in[1] == {"title": "reference: RuntimeError in forward: no such kernel"}
-
-
-AUTHOR = 'File "{}", line 12, in forward'
-LIBRARY = 'File "/venv/lib/python3.12/site-packages/torch/_ops.py", line 3, in call'
-
-
-@pytest.mark.parametrize(
-    ("path", "root", "file"),
-    [
-        ("/work/repo/mine.py", "/work/repo", "mine.py"),
-        ("/work/repo/kernels/mine.py", "/work/repo", "kernels/mine.py"),
-        ("./kernels/mine.py", "", "kernels/mine.py"),
-        ("/work/other/mine.py", "/work/repo", None),
-        ("/work/repository/mine.py", "/work/repo", None),
-        ("/work/repo/mine.py", "", None),
-    ],
-)
-@pytest.mark.parametrize("outcome", ["errored", "crashed", "failed"])
-def test_an_error_is_shown_at_the_line_of_the_author(
-    make: Make, header: RunHeader, outcome: str, path: str, root: str, file: str | None
-) -> None:
-    line = AUTHOR.format(path)
-    stack = f"Current thread 0x0 (most recent call first):\n  {LIBRARY}\n  {line.replace(', in', ' in')}"
-    fields = {
-        "errored": {"traceback": f"Traceback:\n  {line}\n  {LIBRARY}"},
-        "crashed": {"output": stack.replace(", in", " in")},
-        "failed": {"check": "refusals", "details": [f"Traceback:\n  {LIBRARY}\n  {line}"]},
-    }[outcome]
-    (command,) = github.annotations([run_of(header, make(outcome, **fields))], root).splitlines()
-    properties = COMMAND.fullmatch(command)["properties"]
-    assert ("file=" in properties, "line=" in properties) == (file is not None,) * 2
-    if file is not None:
-        assert properties.startswith(f"file={file},line=12,title=")
-
-
-def test_an_error_without_a_line_is_shown_at_the_file_of_the_backend(make: Make, header: RunHeader) -> None:
-    ((_, named, _),) = commands(run_of(header, make("failed", backend="Wrong")))
-    assert named == {"file": "wrong.py", "title": "Wrong: 7 of 40 rows"}
 
 
 def test_a_function_of_a_provider_is_an_error(make: Make, header: RunHeader) -> None:
@@ -130,10 +88,7 @@ def test_rounds_are_one_annotation(make: Make, header: RunHeader) -> None:
     assert "\nsmoke/edge: 7 of 40 rows (in 2 of 3 rounds)\n" in message
 
 
-def test_errors_of_the_run_and_a_run_cut_off_are_errors(make: Make, header: RunHeader) -> None:
-    assert commands(run_of(header, make("passed"), errors=("a stale expectation",))) == [
-        ("error", {"title": "attncheck"}, "a stale expectation")
-    ]
+def test_a_run_that_was_cut_off_is_an_error(make: Make, header: RunHeader) -> None:
     ((kind, _, message),) = commands(run_of(header, make("passed"), make("passed", backend="Wrong"), complete=False))
     assert kind == "error"
     assert "was cut off before its footer" in message
@@ -160,38 +115,6 @@ def test_what_one_process_did_not_settle_is_no_doubt_where_several_give_their_sp
     assert commands(run_of(header.model_copy(update={"rounds": 2}), *rounds)) == []
     ((kind, _, message),) = commands(run_of(header, *rounds[:1]))
     assert (kind, message[:9]) == ("warning", "too noisy")
-
-
-HOSTILE = "::set-output name=x::1\n  ::error::owned\r::add-mask::a\nwell ##[error]owned ::stop-commands::x"
-
-
-@pytest.mark.parametrize("outcome", ["failed", "errored", "crashed", "unsupported", "xfailed"])
-def test_no_report_holds_a_line_that_the_runner_obeys(make: Make, header: RunHeader, outcome: str) -> None:
-    fields = {
-        "failed": {"summary": HOSTILE, "meaning": HOSTILE, "details": [HOSTILE]},
-        "errored": {"message": HOSTILE, "traceback": HOSTILE},
-        "crashed": {"output": HOSTILE},
-        "unsupported": {"reasons": [HOSTILE]},
-        "xfailed": {"summary": HOSTILE, "reason": HOSTILE},
-    }[outcome]
-    run = run_of(header, make(outcome, **fields))
-    assert "owned" in markdown.render_run(run)
-    for text in (github.summary([run]), markdown.render_run(run), terminal.render_run(run)):
-        assert not OBEYED.search(text), text
-    for line in github.annotations([run]).splitlines():
-        assert COMMAND.fullmatch(line)
-        assert "##[" not in line
-
-
-@pytest.mark.parametrize("outcome", ["passed", "failed", "crashed", "unsupported", "xfailed"])
-def test_nor_can_a_name_become_one(make: Make, timed: Make, header: RunHeader, outcome: str) -> None:
-    info = header.backends[1].model_copy(update={"name": HOSTILE, "version": HOSTILE})
-    header = header.model_copy(update={"backends": (header.backends[0], info)})
-    records = [make(outcome, backend=HOSTILE, backend_ref=HOSTILE, suite=suite) for suite in ("smoke", "mine")]
-    run = run_of(header, *records, timed({"forward": 1e6}, backend=HOSTILE))
-    for text in (github.summary([run]), markdown.render_run(run), terminal.render_run(run)):
-        assert not OBEYED.search(text), text
-    assert all(COMMAND.fullmatch(line) for line in github.annotations([run]).splitlines())
 
 
 def test_ordinary_names_of_cxx_stay_as_they_are() -> None:

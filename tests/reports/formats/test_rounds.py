@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.rounds import worst_rounds
-from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.analysis.summary import summarise, worst_rounds
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import BUDGET_SHARE, Record
@@ -73,10 +71,3 @@ def test_reports_list_a_failure_of_several_rounds_once(make: Make, header: RunHe
     assert "- case: smoke/edge, check timing (in 3 of 4 rounds)\n" in page
     assert "- Rounds: 4, each in a process of its own\n" in page
     assert page.count("### reference: ") == 1
-
-
-def test_a_failure_of_a_single_round_does_not_mention_rounds(make: Make, header: RunHeader) -> None:
-    record = make("failed")
-    assert phrases.rounds_short(summarise([record]), record) == ""
-    assert "round" not in terminal.render(header, [record])
-    assert "ound" not in markdown.render_run(Run("run.jsonl", header, (record,))).replace("rounding", "")

@@ -11,8 +11,7 @@ from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import Speed, speeds
-from attncheck.reports.speeds.summary import summary_tables
-from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, time_unit
+from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, summary_tables, time_unit
 from attncheck.reports.terminal import run as terminal
 
 Build = Callable[..., Record]

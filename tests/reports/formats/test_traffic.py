@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports.data.documents import runs_document
+from attncheck.reports.data import runs_document
 from attncheck.reports.html.page import render_runs
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
-from attncheck.reports.speeds.traffic import traffic
+from attncheck.reports.speeds.tables import traffic
 from attncheck.reports.terminal import run as terminal
 
 Build = Callable[..., Record]
