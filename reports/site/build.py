@@ -1,7 +1,6 @@
 """Build the site from run files, in several processes."""
 
 import gc
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -29,7 +28,7 @@ FOLDERS = ("backends", "devices", "runs", "badges")
 """Folders whose files depend on the runs."""
 
 _FEW = 8
-"""Up to this many runs are read in one process, since another takes longer to start."""
+"""Up to this many runs are read in this process, since others take longer to start."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -54,7 +53,7 @@ def read_runs(names: dict[Path, str], processes: int) -> tuple[list[MeasuredRun]
     runs: list[MeasuredRun] = []
     unread: dict[str, str] = {}
     known: dict[tuple[object, ...], Mapping[str, tuple[str, str]]] = {}
-    found = _each(_read, list(names.items()), processes if len(names) > _FEW else 0)
+    found = _each(_read, list(names.items()), processes)
     for name, each in zip(names.values(), found, strict=True):
         if isinstance(each, str):
             unread[name] = each
@@ -66,13 +65,12 @@ def read_runs(names: dict[Path, str], processes: int) -> tuple[list[MeasuredRun]
 
 
 def _each(function: Callable[[_Item], _Result], items: list[_Item], processes: int) -> Iterator[_Result]:
-    """Yield the result of each item; 0 ``processes``: made in this one."""
-    if not items or not processes:
+    """Yield the result of each item, in their order."""
+    if len(items) <= _FEW:
         yield from map(function, items)
         return
-    workers = min(processes, math.ceil(len(items) / _FEW))
     # Records have no cycles: without the garbage collector, reading takes a fifth less time.
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=gc.disable) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=gc.disable) as pool:
         yield from pool.map(function, items, chunksize=4)
 
 
@@ -110,8 +108,7 @@ def write_site(
     site = Site(tuple(newest_first), unread, reloads)
     pages = {} if pages is None else pages
     missing = [run for run in newest_first if run.key in site.sources and run.key not in pages]
-    # Beside many runs, matplotlib would be the peak of this process's memory.
-    made = _each(_page, [run.path for run in missing], processes if len(newest_first) > _FEW else 0)
+    made = _each(_page, [run.path for run in missing], processes)
     pages.update((run.key, text) for run, text in zip(missing, made, strict=True))
     texts = dict(site_files(site)) | {f"runs/{key}.html": pages[key] for key in site.sources}
     for name, text in texts.items():

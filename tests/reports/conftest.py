@@ -33,6 +33,33 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """``visit(address, ...)`` opens a page. Errors and requests to other places fail the test."""
+    contexts, complaints = [], []
+
+    def failed(request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # by a click on a link
+            complaints.append(f"{request.failure}: {request.url}")
+
+    def opened(address: str, within: str = "file://", **options: Any) -> Any:
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda it: it.url.startswith(within) or complaints.append(f"request: {it.url}"))
+        page.on("requestfailed", failed)
+        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.goto(address)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture
 def make(make_record: Callable[..., Record]) -> Callable[..., Record]:
     """``make("failed", case_id="b", ...)``: short for ``make_record``."""
     return make_record

@@ -1,6 +1,7 @@
 """What many runs come to: one answer for each backend on each device, true whatever a run expected or left out."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def test_a_known_fault_is_wrong_whatever_the_run_expected(run_file: RunFile, sub
     assert "wrong (known): 1 finding" in badge(known)
     (both,) = subjects_of(run_file(1, {"a": "xfailed"}), run_file(2, {"c": "failed"}, finding="the sinks are ignored"))
     assert verdict(both)[:2] == ("wrong", "bad")
+
+
+def test_a_fault_beside_right_outputs_makes_no_green_verdict(run_file: RunFile, subjects_of: Subjects) -> None:
+    right, wrong = subjects_of(run_file(1, {"a": "passed"}), run_file(1, {"a": "failed"}, backend="Other"))
+    ((run, backend),) = right.runs
+    mine = replace(right, runs=((run, replace(backend, findings=wrong.runs[0][1].findings)),))
+    assert verdict(mine) == ("wrong", "bad", "1 finding, 1 case right")
 
 
 def test_a_stopped_run_makes_no_green_verdict_and_no_green_badge(run_file: RunFile, subjects_of: Subjects) -> None:
@@ -125,10 +133,10 @@ def test_a_finding_counts_until_all_of_its_cases_are_examined_again(run_file: Ru
     assert subjects_of(*runs, run_file(3, {"b": "passed"}))[0].findings == ()
 
 
-def test_equal_runs_are_one_line_of_the_history(run_file: RunFile, subjects_of: Subjects) -> None:
+def test_equal_runs_of_a_version_are_one_line_of_the_history(run_file: RunFile, subjects_of: Subjects) -> None:
     days = [run_file(day, {"a": "passed"}) for day in (1, 2, 3)]
-    (mine,) = subjects_of(*days, run_file(4, {"a": "failed"}))
-    assert [len(period.runs) for period in history(mine)] == [1, 3]
+    (mine,) = subjects_of(*days, run_file(4, {"a": "passed"}, version="2"), run_file(5, {"a": "failed"}, version="2"))
+    assert [len(period.runs) for period in history(mine)] == [1, 1, 3]
 
 
 def test_gpus_come_before_cpus(run_file: RunFile, subjects_of: Subjects) -> None:
