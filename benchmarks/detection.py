@@ -71,7 +71,7 @@ def measure(jobs: int) -> dict[str, Any]:
 
 def _caught(mutants: Sequence[Mutant], suites: Sequence[str], jobs: int) -> set[str]:
     """Return the names of the mutants that a check of attncheck catches; without ``suites``, ``smoke`` runs."""
-    options = RunOptions(suites=tuple(suites), device="cpu", until_failure="backend")
+    options = RunOptions(suites=tuple(suites) or ("smoke",), device="cpu", until_failure="backend")
     caught = _caught_in(_groups_of_entries(mutants, options), options, jobs)
     rest = groups_of([mutant for mutant in mutants if mutant.name not in caught])
     # Correct backends guard against false alarms. The default suite suffices for them.
@@ -83,9 +83,10 @@ def _groups_of_entries(mutants: Sequence[Mutant], options: RunOptions) -> list[E
     """Return groups that are examined only with the checks and cases that the entries of their mutants name."""
     known = {f"{case.suite}/{case.id}" for case in options.select().cases}
     with_check = sorted(
-        (mutant.case or "", mutant.check, mutant.ref)
+        (mutant.case if mutant.case in known else "", mutant.check, mutant.ref)
         for mutant in mutants
-        if mutant.check and (mutant.case is None or mutant.case in known)
+        # Faults of graphs show in nearly every case.
+        if mutant.check and (mutant.case is None or mutant.case in known or mutant.check == "cudagraph")
     )
     groups = []
     for has_case, entries in itertools.groupby(with_check, lambda entry: bool(entry[0])):

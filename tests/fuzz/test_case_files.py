@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from mutations import answered, damaged, obeyed, reshaped, try_inputs, written
+from mutations import answered, changed, obeyed, try_inputs
 
 from attncheck.cases.loader import load_file, suite_file, suite_names
 from attncheck.cases.outline import keys_of, shape_of
@@ -27,11 +27,7 @@ SMALL = [yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False).encode() for 
 @pytest.mark.parametrize("count", [300, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_whatever_a_case_file_holds(tmp_path: Path, count: int) -> None:
     def check(chance: Random) -> None:
-        kind = chance.randrange(8)
-        if kind < 4:
-            data = written(chance, reshaped(chance, chance.choice(TREES)), None, 1)
-        else:
-            data = damaged(chance, FILES if kind == 4 else SMALL)
+        data = changed(chance, TREES, FILES, SMALL)
         suite = answered(load_file, tmp_path / "any.yaml", data)
         for case in suite.cases if suite is not None else ():
             assert len(case.hash) == 12

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import yaml
-from mutations import answered, damaged, obeyed, reshaped, try_inputs, written
+from mutations import answered, changed, obeyed, try_inputs
 
 from attncheck.harness.run.expectation_file import load_expectations
 from attncheck.reports.run_file.records import Failed, Record
@@ -26,11 +26,7 @@ def test_whatever_an_expectation_file_holds(tmp_path: Path, make_record: Callabl
     assert isinstance(record, Failed)
 
     def check(chance: Random) -> None:
-        kind = chance.randrange(8)
-        if kind < 4:
-            data = written(chance, reshaped(chance, chance.choice(TREES)), None, 1)
-        else:
-            data = damaged(chance, FILES if kind == 4 else SMALL)
+        data = changed(chance, TREES, FILES, SMALL)
         for entry in answered(load_expectations, tmp_path / "any.yaml", data) or ():
             assert not obeyed(str(entry))
             wanted = entry.expectation

@@ -34,8 +34,6 @@ def test_a_kernel_takes_no_memory_of_the_host():
 
 
 def test_a_kernel_can_lose_the_device():
-    with present() as device:
-        tensors = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
     with present(Settings(lost_at=3)) as device:
         tensors = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
         assert device.launches.total() == 2

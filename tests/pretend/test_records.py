@@ -78,6 +78,16 @@ def test_records_are_those_of_the_cpu(run_attncheck, tmp_path, backends, suite, 
     assert not [act for report in reports for act in report["acts"] if act["kind"] in {"mixed", "float8"}]
 
 
+@pytest.mark.slow
+def test_metadata_utilities_are_examined_on_the_device(run_attncheck):
+    words = ["--provider", "attncheck.reference", "--suite", "decode"]
+    for function in ("get_dcp_local_seq_lens", "slice_query_start_locs", "compute_causal_conv1d_metadata", "v0.*"):
+        words += ["--function", function]
+    _, records = run_attncheck(words, Settings())
+    assert {record.outcome for record in records} == {"passed"}
+    assert len(records) > 10
+
+
 def test_a_gpu_of_slow_float64_leaves_the_truth_to_the_host(run_attncheck, tmp_path):
     words = ["--backend", "reference", "--suite", "smoke", "--case", "long-chunk", "--check", "numerics"]
     slow = Settings(capability=(8, 6), num_sms=1, report=str(tmp_path))
