@@ -53,7 +53,7 @@ MEASURED = {
     (SINGLE, "verify 5"): {"graph-packs-drafts-by-eight"},
     (SINGLE, "verify, many requests"): {"graph-verifies-many-on-the-host"},
     (SINGLE, "verify and draft"): {"graph-plans-by-batch-size", "graph-drafts-by-the-rows-before"},
-    (UNIFORM, "mixed"): {"graph-claims-always", "graph-grid-of-the-dummies"},
+    (UNIFORM, "mixed"): {"graph-claims-always", "graph-grid-of-the-dummies", "sdpa-claims-every-graph"},
     (UNIFORM, "tiles"): {"graph-counts-tiles-of-dummies"},
 }
 """The level measured of mutants that break a CUDA graph, and the probe that breaks. Of all others: NEVER, decode."""
@@ -74,8 +74,8 @@ def case_of(key):
 
 
 def is_diagnosed(record, mutant):
-    """Whether the record names the cause in the catalogue; True where it depends on explanations."""
-    if mutant.cause is None or record.outcome != "failed" or record.check in ("numerics", "lse"):
+    """Whether a broken graph has the cause in the catalogue. Those of other checks need all checks of a case."""
+    if mutant.cause is None or record.outcome != "failed" or record.check != "cudagraph":
         return True
     words = record.meaning if likely_causes(record.meaning) else record.summary
     return bool(re.search(mutant.cause, words, re.IGNORECASE))
