@@ -48,7 +48,7 @@ class CheckedCase:
     """One case on one backend. The session and the first step are created on first use and shared by all checks.
 
     ``undeclared``: why the backend's declarations exclude the case. Empty if they include it.
-    ``is_output_explained``: whether ``numerics`` named the fault of a wrong output, or tried all faults often enough.
+    ``is_output_explained``: whether ``numerics`` named the fault of a wrong output, or tried all on several cases.
     """
 
     def __init__(

@@ -68,9 +68,11 @@ class EarlierCauses:
             if words not in self.concerns:
                 self.concerns[words] = concerned_features(problem, truth, meaning)
             return meaning, self.concerns[words]
-        self.unexplained += 1
-        self.kinds |= kinds
-        self.refuted |= faults_tried(problem, truth) if among is None else among
+        tried = faults_tried(problem, truth) if among is None else among
+        if tried:  # none is tried on a large case
+            self.unexplained += 1
+            self.kinds |= kinds
+            self.refuted |= tried
         return meaning, ()
 
 

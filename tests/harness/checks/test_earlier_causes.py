@@ -69,3 +69,12 @@ def test_after_two_cases_without_a_known_cause_only_new_faults_and_kinds_are_tri
     assert likely_causes(meaning(causes, windowed, window=(-1, 0)))[0] == "the window is ignored"
     without_context = make_case((1, 40), (30, 30))
     assert likely_causes(meaning(causes, without_context, scale=0.0))[0].startswith("all visible keys weigh the same")
+
+
+def test_large_cases_on_which_nothing_is_tried_refute_nothing(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    causes = EarlierCauses()
+    monkeypatch.setattr(explaining, "_FEW_WORK", 0)
+    for batch in BATCHES:
+        meaning(causes, make_case(*batch), noise=0.3)
+    monkeypatch.undo()
+    assert ON_EARLIER not in meaning(causes, make_case(*BATCHES[0]), noise=0.3)
