@@ -90,7 +90,7 @@ def test_leaving_the_process_is_errored_and_the_run_goes_on(make_case: Any, exam
 def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, examine: Any
 ) -> None:
-    def broken(*_args: Any) -> None:
+    def broken(*_args: Any, **_options: Any) -> None:
         raise IndexError("ours")
 
     monkeypatch.setattr("attncheck.harness.checks.lse.check_lse", broken)
