@@ -1,5 +1,7 @@
 """Candidate ``torch_sdpa``: which of SDPA's kernels may run, and which one it reports."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from inline_snapshot import snapshot
@@ -53,6 +55,14 @@ def test_the_kernel_that_ran_is_named_and_right(ref, layer, kernel, requests, ma
         kernel == "math",
     )
     assert impl.chosen_kernels == {kernel}
+    torch.testing.assert_close(step.output.double(), step.truth, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("ref", ["torch_sdpa", "flex_attention"])
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_scales_that_no_suite_has(ref, scale, make_step):
+    step = make_step(load(ref).backend, replace(PLAIN, scale=scale), MIXED)
+    step.run()
     torch.testing.assert_close(step.output.double(), step.truth, rtol=2e-6, atol=2e-6)
 
 
