@@ -110,9 +110,6 @@ def test_validate_head_size_names_size_backend_and_choice():
     with pytest.raises(ValueError) as refused:
         Narrow.validate_head_size(80)
     assert str(refused.value) == snapshot("head size 80 is not supported by MINIMAL; supported: [64, 128]")
-    assert "80" in str(refused.value)
-    assert "64" in str(refused.value)
-    assert "128" in str(refused.value)
 
 
 def test_cache_spec_names_what_a_builder_reads():

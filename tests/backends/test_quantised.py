@@ -59,5 +59,3 @@ def test_a_kernel_quantises_its_output_itself(make_step):
     assert str(refused.value) == snapshot(
         "kernel_backend 'own': the feature 'output_quant' needs a parameter output_scale, and the parameter needs the feature"
     )
-    assert "'output_quant'" in str(refused.value)
-    assert "output_scale" in str(refused.value)

@@ -97,7 +97,6 @@ def test_a_constructor_lists_all_problems_at_once():
     with pytest.raises(NotImplementedError) as refused:
         construct(BARE, sliding_window=4, sinks=torch.zeros(4))
     assert str(refused.value) == snapshot("BARE: sliding_window is not supported; sinks is not supported")
-    assert "sliding_window" in str(refused.value)
 
 
 def test_a_builder_refuses_pages_and_chunks():
@@ -106,27 +105,18 @@ def test_a_builder_refuses_pages_and_chunks():
     with pytest.raises(ValueError) as refused:
         builder(spec, [], None, torch.device("cpu"))
     assert str(refused.value) == snapshot("BARE: block_size 24: supported are multiples of 16")
-    assert "block_size" in str(refused.value)
-    assert "24" in str(refused.value)
-    assert "16" in str(refused.value)
     with pytest.raises(NotImplementedError) as refused:
         builder(replace(spec, block_size=16, attention_chunk_size=32), [], None, torch.device("cpu"))
     assert str(refused.value) == snapshot("BARE: attention_chunk_size 32 is not supported")
-    assert "attention_chunk_size" in str(refused.value)
-    assert "32" in str(refused.value)
 
 
 def test_a_cache_shape_is_refused():
     with pytest.raises(ValueError) as refused:
         BARE.get_kv_cache_shape(10, 8, 2, 16)
     assert str(refused.value) == snapshot("BARE: block_size 8: supported are multiples of 16")
-    assert "block_size" in str(refused.value)
-    assert "16" in str(refused.value)
     with pytest.raises(NotImplementedError) as refused:
         BARE.get_kv_cache_shape(10, 16, 2, 16, head_size_v=8)
     assert str(refused.value) == snapshot("BARE: head_size_v 8 beside head_size 16")
-    assert "head_size_v" in str(refused.value)
-    assert "head_size" in str(refused.value)
 
 
 STEP = [(1, 5), (3, 20)]

@@ -80,9 +80,6 @@ def test_a_length_beyond_the_table_is_refused(make_step):
     with pytest.raises(ValueError) as refused:
         step.builder().build(0, common)
     assert str(refused.value) == snapshot("XFORMERS: seq_len 49 exceeds the 48 slots of a table row")
-    assert "seq_len" in str(refused.value)
-    assert "49" in str(refused.value)
-    assert "48" in str(refused.value)
 
 
 def test_heads_before_tokens_are_refused_before_anything_changes(make_step):

@@ -452,7 +452,6 @@ def test_a_layer_of_another_backend_is_refused_by_name(make_engine: Make) -> Non
     with pytest.raises(TypeError) as refused:
         group_settings(engine.config, ["layer.0"], FlashInferImpl)
     assert str(refused.value) == snapshot("FLASHINFER: layer.0 must have a FlashInferImpl, and has a SimpleNamespace")
-    assert "layer.0" in str(refused.value)
 
 
 def test_the_workspace_holds_what_the_scheduler_lays_out() -> None:

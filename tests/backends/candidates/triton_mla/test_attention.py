@@ -158,13 +158,10 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError) as refused:
         step.answer(k_scale=None)
     assert str(refused.value) == snapshot("latent attention: a cache of codes needs a k_scale of one element")
-    assert "k_scale" in str(refused.value)
     step.kv_cache = step.kv_cache.to(torch.float64)
     with pytest.raises(ValueError) as refused:
         step.answer()
     assert str(refused.value) == snapshot("latent attention: kv_cache is torch.float64")
-    assert "kv_cache" in str(refused.value)
-    assert "torch.float64" in str(refused.value)
 
 
 def test_an_lse_is_optional() -> None:

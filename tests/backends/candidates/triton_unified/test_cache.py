@@ -96,7 +96,6 @@ def test_a_scale_of_no_shape_is_refused() -> None:
     with pytest.raises(ValueError) as refused:
         reshape_and_cache(rows, rows, cache, cache, torch.tensor([1, 2]), k_scale=torch.ones(2))
     assert str(refused.value) == snapshot("k_scale has shape (2,): neither 1 element, [3] nor [5, 6, 3]")
-    assert "k_scale" in str(refused.value)
 
 
 def test_a_compiled_step_writes_the_same_into_views_of_one_tensor() -> None:

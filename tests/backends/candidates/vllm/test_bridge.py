@@ -125,7 +125,6 @@ def test_a_class_is_found_in_the_first_module_that_has_it(vllm):
     with pytest.raises(ImportError) as refused:
         package.find("Gone", "vllm.gone", "theirs")
     assert str(refused.value) == snapshot("vLLM 9.9 has no Gone in vllm.gone or theirs")
-    assert "9.9" in str(refused.value)
 
 
 def test_names_modules_and_files_name_a_class(vllm, tmp_path):
@@ -368,7 +367,6 @@ def test_classes_of_plugins_and_of_layers_with_a_state_are_found_by_name(vllm, m
     with pytest.raises(ImportError) as refused:
         select("SOME")
     assert str(refused.value) == snapshot("a plugin of the group vllm.general_plugins raised RuntimeError: no licence")
-    assert "general_plugins" in str(refused.value)
 
 
 def test_page_sizes_are_the_kernels_own():
@@ -377,10 +375,6 @@ def test_page_sizes_are_the_kernels_own():
     with pytest.raises(ValueError) as refused:
         cache_shape(theirs, 9, 32, 2, 64, 64)
     assert str(refused.value) == snapshot("block_size 32: kernels of NEWER take 64, multiples of 48")
-    assert "block_size" in str(refused.value)
-    assert "32" in str(refused.value)
-    assert "64" in str(refused.value)
-    assert "48" in str(refused.value)
 
 
 @pytest.mark.parametrize(
