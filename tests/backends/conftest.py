@@ -1,7 +1,7 @@
 """One step as a model runner would hand it over: rows, context in the cache, padding, NaN wherever no row reads."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,6 @@ from attncheck.reference import layer_params, paged_attention, varlen_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
 NUM_BLOCKS = 40
-
-
 DEFAULT_CACHE = CacheSpec()
 
 
@@ -44,11 +42,10 @@ class Step:
     truth_lse: Tensor
     output: Tensor
     output_lse: Tensor
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def impl(self) -> Any:
         layer = self.layer
-        extra: dict[str, Any] = dict(self.extra)
+        extra: dict[str, Any] = {}
         if layer.sink_logits is not None:
             extra["sinks"] = torch.tensor(layer.sink_logits, dtype=DTYPES[layer.sinks_dtype or layer.dtype])
         if layer.value_head_size != layer.head_size:
@@ -111,6 +108,23 @@ def _int32(numbers: Sequence[int]) -> Tensor:
 
 
 @pytest.fixture
+def refusals(plain: Callable[[str], str]) -> Callable[..., list[str]]:
+    """``refusals(call, questions, error)``: the messages that ``call`` raises, one a question."""
+
+    def messages(
+        call: Callable[[Any], object], questions: Sequence[Any], error: type[Exception] = ValueError
+    ) -> list[str]:
+        found = []
+        for question in questions:
+            with pytest.raises(error) as refused:
+                call(question)
+            found.append(plain(str(refused.value)))
+        return found
+
+    return messages
+
+
+@pytest.fixture
 def make_step() -> StepMaker:
     """``make_step(backend, layer, [(query_len, seq_len), ...], cache=..., padding=(requests, tokens), gain=...)``."""
     return _make_step
@@ -123,12 +137,10 @@ def _make_step(
     *,
     cache: CacheSpec = DEFAULT_CACHE,
     padding: tuple[int, int] = (0, 0),
-    first_steps: Sequence[bool] | None = None,
     gain: float = 1.0,
-    seed: int = 0,
 ) -> Step:
-    """For cross attention ``seq_len`` is the encoder's; ``first_steps`` marks requests whose encoder rows come along."""
-    generator = torch.Generator().manual_seed(seed)
+    """For cross attention ``seq_len`` is the encoder's, whose rows come along."""
+    generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, layer.dtype)
     heads, kv_heads, size, size_v = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.value_head_size
     is_cross = layer.attn_type == AttentionType.ENCODER_DECODER
@@ -154,8 +166,7 @@ def _make_step(
 
     # Which of them are new, and where the new rows' K/V come from: slices of one fused tensor.
     if is_cross:
-        first = [True] * len(requests) if first_steps is None else list(first_steps)
-        new = [slot for owned, is_first in zip(slots, first, strict=True) for slot in owned if is_first]
+        new = flat
     else:
         new = []
         for (query_len, seq_len), owned in zip(requests, slots, strict=True):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-import attncheck
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionCGSupport,
@@ -16,8 +15,7 @@ from attncheck.backends.contract import (
     MultipleOf,
     QuantKey,
 )
-from attncheck.backends.registry import builtin_names, load
-from attncheck.reference.spec import FEATURES, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
 class Impl(AttentionImpl):
@@ -110,9 +108,6 @@ def test_validate_head_size_names_size_backend_and_choice():
     with pytest.raises(ValueError) as refused:
         Narrow.validate_head_size(80)
     assert str(refused.value) == snapshot("head size 80 is not supported by MINIMAL; supported: [64, 128]")
-    assert "80" in str(refused.value)
-    assert "64" in str(refused.value)
-    assert "128" in str(refused.value)
 
 
 def test_cache_spec_names_what_a_builder_reads():
@@ -163,13 +158,3 @@ def test_multiple_of_zero_means_nothing():
     with pytest.raises(ValueError) as refused:
         MultipleOf(0)
     assert str(refused.value) == snapshot("base = 0: must be at least 1")
-
-
-def test_our_candidates_declare_known_things_and_their_version():
-    for name in builtin_names():
-        backend = load(name).backend
-        assert backend.features <= set(FEATURES)
-        assert backend.accept_output_buffer
-        assert backend.get_name() == name.upper()
-    assert load("reference").version == attncheck.__version__
-    assert load("torch_sdpa").version == f"torch {torch.__version__}"

@@ -63,21 +63,6 @@ def gathered(make_step, requests, params, *, padding=(0, 0), max_seq_len=None):
     return list(parts), step
 
 
-def test_keys_are_at_their_positions_and_none_behind_the_length(make_step):
-    (piece,), step = gathered(make_step, [(2, 35), (2, 3), (2, 1)], AttentionParams(4, 2, 16), padding=(1, 2))
-    assert piece.rows == slice(0, 8)
-    assert piece.query_positions.tolist() == [[33, 34], [1, 2], [-1, 0], [-2, -1]]
-    assert piece.is_real.tolist() == [[True, True]] * 3 + [[False, False]]
-    assert piece.exists.sum(1).tolist() == [35, 3, 1, 0]
-    table = step.common.block_table_tensor.tolist()
-    for request, seq_len in enumerate([35, 3, 1, 0]):
-        slots = [table[request][p // 16] * 16 + p % 16 for p in range(seq_len)]
-        assert piece.key_positions[request, :seq_len].tolist() == list(range(seq_len))
-        assert piece.key[request, :seq_len].flatten().tolist() == slots
-        assert piece.value[request, :seq_len].flatten().tolist() == [-slot for slot in slots]
-        assert set(piece.key[request, seq_len:].flatten().tolist()) <= {slots[-1] if slots else 0}
-
-
 def test_of_a_window_only_what_it_reaches_is_gathered(make_step):
     params = AttentionParams(4, 2, 16, window=(4, 0))
     (piece,), _ = gathered(make_step, [(2, 35), (2, 3)], params)

@@ -84,7 +84,6 @@ class UnfinishedBuilder(AttentionMetadataBuilder):
         ),
         (with_impl(Unfinished), "impl Unfinished does not implement forward"),
         (with_impl(dict), "get_impl_cls() returned <class 'dict'>, which is no subclass of AttentionImpl"),
-        (with_impl(None), "get_impl_cls() returned None, which is no subclass of AttentionImpl"),
         (
             with_impl(SDPAImpl, forward_includes_kv_cache_update=False),
             "forward_includes_kv_cache_update is False, but SDPAImpl has no do_kv_cache_update",
@@ -104,7 +103,6 @@ class UnfinishedBuilder(AttentionMetadataBuilder):
             "Unset.get_cudagraph_support is None, which cannot be called",
         ),
         (with_impl(SDPAImpl, features=("sinks",)), "features is a tuple, not a frozenset of names"),
-        (with_impl(SDPAImpl, features=None), "features is a NoneType, not a frozenset of names"),
         (with_impl(SDPAImpl, features=frozenset({"sink"})), "features: unknown name 'sink'; did you mean 'sinks'?"),
         (with_impl(SDPAImpl, supported_layouts="NHD"), "supported_layouts is a str, not a list of names"),
         (with_impl(SDPAImpl, supported_layouts=("NDH",)), "supported_layouts: unknown name 'NDH'; did you mean 'NHD'?"),

@@ -1,4 +1,4 @@
-"""What our candidates do not declare they refuse, with nothing changed; each message names value and limit."""
+"""What our candidates do not declare they refuse, with nothing changed; and the FP8 codes that they write."""
 
 from dataclasses import replace
 
@@ -6,13 +6,17 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
+from attncheck.backends.base.gathering import decode_fp8, encode_fp8
 from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
-from attncheck.backends.contract import KVCacheSpec, MultipleOf
+from attncheck.backends.contract import GroupShape, KVCacheSpec, MultipleOf, QuantKey, ScaleDesc
 from attncheck.backends.kernel import kernel_backend
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
+CANDIDATES = [ReferenceBackend, SDPABackend, FlexBackend]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STATIC = ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1))
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")
 
 
@@ -50,10 +54,14 @@ def construct(backend, **changes):
     ("changes", "message"),
     [
         ({"num_kv_heads": 3}, snapshot("BARE: num_kv_heads 3 does not divide num_heads 4")),
-        ({"head_size": 24}, snapshot("BARE: head_size 24: supported are 16; head_size_v 24: supported are 16")),
+        (
+            {"head_size": 24, "sliding_window": 0},
+            snapshot(
+                "BARE: head_size 24: supported are 16; head_size_v 24: supported are 16; sliding_window 0: a window holds at least the query's own key"
+            ),
+        ),
         ({"head_size_v": 8}, snapshot("BARE: head_size_v 8: supported are 16")),
         ({"scale": float("nan")}, snapshot("BARE: scale nan is not finite")),
-        ({"sliding_window": 0}, snapshot("BARE: sliding_window 0: a window holds at least the query's own key")),
         ({"logits_soft_cap": -1.0}, snapshot("BARE: logits_soft_cap -1.0 is negative")),
         ({"alibi_slopes": [0.5]}, snapshot("BARE: alibi_slopes has 1 values for 4 query heads")),
         ({"sinks": torch.zeros(3)}, snapshot("BARE: sinks has 3 values for 4 query heads")),
@@ -74,9 +82,8 @@ def test_a_constructor_refuses_values(changes, message):
     ("changes", "message"),
     [
         ({"alibi_slopes": [0.5] * 4}, "alibi is not supported"),
-        ({"sliding_window": 4}, "sliding_window is not supported"),
+        ({"sliding_window": 4, "sinks": torch.zeros(4)}, "sliding_window is not supported; sinks is not supported"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
-        ({"sinks": torch.zeros(4)}, "sinks is not supported"),
         ({"kv_sharing_target_layer_name": "layer.0"}, "kv_sharing is not supported"),
         ({"attn_type": "encoder_only"}, "attn_type encoder_only is not supported"),
         ({"attn_type": "encoder_decoder"}, "attn_type encoder_decoder is not supported"),
@@ -88,45 +95,21 @@ def test_a_constructor_refuses_features(changes, message):
         construct(BARE, **changes)
 
 
-def test_a_constructor_lists_all_problems_at_once():
-    with pytest.raises(ValueError) as refused:
-        construct(BARE, head_size=24, sliding_window=0)
-    assert str(refused.value) == snapshot(
-        "BARE: head_size 24: supported are 16; head_size_v 24: supported are 16; sliding_window 0: a window holds at least the query's own key"
-    )
-    with pytest.raises(NotImplementedError) as refused:
-        construct(BARE, sliding_window=4, sinks=torch.zeros(4))
-    assert str(refused.value) == snapshot("BARE: sliding_window is not supported; sinks is not supported")
-    assert "sliding_window" in str(refused.value)
-
-
-def test_a_builder_refuses_pages_and_chunks():
+def test_a_builder_and_a_cache_s_shape_refuse_sizes(refusals):
     spec = KVCacheSpec(block_size=24, num_kv_heads=2, head_size=16, dtype=torch.float32)
-    builder = BARE.get_builder_cls()
-    with pytest.raises(ValueError) as refused:
-        builder(spec, [], None, torch.device("cpu"))
-    assert str(refused.value) == snapshot("BARE: block_size 24: supported are multiples of 16")
-    assert "block_size" in str(refused.value)
-    assert "24" in str(refused.value)
-    assert "16" in str(refused.value)
-    with pytest.raises(NotImplementedError) as refused:
-        builder(replace(spec, block_size=16, attention_chunk_size=32), [], None, torch.device("cpu"))
-    assert str(refused.value) == snapshot("BARE: attention_chunk_size 32 is not supported")
-    assert "attention_chunk_size" in str(refused.value)
-    assert "32" in str(refused.value)
 
+    def build(changes):
+        BARE.get_builder_cls()(replace(spec, **changes), [], None, torch.device("cpu"))
 
-def test_a_cache_shape_is_refused():
-    with pytest.raises(ValueError) as refused:
-        BARE.get_kv_cache_shape(10, 8, 2, 16)
-    assert str(refused.value) == snapshot("BARE: block_size 8: supported are multiples of 16")
-    assert "block_size" in str(refused.value)
-    assert "16" in str(refused.value)
-    with pytest.raises(NotImplementedError) as refused:
-        BARE.get_kv_cache_shape(10, 16, 2, 16, head_size_v=8)
-    assert str(refused.value) == snapshot("BARE: head_size_v 8 beside head_size 16")
-    assert "head_size_v" in str(refused.value)
-    assert "head_size" in str(refused.value)
+    def shape(changes):
+        BARE.get_kv_cache_shape(10, num_kv_heads=2, head_size=16, **changes)
+
+    chunked = [{"block_size": 16, "attention_chunk_size": 32}]
+    assert refusals(build, [{}]) == snapshot(["BARE: block_size 24: supported are multiples of 16"])
+    assert refusals(build, chunked, NotImplementedError) == snapshot(["BARE: attention_chunk_size 32 is not supported"])
+    assert refusals(shape, [{"block_size": 8}]) == snapshot(["BARE: block_size 8: supported are multiples of 16"])
+    wide = [{"block_size": 16, "head_size_v": 8}]
+    assert refusals(shape, wide, NotImplementedError) == snapshot(["BARE: head_size_v 8 beside head_size 16"])
 
 
 STEP = [(1, 5), (3, 20)]
@@ -164,12 +147,6 @@ def test_forward_refuses_tensors_that_do_not_fit(change, message, make_step):
     assert_refused(step, ValueError, f"BARE: {message}", **change(step))
 
 
-def test_forward_refuses_other_metadata(make_step):
-    step = make_step(SDPABackend, PLAIN, STEP)
-    message = "TORCH_SDPA: attn_metadata is a CommonAttentionMetadata, not a PagedMetadata"
-    assert_refused(step, TypeError, message, attn_metadata=step.common)
-
-
 def test_two_kernels_do_not_take_each_others_metadata(make_step):
     twin = kernel_backend(nothing, name="twin")
     step, other = make_step(BARE, PLAIN, STEP), make_step(twin, PLAIN, STEP)
@@ -184,7 +161,7 @@ def test_a_kernel_that_does_not_quantise_its_output_refuses_scales(keyword, make
     assert_refused(step, NotImplementedError, f"{keyword} is not supported", **{keyword: torch.ones(1)})
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, FlexBackend])
+@pytest.mark.parametrize("backend", CANDIDATES)
 def test_output_scales_go_with_an_output_of_codes_and_are_one_for_all(backend, make_step):
     step = make_step(backend, PLAIN, STEP)
     assert_refused(step, ValueError, "output has dtype torch.float32, and output_scale", output_scale=torch.ones(1))
@@ -228,7 +205,7 @@ def test_padding_is_never_too_short_of_keys(make_step):
     assert str(refused.value) == snapshot("a refused step reached the kernel")
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, FlexBackend])
+@pytest.mark.parametrize("backend", CANDIDATES)
 def test_a_step_without_keys_and_one_without_rows(backend, make_step):
     step = make_step(backend, PLAIN, [(2, 0), (1, 0)])
     step.run()
@@ -239,3 +216,45 @@ def test_a_step_without_keys_and_one_without_rows(backend, make_step):
     idle.common.slot_mapping = torch.full((1,), -1)
     idle.run()
     assert idle.output.isnan().all()
+
+
+def test_codes_are_rounded_saturated_and_scaled_by_head():
+    x = torch.tensor([[[1.0625, 1e9, -1e9, float("nan")]], [[2.125, 0.3, 2.0**-8, 6.0]]]).transpose(0, 1)
+    codes = encode_fp8(x, torch.tensor([1.0, 2.0]), E4M3).float()
+    assert codes[0, 0, :3].tolist() == [1.0, 448.0, -448.0]
+    assert bool(codes[0, 0, 3].isnan())
+    assert codes[0, 1].tolist() == [1.0, 0.15625, 2.0**-9, 3.0]
+    assert encode_fp8(torch.full((1, 1), 1e9), torch.ones(1), E5M2).float().item() == 57344.0
+    assert decode_fp8(codes.to(E4M3), torch.tensor([1.0, 2.0]), torch.float32)[0, 1].tolist() == [
+        2.0,
+        0.3125,
+        2.0**-8,
+        6.0,
+    ]
+
+
+@pytest.mark.parametrize("backend", CANDIDATES)
+def test_what_is_declared_to_the_graph_compiler(backend, make_step):
+    impl = make_step(backend, PLAIN, STEP).impl()
+    assert impl.fused_output_quant_supported(QuantKey(E4M3, STATIC))
+    assert not impl.fused_output_quant_supported(QuantKey(E5M2, STATIC))
+    per_token = ScaleDesc(torch.float32, static=False, group_shape=GroupShape(1, -1))
+    assert not impl.fused_output_quant_supported(QuantKey(E4M3, per_token))
+
+
+def test_a_kernel_quantises_its_output_itself(make_step):
+    seen = []
+
+    def attend(query, key_cache, value_cache, metadata, params, out, *, output_scale=None):
+        seen.append((out.dtype, output_scale))
+
+    step = make_step(kernel_backend(attend, name="own", features=["output_quant"]), PLAIN, STEP)
+    scale = torch.tensor([0.5])
+    step.run(output=torch.zeros(step.output.shape).to(E4M3), output_scale=scale)
+    step.run()
+    assert seen == [(E4M3, scale), (torch.float32, None)]
+    with pytest.raises(ValueError) as refused:
+        kernel_backend(attend, name="own")
+    assert str(refused.value) == snapshot(
+        "kernel_backend 'own': the feature 'output_quant' needs a parameter output_scale, and the parameter needs the feature"
+    )

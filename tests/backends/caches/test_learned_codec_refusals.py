@@ -150,7 +150,6 @@ def test_what_is_kept_beside_the_rows_is_refused():
     assert first == "element 0 of the key of head 0 (page 0, offset 0) is stored 2 times"
     assert refusal(beside(lambda key: key.max()), spare) == "numbers are stored that are mixed of those given"
     message = refusal(beside(lambda _: 0.5), spare)
-    assert "0.5" in message
     assert message == snapshot("0.5 is in the cache after a write of whole numbers from 1 to 256")
     rarely = beside(lambda key: float(key.max() < 100))
     assert refusal(rarely, spare) == snapshot(

@@ -137,8 +137,6 @@ def test_an_empty_shape_is_an_error_of_the_backend():
     with pytest.raises(ValueError) as refused:
         allocate_kv_cache(backend(lambda nb, bs, h, d: (0, bs)), LAYER, CacheSpec(), 3, "cpu")
     assert str(refused.value) == snapshot("FAKE.get_kv_cache_shape() returned (0, 16): every extent must be positive")
-    assert "get_kv_cache_shape" in str(refused.value)
-    assert "16" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -161,5 +159,3 @@ def test_only_content_holds_values_of_another_size():
     with pytest.raises(ValueError) as refused:
         packed_shape("plane", 3, 4, 2, 8, 5)
     assert str(refused.value) == snapshot("head_size_v 5 beside head_size 8: packing plane needs them equal")
-    assert "head_size_v" in str(refused.value)
-    assert "head_size" in str(refused.value)

@@ -277,40 +277,31 @@ def make_written_step(make_step) -> Callable[..., Any]:
     return make
 
 
-@pytest.fixture
-def assert_right() -> Callable[..., None]:
+def assert_right(step, shift: Tensor | float = 0.0) -> None:
     """Output and log-sum-exp of every row, as near to the truth as its dtype is fine. ``shift``: of the latter."""
-
-    def check(step, shift: Tensor | float = 0.0) -> None:
-        rows = step.num_rows
-        unit = torch.finfo(step.output.dtype).eps
-        assert float((step.output[:rows].double() - step.truth).abs().max()) <= unit * float(step.truth.abs().max())
-        expected = step.truth_lse + shift
-        assert torch.allclose(step.output_lse[:rows].double(), expected, rtol=1e-6, atol=1e-5)
-        assert step.output[rows:].isnan().all()  # what belongs to no request was not touched
-
-    return check
+    rows = step.num_rows
+    unit = torch.finfo(step.output.dtype).eps
+    assert float((step.output[:rows].double() - step.truth).abs().max()) <= unit * float(step.truth.abs().max())
+    expected = step.truth_lse + shift
+    assert torch.allclose(step.output_lse[:rows].double(), expected, rtol=1e-6, atol=1e-5)
+    assert step.output[rows:].isnan().all()  # what belongs to no request was not touched
 
 
-@pytest.fixture
-def on_meta() -> Callable[..., None]:
-    """Runs a step whose tensors have a device, shapes and no contents: whatever mixes devices fails."""
+def run_on_meta(step) -> None:
+    """Run a step whose tensors have a device, shapes and no contents: whatever mixes devices fails."""
 
-    def run(step) -> None:
-        def moved(tensor):
-            return tensor.to("meta") if isinstance(tensor, Tensor) else tensor
+    def moved(tensor):
+        return tensor.to("meta") if isinstance(tensor, Tensor) else tensor
 
-        host = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
-        fields = {name: value if name in host else moved(value) for name, value in vars(step.common).items()}
-        step_builder = step.builder()
-        builder = type(step_builder)(step_builder.kv_cache_spec, step_builder.layer_names, None, torch.device("meta"))
-        metadata = builder.build(0, CommonAttentionMetadata(**fields))
-        names = ("query", "key", "value", "kv_cache", "output", "output_lse")
-        out = step.run(attn_metadata=metadata, **{name: moved(getattr(step, name)) for name in names})
-        assert out.is_meta
-        assert out.shape == step.output.shape
-
-    return run
+    host = ("query_start_loc_cpu", "seq_lens_cpu", "num_computed_tokens_cpu")
+    fields = {name: value if name in host else moved(value) for name, value in vars(step.common).items()}
+    step_builder = step.builder()
+    builder = type(step_builder)(step_builder.kv_cache_spec, step_builder.layer_names, None, torch.device("meta"))
+    metadata = builder.build(0, CommonAttentionMetadata(**fields))
+    names = ("query", "key", "value", "kv_cache", "output", "output_lse")
+    out = step.run(attn_metadata=metadata, **{name: moved(getattr(step, name)) for name in names})
+    assert out.is_meta
+    assert out.shape == step.output.shape
 
 
 DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
@@ -371,9 +362,7 @@ OF_FEW_ROWS = ("plain", "window", "not causal", *OF_FLASH_ATTN)
         ("prompts of one length", "plain"),
     ],
 )
-def test_a_call_of_flash_attn_has_the_values_of_the_question(
-    batch, name, make_written_step, flash_attn_calls, assert_right
-):
+def test_a_call_of_flash_attn_has_the_values_of_the_question(batch, name, make_written_step, flash_attn_calls):
     layer = replace(PLAIN, **(LAYERS | OF_FLASH_ATTN)[name])
     cache = CacheSpec(block_size=256, layout="NHD" if batch in ("mixed", "verify") else "HND")
     is_encoder, requests = layer.attn_type in ENCODERS, BATCHES[batch]
@@ -394,7 +383,7 @@ def test_a_call_of_flash_attn_has_the_values_of_the_question(
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("is_old", "block_size"), [(False, 256), (True, 256), (False, 16)])
 def test_a_call_of_torch_has_the_values_of_the_question(
-    is_old, block_size, name, make_written_step, aten_calls, assert_right, monkeypatch
+    is_old, block_size, name, make_written_step, aten_calls, monkeypatch
 ):
     if is_old:  # torch 2.11
         monkeypatch.setattr(varlen, "varlen_attn", old_varlen_attn)
@@ -412,51 +401,24 @@ def test_a_call_of_torch_has_the_values_of_the_question(
     assert (given["block_table"] is not None) == (has_pages and block_size == 256 and not is_old)
 
 
-def test_the_arguments_of_a_mixed_step(make_written_step, flash_attn_calls):
-    step = make_written_step(FlashAttnBackend, replace(PLAIN, sliding_window=9), [(2, 300), (5, 5)], padding=(1, 0))
-    step.run()
-    ((called, given),) = flash_attn_calls
-    assert called == "flash_attn_varlen_func"
-    assert given["cu_seqlens_q"].tolist() == [0, 2, 7, 7]
-    assert given["cu_seqlens_k"].tolist() == [0, 300, 305, 305]
-    assert given["block_table"] is step.common.block_table_tensor
-    assert given["k"].data_ptr() == step.kv_cache.data_ptr()  # in place
-    assert given["k"].shape == given["v"].shape == (40, 256, 2, 24)
-    assert given["v"].data_ptr() == step.kv_cache[1].data_ptr()
-    assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (step.common.max_query_len, step.common.max_seq_len)
-    assert (given["window_size"], given["causal"], given["softmax_scale"]) == ((8, 0), True, 0.3)
-    assert (given["softcap"], given["alibi_slopes"]) == (0.0, None)
-
-
-def test_the_arguments_of_a_decode_step(make_written_step, flash_attn_calls):
-    layer = replace(PLAIN, alibi=True, logits_soft_cap=7.0)
-    step = make_written_step(FlashAttnBackend, layer, [(2, 300), (2, 5)], padding=(1, 3))
-    step.run()
-    ((called, given),) = flash_attn_calls
-    assert called == "flash_attn_with_kvcache"
-    assert given["q"].shape == (2, 2, 6, 24)
-    assert torch.equal(given["q"][1, 0], step.query[2])
-    assert given["cache_seqlens"].tolist() == [300, 5]
-    assert torch.equal(given["block_table"], step.common.block_table_tensor[:2])
-    assert (given["window_size"], given["causal"], given["softcap"]) == ((-1, -1), True, 7.0)
-    assert given["alibi_slopes"].tolist() == pytest.approx(layer.alibi_slopes, rel=1e-7)
-    assert not {"k", "v", "rotary_cos"} & set(given)  # nothing is appended, nothing rotated
-
-
-def test_the_arguments_of_torch(make_written_step, aten_calls):
-    layer = replace(PLAIN, sliding_window=9)
-    step = make_written_step(TorchVarlenBackend, layer, [(2, 300), (5, 5)], padding=(1, 0))
-    step.run()
-    (given,) = aten_calls
-    assert given["cum_seq_q"].tolist() == [0, 2, 7, 7]
-    assert given["cum_seq_k"].tolist() == [0, 300, 305, 305]
-    assert given["seqused_k"].tolist() == [300, 5, 0]
-    assert torch.equal(given["block_table"], step.common.block_table_tensor)
-    assert given["key"].data_ptr() == step.kv_cache.data_ptr()  # in place
-    assert given["key"].shape == (40, 256, 2, 24)
-    assert (given["max_q"], given["max_k"]) == (step.common.max_query_len, step.common.max_seq_len)
-    assert (given["window_size_left"], given["window_size_right"], given["is_causal"]) == (8, 0, False)
-    assert (given["scale"], given["num_splits"]) == (0.3, 1)
+def test_pages_are_read_in_place_and_bounds_are_passed_on(make_written_step, flash_attn_calls, aten_calls):
+    for backend in (FlashAttnBackend, TorchVarlenBackend):
+        step = make_written_step(backend, replace(PLAIN, sliding_window=9), [(2, 300), (5, 5)], padding=(1, 0))
+        step.common.max_seq_len += 7
+        step.run()
+        bounds = step.common.max_query_len, step.common.max_seq_len
+        if backend is FlashAttnBackend:
+            ((_, given),) = flash_attn_calls
+            assert given["block_table"] is step.common.block_table_tensor
+            assert (given["max_seqlen_q"], given["max_seqlen_k"]) == bounds
+            pages = given["k"], given["v"]
+        else:
+            (given,) = aten_calls
+            assert (given["max_q"], given["max_k"], given["num_splits"]) == (*bounds, 1)
+            pages = (given["key"],)
+        for cache, half in zip(pages, step.kv_cache, strict=False):
+            assert cache.data_ptr() == half.data_ptr()
+            assert cache.shape == (40, 256, 2, 24)
 
 
 def test_torch_recognises_a_plain_causal_step(make_written_step, aten_calls):
@@ -464,7 +426,7 @@ def test_torch_recognises_a_plain_causal_step(make_written_step, aten_calls):
     assert aten_calls[0]["is_causal"] is True
 
 
-def test_a_bound_that_is_not_reached_makes_no_step_uniform(make_written_step, flash_attn_calls, assert_right):
+def test_a_bound_that_is_not_reached_makes_no_step_uniform(make_written_step, flash_attn_calls):
     """A graph for any lengths may be captured with equally many rows a request; only its bound differs."""
     step = make_written_step(FlashAttnBackend, PLAIN, [(2, 300), (2, 5)])
     step.common.max_query_len = 4
@@ -497,7 +459,7 @@ def test_the_sums_of_lengths_are_in_one_buffer(max_num_seqs, first, second, make
     assert len(places) == 1
 
 
-def test_pages_that_a_window_has_freed_are_not_gathered(make_written_step, aten_calls, assert_right):
+def test_pages_that_a_window_has_freed_are_not_gathered(make_written_step, aten_calls):
     layer, cache = replace(PLAIN, sliding_window=5), CacheSpec(block_size=4)
     step = make_written_step(TorchVarlenBackend, layer, [(1, 30)], cache=cache)
     step.common.block_table_tensor[0, :6] = 10**6  # positions 0 to 23; the row at 29 sees 25 to 29
@@ -516,9 +478,9 @@ def test_pages_that_a_window_has_freed_are_not_gathered(make_written_step, aten_
         (TorchVarlenBackend, {"attn_type": AttentionType.ENCODER_ONLY}, [(2, 2), (5, 5)], 16),
     ],
 )
-def test_devices_are_not_mixed(backend, modifiers, requests, block_size, make_written_step, flash_attn_calls, on_meta):
+def test_devices_are_not_mixed(backend, modifiers, requests, block_size, make_written_step, flash_attn_calls):
     layer, cache = replace(PLAIN, **modifiers), CacheSpec(block_size=block_size)
-    on_meta(make_written_step(backend, layer, requests, cache=cache))
+    run_on_meta(make_written_step(backend, layer, requests, cache=cache))
 
 
 @pytest.mark.parametrize("backend", [FlashAttnBackend, TorchVarlenBackend])

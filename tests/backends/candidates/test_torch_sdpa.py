@@ -118,8 +118,6 @@ def test_a_kernel_of_another_name_is_refused():
     assert str(refused.value) == snapshot(
         "backend 'torch_sdpa:fast': torch_sdpa has no kernel 'fast'; known: flash, efficient, cudnn, math"
     )
-    assert "torch_sdpa" in str(refused.value)
-    assert "'fast'" in str(refused.value)
 
 
 def test_the_version_of_cudnn_belongs_to_that_of_its_kernel(monkeypatch):

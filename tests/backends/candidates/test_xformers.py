@@ -80,9 +80,6 @@ def test_a_length_beyond_the_table_is_refused(make_step):
     with pytest.raises(ValueError) as refused:
         step.builder().build(0, common)
     assert str(refused.value) == snapshot("XFORMERS: seq_len 49 exceeds the 48 slots of a table row")
-    assert "seq_len" in str(refused.value)
-    assert "49" in str(refused.value)
-    assert "48" in str(refused.value)
 
 
 def test_heads_before_tokens_are_refused_before_anything_changes(make_step):
@@ -178,9 +175,6 @@ def test_no_version_but_the_pinned_one_is_used(version, reason, installed, monke
 def test_on_a_cpu_kernels_have_to_be_interpreted(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert any("TRITON_INTERPRET=1" in reason for reason in XFormersBackend.unavailable_reasons("cpu"))
-    assert XFormersBackend.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
-    assert XFormersBackend.required_environment("cuda") == {}
-    assert XFormersBackend.default_suite("cpu") == "interpreted"
     assert torch.float32 not in XFormersBackend.get_supported_dtypes()
 
 

@@ -1,4 +1,4 @@
-"""Mutants load with their fault, and what judges them keeps its own code."""
+"""Entries of the catalogue are read, mutants load with their fault, and what judges them keeps its own code."""
 
 import linecache
 import subprocess
@@ -13,14 +13,16 @@ from attncheck import reference
 from attncheck.backends import registry
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.mutants import loading
-from attncheck.backends.mutants.catalogue import Mutant, catalogue
+from attncheck.backends.mutants.catalogue import Mutant, catalogue, mutant_of, read_mutants
 from attncheck.backends.paged import PagedImpl
 from attncheck.cases.loader import load_suite
-from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError, UnknownNameError
+from attncheck.errors import BackendLoadError, BackendUnavailableError, CaseFileError, QuestionError, UnknownNameError
 from attncheck.harness.providers.provider import load_provider
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import varlen_attention
 
+ENTRY = "- name: a-fault\n  class: Fault\n  kind: window\n"
+CODE = 'class Fault:\n    """Something is\n    wrong.\n\n    Much.\n    """\n'
 PATCH = {"area": "own", "kind": "own", "fault": "own"}
 
 
@@ -98,35 +100,21 @@ def test_operators_of_a_patch_have_names_of_their_own(mutant):
     assert before is None or torch.ops.attncheck.reshape_and_cache is before
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"file": "backends/paged.py", "old": "Tensor | None,\n", "new": "x"},
-            snapshot(
-                "backend 'mutants:own': its old text occurs 6 times in backends/paged.py; it must occur exactly once"
-            ),
-        ),
-        (
-            {"old": ["scores * self.scale", "nowhere"], "new": ["scores", "x"]},
-            snapshot(
-                "backend 'mutants:own': its old text occurs 0 times in backends/mutants/plain.py; it must occur exactly once"
-            ),
-        ),
-        (
-            {"file": "backends/uniform.py", "old": "import", "new": "x"},
-            snapshot("backend 'mutants:own': plain does not import backends/uniform.py"),
-        ),
-        (
-            {"base": "utilities", "file": "backends/paged.py", "old": "a", "new": "b"},
-            snapshot("backend 'mutants:own': is a provider of utilities; give --provider mutants:own"),
-        ),
-    ],
-)
-def test_a_patch_that_does_not_fit_is_refused(mutant, fields, words):
-    with pytest.raises(BackendLoadError) as refused:
-        mutant("own", **fields)
-    assert str(refused.value) == words
+def test_a_patch_that_does_not_fit_is_refused(refusals, mutant):
+    patches = [
+        {"file": "backends/paged.py", "old": "Tensor | None,\n", "new": "x"},
+        {"old": ["scores * self.scale", "nowhere"], "new": ["scores", "x"]},
+        {"file": "backends/uniform.py", "old": "import", "new": "x"},
+        {"base": "utilities", "file": "backends/paged.py", "old": "a", "new": "b"},
+    ]
+    assert refusals(lambda fields: mutant("own", **fields), patches, BackendLoadError) == snapshot(
+        [
+            "backend 'mutants:own': its old text occurs 6 times in backends/paged.py; it must occur exactly once",
+            "backend 'mutants:own': its old text occurs 0 times in backends/mutants/plain.py; it must occur exactly once",
+            "backend 'mutants:own': plain does not import backends/uniform.py",
+            "backend 'mutants:own': is a provider of utilities; give --provider mutants:own",
+        ]
+    )
 
 
 def test_unknown_names_are_refused_with_the_near_ones():
@@ -146,3 +134,58 @@ def test_no_list_names_mutants():
 def test_the_catalogue_loads_no_torch():
     code = "import attncheck.backends.mutants.catalogue as c, sys; c.catalogue(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text, code=CODE):
+        path = tmp_path / "area.yaml"
+        path.write_text(text)
+        path.with_suffix(".py").write_text(code)
+        return list(read_mutants(path))
+
+    return read
+
+
+def test_the_docstring_of_a_class_states_its_fault(read):
+    (found,) = read(ENTRY)
+    assert (found.name, found.area, found.class_name) == ("a-fault", "area", "Fault")
+    assert found.fault == "Something is wrong. Much."
+    assert (found.ref, found.is_provider) == ("mutants:a-fault", False)
+
+
+def test_a_mistake_is_named_with_file_entry_and_key(refusals, read):
+    texts = [
+        "window: 1",
+        "- window",
+        ENTRY.replace("a-fault", "A fault"),
+        ENTRY.replace("Fault", "Other"),
+        ENTRY + "  old: x\n",
+        "- name: x\n  kind: y\n  fault: z\n  old: [a, b]\n  new: c\n",
+        ENTRY + "  file: harness/api.py\n",
+        ENTRY + "  cause: (\n",
+        ENTRY + "  check: numeric\n",
+        ENTRY + "  report: 12\n",
+        ENTRY + "  reprot: x\n",
+    ]
+    assert refusals(read, texts, CaseFileError) == snapshot(
+        [
+            "TMP/area.yaml: the file must hold a list of mutants (found 'dict')",
+            "TMP/area.yaml: entry 1: is no mapping (found 'window')",
+            "TMP/area.yaml: A fault.name: String should match pattern '^[a-z0-9]+(-[a-z0-9]+)*$' (found 'A fault')",
+            "TMP/area.yaml: a-fault.fault: String should have at least 1 character (found '')",
+            "TMP/area.yaml: a-fault: Value error, a mutant has either class alone, or old and new, with equally many texts",
+            "TMP/area.yaml: x: Value error, a mutant has either class alone, or old and new, with equally many texts",
+            "TMP/area.yaml: a-fault.file: String should match pattern '^(backends|reference)/[\\w/]+\\.py$' (found 'harness/api.py')",
+            "TMP/area.yaml: a-fault.cause: Value error, no regular expression: missing ), unterminated subpattern at position 0 (found '(')",
+            "TMP/area.yaml: a-fault.check: Value error, no check has this name; known are numerics, lse, cache_write, containment, features, determinism, invariance, builder, streams, cudagraph, refusals, timing, utilities (found 'numeric')",
+            "TMP/area.yaml: a-fault.report: Input should be a valid string (found 12)",
+            "TMP/area.yaml: a-fault.reprot: Extra inputs are not permitted (found 'x')",
+        ]
+    )
+
+
+def test_names_are_unique_and_found():
+    names = [mutant.name for mutant in catalogue()]
+    assert len(set(names)) == len(names)
+    assert mutant_of(names[-1]) == catalogue()[-1]

@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 from inline_snapshot import snapshot
+from torch import Tensor
 
 import attncheck
 from attncheck.backends.base import machine
+from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.candidates import flashinfer as backend_module
 from attncheck.backends.candidates.flashinfer import (
     DISTRIBUTION,
@@ -34,10 +37,168 @@ from attncheck.backends.candidates.flashinfer import (
     page_indices,
     workspace_bytes,
 )
-from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.uniform import write_slots
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 Make = Callable[..., Any]
+
+HEADS, KV_HEADS, SIZE, BLOCK, NUM_BLOCKS = 4, 2, 64, 4, 80
+
+
+class SmallBuilder(FlashInferBuilder):
+    """Without a workspace that nothing here fills."""
+
+    @staticmethod
+    def _workspace_bytes(*arguments: Any) -> int:
+        return 16
+
+
+class PlainImpl(FlashInferImpl):
+    """With a writer that is not interpreted: Triton's has its own tests."""
+
+    def write(self, *arguments: Any) -> None:
+        write_slots(*arguments)
+
+
+class OnCPU(FlashInferBackend):
+    """The backend over the stand-in."""
+
+    supported_devices = ("cpu",)
+
+    @staticmethod
+    def get_impl_cls() -> type[PlainImpl]:
+        return PlainImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SmallBuilder]:
+        return SmallBuilder
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        return []
+
+
+@pytest.fixture(scope="session")
+def standin() -> ModuleType:
+    """The module beside this file; tests are no packages."""
+    spec = importlib.util.spec_from_file_location("flashinfer_standin", Path(__file__).parent / "standin.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def library(standin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What ``import flashinfer`` finds, and every call of it."""
+    library = standin.Library()
+    monkeypatch.setitem(sys.modules, "flashinfer", library.module())
+    return library
+
+
+@pytest.fixture
+def backend() -> type[FlashInferBackend]:
+    """The backend, as it would run on a CPU."""
+    return OnCPU
+
+
+@dataclass
+class Engine:
+    """One layer of 4 heads over 2, of size 64, on pages of 4 tokens, and its builder."""
+
+    impl: Any
+    layer: Any
+    builder: Any
+    config: Any
+    kv_cache: Tensor
+
+    def build(self, common: CommonAttentionMetadata) -> Any:
+        return self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+    def forward(self, metadata: Any, *, with_lse: bool = False, **changes: Any) -> Any:
+        """The arguments of ``forward`` after it, by name."""
+        tokens = metadata.common.num_actual_tokens
+        query, key, value = (torch.randn(tokens, heads, SIZE).half() for heads in (HEADS, KV_HEADS, KV_HEADS))
+        given = {"query": query, "key": key, "value": value, "kv_cache": self.kv_cache}
+        given["output"] = torch.zeros(tokens, HEADS, SIZE, dtype=torch.float16)
+        given |= {"output_lse": torch.zeros(tokens, HEADS)} if with_lse else {}
+        given |= changes
+        self.impl.forward(self.layer, attn_metadata=metadata, **given)
+        return SimpleNamespace(**given)
+
+
+@pytest.fixture
+def make_engine(library: Any, backend: type[FlashInferBackend]) -> Callable[..., Engine]:
+    """``make_engine(graphs=(4,), sliding_window=3)``: an impl and a builder, as a model runner makes them."""
+
+    def make(
+        *,
+        graphs: Sequence[int] = (),
+        kv_cache_dtype: str = "auto",
+        layout: str = "NHD",
+        attn_type: str = "decoder",
+        scale: float = 0.25,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> Engine:
+        impl = backend.get_impl_cls()(
+            HEADS, SIZE, scale, KV_HEADS, None, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type
+        )
+        scales = {"_k_scale": torch.tensor([0.5]), "_v_scale": torch.tensor([2.0])}
+        layer = SimpleNamespace(**scales, _k_scale_float=0.5, _v_scale_float=2.0, impl=impl)
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=list(graphs), static_forward_context={"layer.0": layer}
+            ),
+            cache_config=SimpleNamespace(kv_cache_layout=layout),
+            model_config=SimpleNamespace(max_model_len=24, dtype=torch.float16),
+            speculative_config=None,
+        )
+        sizes = LayerSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, dtype="float16")
+        cache = CacheSpec(block_size=BLOCK, layout=layout, kv_cache_dtype=kv_cache_dtype)
+        kv_cache = allocate_kv_cache(backend, sizes, cache, NUM_BLOCKS, "cpu")
+        spec = KVCacheSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=SIZE, dtype=kv_cache.dtype)
+        builder = backend.get_builder_cls()(spec, ["layer.0"], config, torch.device("cpu"))
+        return Engine(impl, layer, builder, config, kv_cache)
+
+    return make
+
+
+def make_batch(
+    requests: Sequence[tuple[int, int]], *, tokens: int | None = None, causal: bool = True
+) -> CommonAttentionMetadata:
+    """Request ``r`` has pages ``10 r + 1``, ``10 r + 2``, ..."""
+
+    def int32(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    starts = [sum(query_len for query_len, _ in requests[:end]) for end in range(len(requests) + 1)]
+    lens = [seq_len for _, seq_len in requests]
+    table = torch.tensor([[10 * request + page + 1 for page in range(6)] for request in range(len(requests))])
+    slots = [
+        int(table[request, position // BLOCK]) * BLOCK + position % BLOCK
+        for request, (query_len, seq_len) in enumerate(requests)
+        for position in range(seq_len - query_len, seq_len)
+    ]
+    num_tokens = starts[-1] if tokens is None else tokens
+    return CommonAttentionMetadata(
+        query_start_loc=int32(*starts),
+        query_start_loc_cpu=int32(*starts),
+        seq_lens=int32(*lens),
+        seq_lens_cpu=int32(*lens),
+        num_computed_tokens_cpu=int32(*(max(s - q, 0) for q, s in requests)),
+        num_reqs=len(requests),
+        num_actual_tokens=num_tokens,
+        max_query_len=9,
+        max_seq_len=24,
+        block_table_tensor=table.int(),
+        slot_mapping=torch.tensor(slots + [-1] * (num_tokens - len(slots)), dtype=torch.int64),
+        causal=causal,
+    )
+
 
 SUITE = """
 suite: over_the_stand_in
@@ -113,9 +274,7 @@ def lists(arguments: dict[str, Any], *names: str) -> list[Any]:
     return [arguments[name].tolist() for name in names]
 
 
-def test_single_rows_in_front_are_decodes_and_all_others_prefills(
-    library: Any, make_engine: Make, make_batch: Make
-) -> None:
+def test_single_rows_in_front_are_decodes_and_all_others_prefills(library: Any, make_engine: Make) -> None:
     make_engine().build(make_batch(MIXED))
     decode, prefill = (call.arguments for call in library.of("plan"))
     assert lists(decode, "indptr", "indices", "last_page_len") == [[0, 2, 4], [1, 2, 11, 12], [1, 4]]
@@ -130,7 +289,7 @@ def test_single_rows_in_front_are_decodes_and_all_others_prefills(
         assert SETTINGS.items() <= planned.items()
 
 
-def test_each_part_is_run_with_its_rows_and_the_whole_cache(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_each_part_is_run_with_its_rows_and_the_whole_cache(library: Any, make_engine: Make) -> None:
     engine = make_engine()
     given = engine.forward(engine.build(make_batch(MIXED, tokens=12)), with_lse=True)
     decode, prefill = library.of("run")
@@ -152,7 +311,7 @@ def test_each_part_is_run_with_its_rows_and_the_whole_cache(library: Any, make_e
     assert given.output[10:].eq(0).all()
 
 
-def test_an_encoder_s_keys_are_the_rows_of_the_step(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_an_encoder_s_keys_are_the_rows_of_the_step(library: Any, make_engine: Make) -> None:
     engine = make_engine(attn_type="encoder_only")
     common = make_batch([(3, 3), (5, 5), (0, 0)], tokens=10, causal=False)
     given = engine.forward(engine.build(common), kv_cache=torch.empty(0, dtype=torch.float16))
@@ -165,9 +324,7 @@ def test_an_encoder_s_keys_are_the_rows_of_the_step(library: Any, make_engine: M
         assert len(run.arguments[name]) == 8
 
 
-def test_kernels_are_selected_by_name_and_share_one_workspace(
-    library: Any, make_engine: Make, make_batch: Make
-) -> None:
+def test_kernels_are_selected_by_name_and_share_one_workspace(library: Any, make_engine: Make) -> None:
     make_engine(graphs=(2,)).build(make_batch(MIXED))
     constructed = [call.arguments for call in library.of("__init__")]
     assert {arguments["backend"] for arguments in constructed} == {"fa2"}
@@ -176,7 +333,7 @@ def test_kernels_are_selected_by_name_and_share_one_workspace(
     assert [arguments["use_cuda_graph"] for arguments in constructed] == [False, False]
 
 
-def test_wrappers_are_made_once_and_planned_for_every_step(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_wrappers_are_made_once_and_planned_for_every_step(library: Any, make_engine: Make) -> None:
     engine = make_engine()
     for step in (MIXED, MIXED, [(1, 6), (2, 9)]):
         engine.build(make_batch(step))
@@ -184,7 +341,7 @@ def test_wrappers_are_made_once_and_planned_for_every_step(library: Any, make_en
     assert len(library.of("plan")) == 6
 
 
-def test_output_with_gaps_is_written_through_one_without(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_output_with_gaps_is_written_through_one_without(library: Any, make_engine: Make) -> None:
     engine = make_engine()
     wide = torch.zeros(2, 4, 128, dtype=torch.float16)
     given = engine.forward(engine.build(make_batch([(2, 6)])), output=wide[:, :, :64])
@@ -208,7 +365,7 @@ def test_the_writer_is_that_of_the_unified_kernel(make_engine: Make, monkeypatch
 
 
 def test_the_family_of_kernels_that_the_library_chose_is_named(
-    library: Any, make_engine: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+    library: Any, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of the latest plan, whichever was requested."""
     engine = make_engine()
@@ -238,9 +395,7 @@ def test_pages_of_requests_are_named_by_their_rows_of_the_table() -> None:
 BUFFERS = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
 
 
-def test_a_decode_of_an_announced_size_is_planned_in_buffers_that_stay(
-    library: Any, make_engine: Make, make_batch: Make
-) -> None:
+def test_a_decode_of_an_announced_size_is_planned_in_buffers_that_stay(library: Any, make_engine: Make) -> None:
     engine = make_engine(graphs=(2, 4))
     engine.build(make_batch([(1, 5), (1, 9), (1, 1), (1, 24)]))
     (constructed,) = library.of("__init__")
@@ -261,7 +416,7 @@ def test_a_decode_of_an_announced_size_is_planned_in_buffers_that_stay(
     assert buffers[2].tolist() == [4, 2, 0, 0]
 
 
-def test_sizes_have_wrappers_of_their_own(library: Any, make_engine: Make, make_batch: Make) -> None:
+def test_sizes_have_wrappers_of_their_own(library: Any, make_engine: Make) -> None:
     engine = make_engine(graphs=(1, 2))
     for step in ([(1, 5), (1, 9)], [(1, 5)], [(1, 6), (1, 9)], [(1, 2)]):
         engine.build(make_batch(step))
@@ -275,13 +430,13 @@ def test_sizes_have_wrappers_of_their_own(library: Any, make_engine: Make, make_
     ids=["tokens-behind", "no-such-size", "drafts", "mixed"],
 )
 def test_other_steps_are_planned_without_graphs(
-    library: Any, make_engine: Make, make_batch: Make, requests: list[tuple[int, int]], tokens: int
+    library: Any, make_engine: Make, requests: list[tuple[int, int]], tokens: int
 ) -> None:
     make_engine(graphs=(2,)).build(make_batch(requests, tokens=tokens))
     assert not any(call.arguments["use_cuda_graph"] for call in library.of("__init__"))
 
 
-def test_metadata_of_an_earlier_step_cannot_be_run(make_engine: Make, make_batch: Make) -> None:
+def test_metadata_of_an_earlier_step_cannot_be_run(make_engine: Make) -> None:
     engine = make_engine()
     earlier = engine.build(make_batch([(1, 5), (2, 7)]))
     later = engine.build(make_batch([(1, 6), (2, 8)]))
@@ -293,7 +448,7 @@ def test_metadata_of_an_earlier_step_cannot_be_run(make_engine: Make, make_batch
     engine.forward(later)
 
 
-def test_what_other_wrappers_were_planned_for_can_still_be_run(make_engine: Make, make_batch: Make) -> None:
+def test_what_other_wrappers_were_planned_for_can_still_be_run(make_engine: Make) -> None:
     engine = make_engine()
     decode = engine.build(make_batch([(1, 5)]))
     engine.build(make_batch([(2, 7)]))
@@ -301,7 +456,7 @@ def test_what_other_wrappers_were_planned_for_can_still_be_run(make_engine: Make
 
 
 def test_a_step_that_no_graph_was_announced_for_is_not_captured(
-    library: Any, make_engine: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+    library: Any, make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(graphs=(2,))
     monkeypatch.setattr("attncheck.backends.candidates.flashinfer._is_captured", lambda tensor: True)
@@ -325,8 +480,6 @@ def reasons(batch: BatchSpec = BATCH, cache: CacheSpec = CacheSpec(), **layer: A
     [
         ({"sliding_window": 4, "causal": False}, "sliding_window 4 without a causal mask"),
         ({"sliding_window": 4, "attn_type": "encoder_only"}, "sliding_window 4 without a causal mask"),
-        ({"scale": -0.5}, "scale -0.5: must be at least"),
-        ({"scale": 0.0}, "scale 0.0: must be at least"),
         ({"scale": 0.0004}, "scale 0.0004: must be at least"),
         ({"alibi": True}, "'alibi' is not declared"),
         ({"sinks": True}, "'sinks' is not declared"),
@@ -369,7 +522,7 @@ def test_cross_attention_to_nothing_is_refused_with_the_reason() -> None:
     ],
 )
 def test_a_step_is_refused_when_it_is_built(
-    library: Any, make_engine: Make, make_batch: Make, options: dict[str, Any], step: dict[str, Any], words: str
+    library: Any, make_engine: Make, options: dict[str, Any], step: dict[str, Any], words: str
 ) -> None:
     engine, common = make_engine(**options), make_batch(**step)
     with pytest.raises(NotImplementedError) as refused:
@@ -378,9 +531,7 @@ def test_a_step_is_refused_when_it_is_built(
     assert library.calls == []
 
 
-def test_more_rows_than_keys_are_refused_before_anything_is_written(
-    library: Any, make_engine: Make, make_batch: Make
-) -> None:
+def test_more_rows_than_keys_are_refused_before_anything_is_written(library: Any, make_engine: Make) -> None:
     engine = make_engine()
     step = engine.build(make_batch([(3, 2)]))
     with pytest.raises(NotImplementedError) as refused:
@@ -393,7 +544,7 @@ def test_more_rows_than_keys_are_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_output_of_another_dtype_is_refused(make_engine: Make, make_batch: Make, dtype: torch.dtype) -> None:
+def test_an_output_of_another_dtype_is_refused(make_engine: Make, dtype: torch.dtype) -> None:
     engine = make_engine()
     step = engine.build(make_batch([(1, 5)]))
     with pytest.raises(ValueError, match=f"output has dtype {dtype}, and query torch.float16"):
@@ -401,7 +552,7 @@ def test_an_output_of_another_dtype_is_refused(make_engine: Make, make_batch: Ma
     assert engine.kv_cache.eq(0).all()
 
 
-def test_a_layer_that_was_planned_for_as_another_is_refused(make_engine: Make, make_batch: Make) -> None:
+def test_a_layer_that_was_planned_for_as_another_is_refused(make_engine: Make) -> None:
     planned, other = make_engine(sliding_window=3), make_engine(sliding_window=4)
     step = planned.build(make_batch([(1, 5)]))
     with pytest.raises(ValueError, match=r"window_left=2.*window_left=3"):
@@ -423,10 +574,9 @@ def settings_of(**changes: Any) -> LayerSettings:
     return LayerSettings(**values | changes)
 
 
-@pytest.mark.parametrize("scale", [-1.0, 0.0, 0.0004])
-def test_a_scale_that_the_kernels_cannot_do_is_refused(make_engine: Make, scale: float) -> None:
+def test_a_scale_that_the_kernels_cannot_do_is_refused(make_engine: Make) -> None:
     with pytest.raises(ValueError, match="must be at least"):
-        make_engine(scale=scale)
+        make_engine(scale=0.0004)
 
 
 def test_a_dtype_without_kernels_is_refused() -> None:
@@ -452,7 +602,6 @@ def test_a_layer_of_another_backend_is_refused_by_name(make_engine: Make) -> Non
     with pytest.raises(TypeError) as refused:
         group_settings(engine.config, ["layer.0"], FlashInferImpl)
     assert str(refused.value) == snapshot("FLASHINFER: layer.0 must have a FlashInferImpl, and has a SimpleNamespace")
-    assert "layer.0" in str(refused.value)
 
 
 def test_the_workspace_holds_what_the_scheduler_lays_out() -> None:
@@ -594,7 +743,6 @@ def test_the_library_s_own_wrappers_take_every_call(
     kernels: list[tuple[Any, ...]],
     flashinfer: ModuleType,
     make_engine: Callable[..., Any],
-    make_batch: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
 ) -> None:

@@ -16,7 +16,6 @@ from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.4
-REQUESTS = ((1, 70), (5, 37), (3, 3), (1, 5))
 
 Requests = tuple[tuple[int, int], ...]
 
@@ -40,67 +39,56 @@ class Step:
         latent_attention(self.latent, self.rotary, self.kv_cache, **given)
         return given["output"], given["output_lse"]
 
-    def check(self, allowed: float = 2e-6, **options: Any) -> None:
+    def check(self, **options: Any) -> None:
         out, lse = self.answer(**options)
-        torch.testing.assert_close(out.double(), self.out, rtol=allowed, atol=allowed, equal_nan=True)
-        torch.testing.assert_close(lse.double(), self.lse, rtol=allowed, atol=allowed, equal_nan=True)
+        torch.testing.assert_close(out.double(), self.out, rtol=2e-6, atol=2e-6, equal_nan=True)
+        torch.testing.assert_close(lse.double(), self.lse, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
-def make_step(
-    requests: Requests = REQUESTS,
-    *,
-    heads: int = 3,
-    rank: int = 20,
-    rotary: int = 6,
-    page: int = 4,
-    dtype: torch.dtype = torch.float32,
-    stored: torch.dtype | None = None,
-    k_scale: float = 1.0,
-    causal: bool = True,
-) -> Step:
+def make_step(requests: Requests, *, heads: int = 3) -> Step:
+    """Latent parts of 20 and rotary ones of 6 numbers in float32, on pages of 4 tokens; two rows of no request."""
+    rank, rotary, page = 20, 6, 4
     generator = torch.Generator().manual_seed(len(requests) + heads)
     num_blocks = sum(-(-seq_len // page) for _, seq_len in requests) + 2
     free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     width = max(-(-seq_len // page) for _, seq_len in requests) + 1
-    cache = torch.full((num_blocks, page, rank + rotary), torch.nan).to(stored or dtype)
+    cache = torch.full((num_blocks, page, rank + rotary), torch.nan)
     tables, starts = torch.zeros(len(requests), width, dtype=torch.int32), [0]
     queries, outs, lses = [], [], []
     for index, (query_len, seq_len) in enumerate(requests):
-        keys = torch.randn(seq_len, rank + rotary, generator=generator).to(stored or dtype)
+        keys = torch.randn(seq_len, rank + rotary, generator=generator)
         for position in range(seq_len):
             if position % page == 0:
                 tables[index, position // page] = free.pop()
-            cache.view(torch.uint8 if keys.itemsize == 1 else keys.dtype)[
-                tables[index, position // page], position % page
-            ] = keys[position].view(torch.uint8 if keys.itemsize == 1 else keys.dtype)
-        query = torch.randn(query_len, heads, rank + rotary, generator=generator).to(dtype)
-        out, lse = dense(query.double(), keys.double() * k_scale, rank, causal)
+            cache[tables[index, position // page], position % page] = keys[position]
+        query = torch.randn(query_len, heads, rank + rotary, generator=generator)
+        out, lse = dense(query.double(), keys.double(), rank)
         starts.append(starts[-1] + query_len)
         queries, outs, lses = [*queries, query], [*outs, out], [*lses, lse]
-    unowned = torch.full((2, heads, rank + rotary), torch.nan, dtype=dtype)
+    unowned = torch.full((2, heads, rank + rotary), torch.nan)
     query = torch.cat([*queries, unowned]).to(DEVICE)
     numbers = {
         "block_table": tables,
         "seq_lens": torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
         "query_start_loc": torch.tensor(starts, dtype=torch.int32),
-        "k_scale": torch.tensor([k_scale]),
+        "k_scale": torch.ones(1),
     }
     placed: dict[str, Any] = {name: tensor.to(DEVICE) for name, tensor in numbers.items()}
     unseen = unowned.double()
     return Step(
         *query.split([rank, rotary], -1),
         cache.to(DEVICE),
-        {**placed, "max_query_len": max(query_len for query_len, _ in requests), "causal": causal},
+        {**placed, "max_query_len": max(query_len for query_len, _ in requests)},
         torch.cat([*outs, unseen[..., :rank]]).to(DEVICE),
         torch.cat([*lses, unseen[..., 0]]).to(DEVICE),
     )
 
 
-def dense(query: Tensor, keys: Tensor, rank: int, causal: bool) -> tuple[Tensor, Tensor]:
+def dense(query: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The formula, row by row; the last row is at the last key."""
     out, lse = torch.zeros(*query.shape[:2], rank).double(), torch.full(query.shape[:2], -torch.inf).double()
     for row in range(len(query)):
-        seen = keys[: max(0, len(keys) - len(query) + row + 1)] if causal else keys
+        seen = keys[: max(0, len(keys) - len(query) + row + 1)]
         if len(seen):
             scores = query[row] @ seen.T * SCALE
             lse[row] = scores.logsumexp(-1)
@@ -158,13 +146,10 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ValueError) as refused:
         step.answer(k_scale=None)
     assert str(refused.value) == snapshot("latent attention: a cache of codes needs a k_scale of one element")
-    assert "k_scale" in str(refused.value)
     step.kv_cache = step.kv_cache.to(torch.float64)
     with pytest.raises(ValueError) as refused:
         step.answer()
     assert str(refused.value) == snapshot("latent attention: kv_cache is torch.float64")
-    assert "kv_cache" in str(refused.value)
-    assert "torch.float64" in str(refused.value)
 
 
 def test_an_lse_is_optional() -> None:

@@ -65,5 +65,4 @@ def test_a_scale_a_head_is_refused_before_anything_is_written() -> None:
     with pytest.raises(ValueError) as refused:
         impl.write(layer, *rows, cache, torch.zeros(1, dtype=torch.int64, device=DEVICE))
     assert str(refused.value) == snapshot("k_scale has shape (3,): neither 1 element, [1] nor [2, 4, 1]")
-    assert "k_scale" in str(refused.value)
     assert not cache.float().any()

@@ -1,24 +1,94 @@
-from collections.abc import Callable
+"""The attention kernel over mixed batches on pages, and how its keys are cut into segments and its rows into tiles."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from attncheck.backends.candidates.triton_unified import attention
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
 from attncheck.backends.candidates.triton_unified.launch import unified_attention_op
+from attncheck.backends.candidates.triton_unified.tiling import (
+    SplitScratch,
+    Tiling,
+    allocate_scratch,
+    choose_segments,
+    choose_tiling,
+)
+from attncheck.reference import AttentionParams, paged_attention
 
-Batch = Callable[..., Any]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_a_cap_far_below_the_scores_leaves_them_finite(paged: Batch) -> None:
+@dataclass
+class Paged:
+    """``lens``: (query_len, seq_len) of each request. Pages of 16 tokens; block 0 is of no request."""
+
+    lens: Sequence[tuple[int, int]]
+    params: AttentionParams
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        p, draw = self.params, torch.Generator().manual_seed(0)
+        rows, width = sum(q for q, _ in self.lens), max(-(-s // 16) for _, s in self.lens)
+        blocks = torch.randperm(width * len(self.lens), generator=draw) + 1
+        self.block_table = blocks.reshape(-1, width).to(DEVICE, torch.int32)
+        self.seq_lens = torch.tensor([s for _, s in self.lens], dtype=torch.int32, device=DEVICE)
+        starts = torch.tensor([0, *(q for q, _ in self.lens)]).cumsum(0)
+        self.query_start_loc = starts.to(DEVICE, torch.int32)
+        self.query = torch.randn(rows, p.num_heads, p.head_size, generator=draw).to(DEVICE, self.dtype)
+        owned = torch.zeros(len(blocks) + 1, 16, dtype=torch.bool)
+        for request, (_, seq_len) in enumerate(self.lens):
+            for position in range(seq_len):
+                owned[self.block_table[request, position // 16], position % 16] = True
+        shape = (*owned.shape, p.num_kv_heads, p.head_size)
+        self.key_cache, self.value_cache = (
+            torch.randn(shape, generator=draw).masked_fill(~owned[:, :, None, None], torch.nan).to(DEVICE, self.dtype)
+            for _ in range(2)
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "block_table": self.block_table,
+            "seq_lens": self.seq_lens,
+            "query_start_loc": self.query_start_loc,
+            "max_query_len": max(q for q, _ in self.lens),
+            "params": self.params,
+        }
+
+    def attend(self, **changed: Any) -> tuple[Tensor, Tensor]:
+        """Output and LSE of the kernel, NaN where it did not write."""
+        out = torch.full_like(self.query, torch.nan)
+        lse = torch.full(self.query.shape[:2], torch.nan, device=DEVICE)
+        arguments = {**self.arguments(), "output_lse": lse, **changed}
+        unified_attention(self.query, self.key_cache, self.value_cache, out, **arguments)
+        return out, lse
+
+
+def paged(
+    lens: Sequence[tuple[int, int]], heads: tuple[int, int, int], *, dtype: torch.dtype = torch.float32, **given: Any
+) -> Paged:
+    """``paged(lens, (num_heads, num_kv_heads, head_size), dtype=..., **of AttentionParams)``."""
+    return Paged(lens, AttentionParams(*heads, **given), dtype)
+
+
+def test_a_cap_far_below_the_scores_leaves_them_finite() -> None:
     """|s / cap| from a fraction to hundreds, where forms with exp overflow."""
-    paged([(4, 40)], (2, 1, 16), scale=400.0, logits_soft_cap=1.5).assert_right(1e-5)
+    batch = paged([(4, 40)], (2, 1, 16), scale=400.0, logits_soft_cap=1.5)
+    out, lse = batch.attend()
+    tables = batch.block_table, batch.seq_lens, batch.query_start_loc
+    truth, truth_lse = paged_attention(batch.query, batch.key_cache, batch.value_cache, *tables, batch.params)
+    torch.testing.assert_close(out.double(), truth, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-6, atol=5e-6)
 
 
-def test_a_cap_far_above_the_scores_bends_nothing(paged: Batch) -> None:
+def test_a_cap_far_above_the_scores_bends_nothing() -> None:
     """Scores of a thousandth beside a cap of a thousand: 1 - exp(-2x) would keep no digit of them."""
     batch = paged([(1, 40)], (2, 1, 16), scale=1e-3, logits_soft_cap=1e3)
     out, _ = batch.attend()
@@ -26,7 +96,7 @@ def test_a_cap_far_above_the_scores_bends_nothing(paged: Batch) -> None:
     torch.testing.assert_close(out, plain, rtol=0, atol=1e-6)
 
 
-def test_addresses_need_more_than_32_bits(paged: Batch) -> None:
+def test_addresses_need_more_than_32_bits() -> None:
     """Blocks from the 700,000th on, 8 KiB apart, of a pool of which nothing else is touched."""
     batch = paged([(1, 40), (3, 20)], (2, 2, 16), dtype=torch.float16)
     first, stride = 700_000, 4096  # elements: 2.9e9 before the first block
@@ -43,7 +113,7 @@ def test_addresses_need_more_than_32_bits(paged: Batch) -> None:
     assert all(torch.equal(x, y) for x, y in zip(batch.attend(), expected, strict=True))
 
 
-def test_queries_and_outputs_may_be_views(paged: Batch) -> None:
+def test_queries_and_outputs_may_be_views() -> None:
     batch = paged([(5, 40), (1, 7)], (4, 2, 16))
     expected, expected_lse = batch.attend()
     rows = len(batch.query)
@@ -55,7 +125,7 @@ def test_queries_and_outputs_may_be_views(paged: Batch) -> None:
     assert torch.equal(lse, expected_lse)
 
 
-def test_the_operator_writes_what_its_schema_declares(paged: Batch) -> None:
+def test_the_operator_writes_what_its_schema_declares() -> None:
     """So tracing, fake tensors and graphs may trust it."""
     batch = paged([(1, 20), (2, 5)], (2, 1, 16))
     seen: list[tuple[Any, ...]] = []
@@ -63,3 +133,146 @@ def test_the_operator_writes_what_its_schema_declares(paged: Batch) -> None:
         patch.setattr(attention, "unified_attention_op", lambda *given: seen.append(given))
         batch.attend()
     torch.library.opcheck(unified_attention_op, seen[0], test_utils=("test_schema", "test_faketensor"))
+
+
+def scratch_of(batch: Any, segments: int, fill: float = torch.nan) -> SplitScratch:
+    """Scratch that makes ``segments`` segments of a batch; what it holds beforehand must not matter."""
+    p, device = batch.params, batch.query.device
+    results = len(batch.query) * p.num_heads * segments
+    out = torch.full((results * p.value_head_size,), fill, device=device)
+    return SplitScratch(out, torch.full((results,), fill, device=device), programs=10**6, most=segments)
+
+
+@pytest.mark.parametrize("position", [0, 31, 32, 63, 64, 95, 96, 127, 128, 129])
+def test_a_key_at_the_edge_of_a_segment_is_counted_once(position: int) -> None:
+    """All scores are 0 but that of one key, which outweighs the others: the output is its value."""
+    batch = paged([(1, 130)], (1, 1, 16), scale=1.0)
+    page, slot = batch.block_table[0, position // 16], position % 16
+    batch.key_cache[batch.key_cache == batch.key_cache] = 0.0
+    batch.query[:] = 1.0
+    batch.key_cache[page, slot] = 4.0  # a score of 64
+    out, lse = batch.attend(scratch=scratch_of(batch, 4))
+    torch.testing.assert_close(out[0, 0], batch.value_cache[page, slot, 0], rtol=0, atol=1e-6)
+    assert lse.item() == pytest.approx(64.0, abs=1e-5)
+    batch.key_cache[page, slot] = 0.0
+    assert batch.attend(scratch=scratch_of(batch, 4))[1].item() == pytest.approx(math.log(130), abs=1e-6)
+
+
+@pytest.mark.parametrize("fill", [torch.nan, torch.inf, 1e30])
+def test_what_scratch_held_cannot_matter(fill: float) -> None:
+    batch = paged([(1, 5), (1, 0)], (2, 1, 16))
+    batch.block_table = batch.block_table.repeat(1, 20)  # a wide table, as of a model with a long context
+    out, lse = batch.attend(scratch=scratch_of(batch, 4, fill))
+    assert out.isfinite().all()
+    assert lse[1].tolist() == [-math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_what_is_no_number_stays_none(split: int) -> None:
+    """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
+    batch = paged([(1, 100), (1, 20)], (2, 1, 16))
+    batch.key_cache[batch.block_table[0, 4], 3] = torch.nan
+    out, lse = batch.attend(scratch=scratch_of(batch, split))
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_scratch_holds_what_wanted_programs_leave() -> None:
+    scratch = allocate_scratch(
+        num_heads=8, num_kv_heads=2, head_size_v=24, max_rows=4096, device=torch.device("cpu"), interpreted=True
+    )
+    assert len(scratch.lse) == 8 * 16
+    assert len(scratch.out) == 8 * 16 * 24
+    tiny = allocate_scratch(
+        num_heads=2, num_kv_heads=2, head_size_v=24, max_rows=1, device=torch.device("cpu"), interpreted=True
+    )
+    assert len(tiny.lse) == 1 * 2 * 4
+
+
+def test_segments_stop_where_nothing_is_won() -> None:
+    plenty = {"programs": 8, "wanted": 2112, "results": 32, "room": 10**6, "keys": 10**5, "block_n": 64, "most": 32}
+    assert choose_segments(**plenty) == 32
+    assert choose_segments(**plenty | {"programs": 512}) == 4
+    assert choose_segments(**plenty | {"programs": 2113}) == 1
+    assert choose_segments(**plenty | {"room": 300}) == 8
+    assert choose_segments(**plenty | {"keys": 200}) == 2
+    assert choose_segments(**plenty | {"most": 4}) == 4
+
+
+def test_segments_have_four_tiles_once_the_device_is_busy() -> None:
+    """Of 132 multiprocessors with two programs each, which 32 requests of two KV heads reach by four segments."""
+    busy = {"programs": 64, "wanted": 2112, "results": 256, "room": 10**6, "block_n": 64, "most": 32}
+    assert choose_segments(**busy, keys=2048) == 8
+    assert choose_segments(**busy, keys=4096) == 16
+    assert choose_segments(**busy, keys=256) == 4
+    assert choose_segments(**busy | {"programs": 8}, keys=2048) == 32
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 20, 128])
+@pytest.mark.parametrize("max_query_len", [1, 2, 7, 300])
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_every_row_has_a_block_of_its_own(group: int, max_query_len: int, interpreted: bool) -> None:
+    """Whatever the query lengths, the numbers of blocks suffice, and a tile holds the rows of a block."""
+    tiling = choose_tiling(
+        max_query_len=max_query_len,
+        group=group,
+        head_size=64,
+        itemsize=2,
+        is_coded=False,
+        shared_memory=10**6,
+        interpreted=interpreted,
+    )
+    assert tiling.block_q >= 1
+    assert tiling.block_q * group <= tiling.block_m
+    lens = [max_query_len, 1, max_query_len, 0, max(1, max_query_len - 1)]
+    last, start = -1, 0
+    for request, query_len in enumerate(lens):
+        blocks = -(-query_len // tiling.block_q)
+        first = request if tiling.one_block else start // tiling.block_q + request
+        assert first > last
+        last, start = max(last, first + blocks - 1), start + query_len
+    assert last < tiling.num_blocks(start, len(lens))
+
+
+def tiling_of(max_query_len: int = 4096, **sizes: Any) -> Tiling:
+    plain = {"group": 4, "head_size": 128, "itemsize": 2, "is_coded": False, "interpreted": False}
+    return choose_tiling(max_query_len=max_query_len, **plain | sizes)
+
+
+@pytest.mark.parametrize("kib", [227, 163, 99, 64])
+@pytest.mark.parametrize("max_query_len", [1, 12, 4096])
+@pytest.mark.parametrize("head_size", [64, 128, 160, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_the_shared_memory_there_is(kib: int, max_query_len: int, head_size: int, itemsize: int) -> None:
+    """64 KiB: those of ROCm. Queries, as many stages of keys and values as there are, and 8 KiB for reductions."""
+    tiling = tiling_of(max_query_len, head_size=head_size, itemsize=itemsize, shared_memory=kib * 1024)
+    width = {64: 64, 128: 128, 160: 256, 256: 256}[head_size]
+    keys_and_values = 2 * tiling.block_n * max(1, tiling.num_stages - 1)
+    assert (tiling.block_m + keys_and_values) * width * itemsize + 8 * 1024 <= kib * 1024
+
+
+def test_stages_go_before_lines_and_lines_before_keys() -> None:
+    def shape(kib: int) -> tuple[int, int, int]:
+        tiling = tiling_of(head_size=256, shared_memory=kib * 1024)
+        return tiling.num_stages, tiling.block_m, tiling.block_n
+
+    assert [shape(kib) for kib in (227, 163, 104, 103, 71)] == [
+        (4, 128, 32),
+        (3, 128, 32),
+        (2, 128, 32),
+        (2, 64, 32),
+        (2, 64, 16),
+    ]
+
+
+def test_tiles_have_three_sizes() -> None:
+    lengths = range(1, 100)
+    tilings = {tiling_of(length, group=group, shared_memory=232448) for length in lengths for group in (1, 3, 4, 8)}
+    assert {(tiling.block_m, tiling.one_block) for tiling in tilings} == {(16, True), (64, False), (128, False)}
+
+
+@pytest.mark.parametrize(("kib", "lines"), [(99, 64), (163, 64), (227, 128)])
+def test_codes_have_small_tiles_where_they_are_decoded_in_registers(kib: int, lines: int) -> None:
+    assert tiling_of(is_coded=True, shared_memory=kib * 1024).block_m == lines
+    assert tiling_of(shared_memory=kib * 1024).block_m == 128

@@ -1,4 +1,4 @@
-"""The bridge where vLLM is not installed, or is a stand-in of a few modules. tests/vllm has the real one."""
+"""The bridge where vLLM is a stand-in of a few modules. tests/vllm has the real one."""
 
 import os
 import runpy
@@ -10,13 +10,12 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import bridge, package, trial
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.candidates.vllm.selection import registered, select
 from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts, names_missing_parts, refusals
 from attncheck.backends.contract import MultipleOf
-from attncheck.errors import BackendLoadError, BackendUnavailableError
+from attncheck.errors import BackendUnavailableError
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
@@ -53,14 +52,6 @@ class Backends(Enum):
 
 
 @pytest.fixture
-def without_vllm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    package._import_quietly.cache_clear()
-    yield
-    package._import_quietly.cache_clear()
-
-
-@pytest.fixture
 def vllm(monkeypatch):
     """A vLLM of the modules that selection looks at; nothing of it is interpreted."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -84,28 +75,13 @@ def vllm(monkeypatch):
     package._import_quietly.cache_clear()
 
 
-def test_without_vllm_a_backend_of_it_is_unavailable(without_vllm):
-    with pytest.raises(BackendUnavailableError) as caught:
-        registry.load("vllm:CPU_ATTN")
-    assert caught.value.name == "vllm:CPU_ATTN"
-    assert "vllm" in caught.value.reasons[0]
-
-
-def test_its_name_alone_names_no_backend():
-    with pytest.raises(BackendLoadError, match="vllm:CPU_ATTN"):
-        registry.load("vllm")
-
-
-def test_the_level_of_vllm_s_messages_does_not_stay_in_the_environment(vllm, monkeypatch):
+@pytest.mark.parametrize("level", [None, "DEBUG"])
+def test_the_level_of_messages_is_the_user_s_before_and_after(vllm, monkeypatch, level):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
     package.module("vllm")
-    assert "VLLM_LOGGING_LEVEL" not in os.environ
-
-
-def test_the_user_s_level_stays(vllm, monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    package.module("vllm")
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ.get("VLLM_LOGGING_LEVEL") == level
 
 
 def test_what_making_a_config_does_to_the_environment_is_undone(monkeypatch):
@@ -125,7 +101,6 @@ def test_a_class_is_found_in_the_first_module_that_has_it(vllm):
     with pytest.raises(ImportError) as refused:
         package.find("Gone", "vllm.gone", "theirs")
     assert str(refused.value) == snapshot("vLLM 9.9 has no Gone in vllm.gone or theirs")
-    assert "9.9" in str(refused.value)
 
 
 def test_names_modules_and_files_name_a_class(vllm, tmp_path):
@@ -135,49 +110,38 @@ def test_names_modules_and_files_name_a_class(vllm, tmp_path):
     assert issubclass(select(f"{tmp_path / 'mine.py'}:Mine"), Base)
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("OTHER", snapshot("unknown backend of vLLM 9.9 'OTHER' (known: ...)")),
-        ("FLASK", snapshot("unknown backend of vLLM 9.9 'FLASK'; did you mean 'FLASH'? (known: ...)")),
-        ("TAG", snapshot("TAG names no class of vLLM 9.9: a plugin may register one")),
-        ("theirs:Gone", snapshot("theirs has no 'Gone'")),
-        ("theirs:number", snapshot("theirs:number is 3: give a class derived from vLLM's AttentionBackend")),
-        ("nobody.has:This", snapshot("nobody.has:This: there is no module nobody")),
-        (
-            "SPARSE",
-            snapshot("SPARSE is for layers whose keys an indexer chooses, and no case has an indexer"),
-        ),
-        (
-            "theirs:Nameless",
-            snapshot(
-                "theirs:Nameless calls itself 'NAMELESS': vLLM's layers take names of AttentionBackendEnum only, of which CUSTOM is free"
-            ),
-        ),
-    ],
-)
-def test_what_cannot_be_driven_is_refused_by_name(plain, vllm, argument, message):
-    with pytest.raises(ValueError) as refused:
-        select(argument)
-    assert plain(str(refused.value)) == message
+def test_what_cannot_be_driven_is_refused_by_name(refusals, vllm):
+    arguments = [
+        "OTHER",
+        "FLASK",
+        "TAG",
+        "theirs:Gone",
+        "theirs:number",
+        "nobody.has:This",
+        "SPARSE",
+        "theirs:Nameless",
+    ]
+    assert refusals(select, arguments) == snapshot(
+        [
+            "unknown backend of vLLM 9.9 'OTHER' (known: ...)",
+            "unknown backend of vLLM 9.9 'FLASK'; did you mean 'FLASH'? (known: ...)",
+            "TAG names no class of vLLM 9.9: a plugin may register one",
+            "theirs has no 'Gone'",
+            "theirs:number is 3: give a class derived from vLLM's AttentionBackend",
+            "nobody.has:This: there is no module nobody",
+            "SPARSE is for layers whose keys an indexer chooses, and no case has an indexer",
+            "theirs:Nameless calls itself 'NAMELESS': vLLM's layers take names of AttentionBackendEnum only, of which CUSTOM is free",
+        ]
+    )
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("FLASH", snapshot("No module named 'flash'")),
-        (
-            "BROKEN",
-            snapshot(
-                'importing it raised AssertionError: Torch not compiled with CUDA enabled (ROOT/tests/backends/candidates/vllm/test_bridge.py:N: raise AssertionError("Torch not compiled with CUDA enabled"))'
-            ),
-        ),
-    ],
-)
-def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(plain, vllm, name, message):
-    with pytest.raises(ImportError) as refused:
-        select(name)
-    assert plain(str(refused.value)) == message
+def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(refusals, vllm):
+    assert refusals(select, ["FLASH", "BROKEN"], ImportError) == snapshot(
+        [
+            "No module named 'flash'",
+            'importing it raised AssertionError: Torch not compiled with CUDA enabled (ROOT/tests/backends/candidates/vllm/test_bridge.py:N: raise AssertionError("Torch not compiled with CUDA enabled"))',
+        ]
+    )
 
 
 class Older:
@@ -357,9 +321,6 @@ def test_classes_of_plugins_and_of_layers_with_a_state_are_found_by_name(vllm, m
     assert set(registered()) == {"SOME", "TAG", "CUSTOM", "STATE"}
     assert select("CUSTOM") is Base
     assert select("STATE") is State
-    with pytest.raises(ValueError) as refused:
-        select("TAG")
-    assert str(refused.value) == snapshot("TAG names no class of vLLM 9.9: a plugin may register one")
 
     def load_general_plugins():
         raise RuntimeError("no licence")
@@ -368,7 +329,6 @@ def test_classes_of_plugins_and_of_layers_with_a_state_are_found_by_name(vllm, m
     with pytest.raises(ImportError) as refused:
         select("SOME")
     assert str(refused.value) == snapshot("a plugin of the group vllm.general_plugins raised RuntimeError: no licence")
-    assert "general_plugins" in str(refused.value)
 
 
 def test_page_sizes_are_the_kernels_own():
@@ -377,10 +337,6 @@ def test_page_sizes_are_the_kernels_own():
     with pytest.raises(ValueError) as refused:
         cache_shape(theirs, 9, 32, 2, 64, 64)
     assert str(refused.value) == snapshot("block_size 32: kernels of NEWER take 64, multiples of 48")
-    assert "block_size" in str(refused.value)
-    assert "32" in str(refused.value)
-    assert "64" in str(refused.value)
-    assert "48" in str(refused.value)
 
 
 @pytest.mark.parametrize(

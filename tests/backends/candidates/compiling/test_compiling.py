@@ -1,15 +1,37 @@
-"""The Triton kernels compile for GPUs that are not here, and fit into them.
+"""Kernels of Triton and of torch's compiler compile for GPUs that are not here, fit into them, and are few.
 
-That a compiled kernel is right, only a GPU shows.
+That a compiled kernel is right, only a GPU shows. On a GPU each takes seconds of one thread, so numbers that differ
+from layer to layer and step to step are arguments. Whole suites are compiled and counted by the tests marked
+``kernels``.
 """
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the pretended device is put into torch's Linux library")
+
+
+@pytest.fixture
+def printed_by(preloaded: None) -> Callable[..., Any]:
+    """``printed_by("launches.py", *arguments)``: what the script prints, read as JSON; Triton compiles in it."""
+
+    def run(script: str, *arguments: object) -> Any:
+        env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return run
+
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a block can have, of NVIDIA's tables of compute capabilities."""
@@ -161,3 +183,63 @@ def assert_fits(kernels: list[dict[str, Any]], capability: int, *, spilled: int 
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["spilled"] <= spilled, kernel
+
+
+WHOLE = {"triton_unified": 120, "triton_mla": 12}
+
+
+def count(printed_by: Callable[..., Any], backend: str, *cases: str) -> int:
+    selected = [argument for case in cases for argument in ("--case", case)]
+    return sum(printed_by("census.py", 90, backend, "smoke", *selected)["kernels"].values())
+
+
+@pytest.mark.slow
+def test_windows_groups_and_pages_share_kernels(printed_by: Callable[..., Any]) -> None:
+    assert count(printed_by, "triton_unified", "window-prefill*", "groups*", "block-size*") <= 12
+
+
+@pytest.mark.slow
+def test_sizes_of_latent_layers_are_all_that_kernels_are_compiled_for(printed_by: Callable[..., Any]) -> None:
+    assert count(printed_by, "triton_mla", "latent*") <= WHOLE["triton_mla"]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("backend", WHOLE)
+def test_the_whole_suite_compiles_few_kernels(backend: str, printed_by: Callable[..., Any]) -> None:
+    assert count(printed_by, backend) <= WHOLE[backend]
+
+
+@on_linux
+@pytest.mark.slow
+def test_the_kernel_is_the_main_one_whatever_torch_would_choose(printed_by: Callable[..., Any]) -> None:
+    # Torch would choose flex_decoding, which is several kernels.
+    few_rows = {"num_kv_heads": 1, "rows": 6, "has_all_rows": False}
+    small_heads = {"head_size": 8, "dtype": "float16", "cap": 5.0, "has_slopes": True}
+    found = printed_by("flex_calls.py", json.dumps([few_rows, small_heads]))
+    assert [(call["graphs"], call["error"]) for call in found] == [(1, None)] * 2
+    for call in found:
+        assert [kernel for kernel in call["kernels"] if "flex" in kernel] == ["triton_tem_fused_flex_attention_0"]
+
+
+@on_linux
+@pytest.mark.slow
+def test_heads_scales_and_lengths_share_a_compilation(printed_by: Callable[..., Any]) -> None:
+    calls = [
+        {"num_heads": 16, "rows": 26, "keys": 127},  # as heads of their own: NoValidChoicesError
+        {"num_heads": 21, "num_kv_heads": 3, "scale": 0.2, "rows": 131, "keys": 100},
+        {"head_size": 80, "head_size_v": 96, "rows": 4, "keys": 300},
+        {"head_size": 128, "num_heads": 16, "rows": 70, "keys": 70},
+    ]
+    found = printed_by("flex_calls.py", json.dumps(calls))
+    assert [(call["call"]["head_size"], call["graphs"], call["error"]) for call in found] == [
+        (64, 1, None),
+        (80, 1, None),
+    ]
+
+
+@on_linux
+@pytest.mark.kernels
+def test_smoke_compiles_in_few_compilations(printed_by: Callable[..., Any]) -> None:
+    found = printed_by("flex_calls.py", json.dumps(printed_by("flex_calls.py", "smoke")))
+    assert [call for call in found if call["error"]] == []
+    assert 1 <= sum(call["graphs"] for call in found) <= 15
