@@ -133,6 +133,16 @@ def test_what_needs_an_interpreter_of_its_own_is_not_forked(words: Words) -> Non
     assert read_at_start({"PYTHONPATH": "a", "OMP_NUM_THREADS": "1", "HOME": "/"}) == {"OMP_NUM_THREADS": "1"}
 
 
+def test_programs_that_it_starts_are_forked_too(preloaded: None, tmp_path: Path) -> None:
+    inner = "import os, sys; print('torch' in sys.modules, os.getppid())"
+    (tmp_path / "outer.py").write_text(
+        f"import os, subprocess, sys; print(os.getpid(), flush=True); subprocess.run([sys.executable, '-c', {inner!r}])"
+    )
+    code, printed, _ = ended(str(tmp_path / "outer.py"))
+    outer, found = printed.splitlines()
+    assert (code, found) == (0, f"True {outer}")
+
+
 def test_commands_of_a_shell_are_forked_and_end_as_they_would(
     shell: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:

@@ -173,6 +173,25 @@ def test_in_exclusive_process_mode_the_first_context_keeps_others_out(tmp_path):
             torch.cuda.synchronize()
 
 
+FLOAT8_CALLS = {
+    "index": lambda codes: codes[torch.tensor([0, 2], device="cuda")],
+    "index_put_": lambda codes: codes.index_put_((torch.tensor([0], device="cuda"),), codes[:1].clone()),
+    "cat": lambda codes: torch.cat([codes, codes]),
+    "fill_": lambda codes: codes.fill_(0.0),
+    "zero_": lambda codes: codes.zero_(),
+    "clone": lambda codes: codes.clone(),
+    "empty_like": torch.empty_like,
+    "_to_copy": lambda codes: codes.float(),
+    "view": lambda codes: codes.view(torch.uint8).view(2, 3),
+    "copy_": lambda codes: codes.copy_(torch.ones(6, device="cuda")),
+}
+
+
+@pytest.mark.parametrize("call", FLOAT8_CALLS.values(), ids=FLOAT8_CALLS)
+def test_float8_has_the_operators_of_cuda(device, call):
+    assert call(HOST.cuda().to(torch.float8_e4m3fn)).is_cuda
+
+
 @pytest.mark.parametrize("call", [lambda codes: codes.where(codes.isnan(), codes), torch.isnan, torch.neg])
 def test_float8_has_no_others(device, call):
     with pytest.raises(NotImplementedError, match="not implemented for float8"):
