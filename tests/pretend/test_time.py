@@ -34,6 +34,14 @@ def test_between_two_events_lies_the_work_that_was_issued_behind_a_hold(device):
     assert start.elapsed_time(end) == pytest.approx(work / 1e6)
 
 
+def test_the_host_waits_until_the_device_is_done(device):
+    before = device.clock.host_ns
+    torch.cuda._sleep(2 * HOLD_NS)
+    issued = device.clock.host_ns - before
+    torch.cuda.synchronize()
+    assert issued < HOLD_NS < device.clock.host_ns - before
+
+
 def test_a_stream_runs_beside_another_until_it_waits_for_it(device):
     side = torch.cuda.Stream()
     torch.cuda._sleep(2 * HOLD_NS)
