@@ -102,32 +102,6 @@ def shell(
         commands.close()
 
 
-@pytest.fixture(scope="session")
-def assert_printed() -> Callable[[str, str], None]:
-    """``assert_printed(expected, printed)`` checks that all expected lines are printed, in order.
-
-    ``...`` is any lines, or any text within a line.
-
-    Figures with a decimal point and machine-specific words are not compared; counts are.
-    """
-
-    def check(expected: str, printed: str) -> None:
-        rest = iter([_plain(line) for line in printed.splitlines()])
-        for line in expected.splitlines():
-            if line.strip() not in ("", "..."):
-                pattern = re.escape(_plain(line)).replace(re.escape("..."), ".*")
-                found = any(re.fullmatch(pattern, each) for each in rest)
-                assert found, f"shown was {line!r}; printed was:\n{printed}"
-
-    return check
-
-
-def _plain(line: str) -> str:
-    """Return a line without what depends on the machine: torch's version, cores, figures, padding of tables."""
-    line = re.sub(r"torch \S+,|\d+ cores?", "#", line)
-    return " ".join(re.sub(r"\d+(\.\d+)+(e[+-]?\d+)?", "#", line).split())
-
-
 @pytest.fixture
 def plain(tmp_path: Path) -> Callable[[str], str]:
     """``plain(text)`` writes TMP, ROOT, N and HASH for folders, lines and hashes, and ... for lists of names and errors."""

@@ -17,9 +17,6 @@ from attncheck.reference.spec import RequestSpec
         ("q2k", [(1, 2048, 2048)]),
         ("8q1s1k", [(8, 1, 1024)]),
         ("2q2ks4k_32q1s1k", [(2, 2048, 4096), (32, 1, 1024)]),
-        ("q5s37_3q1s200", [(1, 5, 37), (3, 1, 200)]),
-        ("q5s5", [(1, 5, 5)]),
-        ("q1_q1", [(1, 1, 1), (1, 1, 1)]),
         ("007q010", [(7, 10, 10)]),
         ("2097152q1s1k", [(2097152, 1, 1024)]),  # exactly 2^31 tokens
         ("q2097152k", [(1, 2**31, 2**31)]),
@@ -37,7 +34,6 @@ FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for
     [
         ("", 0, snapshot("the string is empty; FORM")),
         ("0q1", 0, snapshot("a count of 0 has no effect; leave the segment out, or give a count")),
-        ("q1_0q5s9", 3, snapshot("a count of 0 has no effect; leave the segment out, or give a count")),
         (
             "q0",
             0,
@@ -52,39 +48,25 @@ FORM = "a segment is [count]q<new tokens>[s<total tokens>], with lowercase k for
                 "s counts all tokens, and 3 are fewer than the 5 new ones; write q5s8 for 3 tokens of context, or use the list form"
             ),
         ),
-        (
-            "q5s0",
-            2,
-            snapshot(
-                "s counts all tokens, and 0 are fewer than the 5 new ones; write q5s5 for 0 tokens of context, or use the list form"
-            ),
-        ),
-        ("q1kv1k", 2, snapshot("kv is the old spelling of s; write q1s1k")),
         ("q1_8q2kkv4k", 7, snapshot("kv is the old spelling of s; write 8q2ks4k")),
-        ("q2K", 2, snapshot("'K' must be lowercase; write q2k")),
         ("Q1S1k", 0, snapshot("'Q' must be lowercase; write q1s1k")),
         ("q1 s5", 2, snapshot("blanks are not part of a batch; FORM")),
-        ("q1_\tq2", 3, snapshot("blanks are not part of a batch; FORM")),
         ("q1__q2", 3, snapshot("a segment is empty; write one _ between segments")),
-        ("q1_", 3, snapshot("a segment is empty; write one _ between segments")),
         ("s5", 0, snapshot("a segment lacks its q; FORM")),
-        ("q1m", 2, snapshot("'q1m' is no segment; FORM")),
-        ("2kq1", 1, snapshot("'2kq1' is no segment; FORM")),
         ("q1s2s3", 4, snapshot("'q1s2s3' is no segment; FORM")),
         ("q٣", 1, snapshot("'q٣' is no segment; FORM")),  # a digit, but not one of the grammar
-        ("q1000000000000", 1, snapshot("1000000000000 is too large; at most 2147483648 tokens are allowed")),
         ("q2097153k", 1, snapshot("2097153k is too large; at most 2147483648 tokens are allowed")),
         ("q1_q1s9999999999k", 6, snapshot("9999999999k is too large; at most 2147483648 tokens are allowed")),
         ("9999999999q1", 0, snapshot("9999999999 is too large; at most 2147483648 tokens are allowed")),
         (
-            "q1k_2097152q1s1k",
-            4,
-            snapshot("up to here the batch holds 2147484672 tokens; at most 2147483648 tokens are allowed"),
-        ),
-        (
             "q" + "9" * 100_000,
             1,
             snapshot("999999999999999999999999 is too large; at most 2147483648 tokens are allowed"),
+        ),
+        (
+            "q1k_2097152q1s1k",
+            4,
+            snapshot("up to here the batch holds 2147484672 tokens; at most 2147483648 tokens are allowed"),
         ),
     ],
 )

@@ -13,11 +13,9 @@ from attncheck.errors import CaseFileError, UnknownNameError
 from attncheck.reference.spec import (
     AttentionType,
     FastPrefillOptions,
-    MicroBatchOptions,
     RequestSpec,
     SpecDecodeOptions,
     StridesSpec,
-    TreeOptions,
 )
 
 HEAD = """\
@@ -26,10 +24,6 @@ defaults:
   layer: {num_heads: 8, num_kv_heads: 2, head_size: 64}
 cases:
 """
-
-
-MLA = """{num_kv_heads: 1, head_size: 48, mla:
-  {kv_lora_rank: 32, qk_nope_head_dim: 8, qk_rope_head_dim: 16, v_head_dim: 8}}"""
 
 
 def load(tmp_path: Path, text: str) -> Suite:
@@ -125,37 +119,6 @@ def test_an_axis_may_make_the_mapping_it_sets_a_key_of(tmp_path: Path) -> None:
     cases = load(tmp_path, f"{HEAD}  - {{id: a, batch: {{requests: q2s9}}, {axis}}}\n").cases
     assert [case.batch.padding.tokens for case in cases] == [1, 2]
     assert cases[0].batch.path.options == SpecDecodeOptions(num_speculative_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("layer", "batch", "path"),
-    [
-        ("{}", "q9", "paged"),
-        ("{attn_type: encoder}", "q9", "encoder_only"),
-        ("{attn_type: encoder_only}", "q9", "encoder_only"),
-        ("{attn_type: encoder_decoder}", "[{query_len: 2, encoder_len: 9}]", "cross"),
-        ("{attn_chunk_size: 4}", "q9", "paged"),
-        (MLA, "q9", "mla"),
-    ],
-)
-def test_the_layer_implies_the_path(tmp_path: Path, layer: str, batch: str, path: str) -> None:
-    assert one(tmp_path, f"layer: {layer}, batch: {batch}").batch.path.name == path
-
-
-@pytest.mark.parametrize(
-    ("written", "options"),
-    [
-        ("spec_decode", SpecDecodeOptions()),
-        ("{spec_decode: {num_speculative_tokens: 3}}", SpecDecodeOptions()),
-        ("{spec_decode: {}}", SpecDecodeOptions()),
-        ("tree", TreeOptions()),
-        ("{tree: {parents: [-1, 0, 1, 1]}}", TreeOptions(parents=(-1, 0, 1, 1))),
-        ("{micro_batch: {cuts: [1, 6]}}", MicroBatchOptions(cuts=(1, 6))),
-        ("merge", None),
-    ],
-)
-def test_paths_by_name_and_with_options(tmp_path: Path, written: str, options: object) -> None:
-    assert one(tmp_path, f"batch: 2q4s20, path: {written}").batch.path.options == options
 
 
 def test_every_other_key(tmp_path: Path) -> None:

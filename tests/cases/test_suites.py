@@ -127,65 +127,8 @@ def test_the_named_batches() -> None:
         assert case.batch.path.name == ("encoder_only" if is_encoder else "paged")
 
 
-def test_smoke_has_every_modifier_and_shape() -> None:
-    smoke = list(cases("smoke"))
-    layers = [case.layer for case in smoke]
-    assert {layer.dtype for layer in layers} == {"float16", "bfloat16", "float32"}
-    assert {layer.attn_type for layer in layers} == set(AttentionType)
-    assert {layer.num_heads // layer.num_kv_heads for layer in layers} >= {1, 4, 5, 7, 8}
-    assert {layer.head_size for layer in layers} >= {64, 80, 128}
-    assert {case.cache.layout for case in smoke} == {"NHD", "HND"}
-    assert {case.cache.block_size for case in smoke} >= {1, 8, 16, 128}
-    assert any(layer.scale for layer in layers)
-    assert any(layer.value_head_size < layer.head_size for layer in layers)
-    assert any(layer.value_head_size > layer.head_size for layer in layers)
-    assert any(layer.alibi and layer.soft_cap and layer.sliding_window for layer in layers)
-    assert any(layer.sinks and layer.soft_cap and layer.sliding_window for layer in layers)
-    assert any(layer.attn_type == "decoder" and not layer.is_causal and layer.sliding_window for layer in layers)
-    assert any(case.cache.k_scale != 1 != case.cache.v_scale for case in smoke)
-    assert any(case.batch.padding.requests and case.batch.padding.tokens for case in smoke)
-    assert any(case.batch.padding.tokens and not case.batch.padding.requests for case in smoke)
-    assert any(request.shared_prefix for case in smoke for request in case.batch)
-    assert any(request.context_len < 0 for case in smoke for request in case.batch)
-    assert any((layer.num_heads, layer.num_kv_heads) in {(24, 3), (20, 5)} for layer in layers)
-    assert any(layer.logits_soft_cap and layer.head_size == 256 for layer in layers)
-    assert any(layer.head_size == 80 and layer.dtype == "float16" for layer in layers)
-    for modifier in ("sliding_window", "logits_soft_cap", "alibi", "sinks"):
-        modified = [case for case in smoke if getattr(case.layer, modifier)]
-        kinds = {kind for case in modified for kind in map(_kind, case.batch)}
-        assert kinds >= {"decode", "extend", "prefill"}, modifier
-
-
 def _kind(request: RequestSpec) -> str:
     return "decode" if request.query_len == 1 else "prefill" if request.context_len == 0 else "extend"
-
-
-def test_the_dimensions_that_bugs_live_in_are_covered() -> None:
-    selected = list(cases(*CHEAP))
-    layers = [case.layer for case in selected]
-    assert {layer.num_heads // layer.num_kv_heads for layer in layers} >= {1, 2, 4, 5, 7, 8, 16}
-    assert {layer.head_size for layer in layers} >= {64, 72, 80, 96, 128, 192, 256}
-    assert {case.cache.block_size for case in selected} >= {1, 2, 8, 16, 32, 64, 128, 256, 544}
-    assert {layer.window for layer in layers} >= {(0, 0), (15, 0), (16, 0), (127, 0), (7, 7), (15, 15)}
-    assert {request.query_len for case in cases("decode") for request in case.batch} >= set(range(1, 9))
-    decodes = {request.total_len for case in cases("decode") for request in case.batch if request.query_len == 1}
-    assert {length % 16 for length in decodes} == set(range(16))
-    for tile in (16, 32, 64, 128, 256):
-        assert decodes >= {tile - 1, tile, tile + 1}
-        prompts = {r.query_len for case in cases("prefill") for r in case.batch if r.context_len == 0}
-        assert prompts >= {tile - 1, tile, tile + 1}
-    assert any(case.cache.first_block is not None and case.cache.first_block > 2**16 for case in selected)
-    heads = {(layer.num_heads, layer.num_kv_heads) for layer in layers}
-    assert heads >= {(40, 8), (48, 8), (64, 8), (128, 8)}
-    assert decodes >= {8192, 8193}
-    assert any(len(list(case.batch)) > 128 for case in cases("decode"))
-    assert prompts >= {256, 512}
-    assert max(prompts) > 1024
-    rows = [case.batch.num_tokens for case in cases("prefill") if case.batch.max_query_len <= 128]
-    assert max(rows) > 1024
-    assert {case.batch.num_tokens for case in cases("chunked_prefill") if len(list(case.batch)) == 1} >= {128, 129}
-    ragged = [case for case in selected if case.batch.max_seq_len >= 100 * min(t for _, t in lengths(case.batch) if t)]
-    assert len(ragged) >= 3
 
 
 MODIFIERS = {"alibi": "alibi", "sinks": "sinks", "soft_cap": "logits_soft_cap", "sliding_window": "sliding_window"}
@@ -220,36 +163,3 @@ def test_a_modifier_meets_every_pair_of_dimensions(name: str) -> None:
     for one, other in combinations(FACTORS, 2):
         missing = set(product(FACTORS[one], FACTORS[other])) - {(f[one], f[other]) for f in covered}
         assert not missing, (one, other)
-
-
-def test_smoke_passes_the_limits_that_cost_little() -> None:
-    smoke = {case.id: case for case in cases("smoke")}
-    assert smoke["far-keys"].batch.max_seq_len > 2**16
-    cache, layer = smoke["far-elements"].cache, smoke["far-elements"].layer
-    assert (cache.first_block or 0) * cache.block_size * layer.head_size < 2**31
-    assert ((cache.first_block or 0) + 10) * cache.block_size * layer.head_size > 2**31
-    assert smoke["null-pages"].batch.block_table.null_pages
-    assert smoke["null-pages"].batch.block_table.row_gap
-    assert smoke["unmapped-rows"].batch.padding.unmapped_tokens
-    assert any(r.query_len > 64 and r.context_len > 512 for r in smoke["long-rows"].batch)
-
-
-def test_limits_are_passed_by_some_case() -> None:
-    selected = list(cases("limits"))
-    highest = [(case, (case.cache.first_block or 0)) for case in selected]
-    assert max(case.batch.max_seq_len for case in selected) > 2**16
-    assert any(2**15 < case.batch.max_seq_len < 2**16 for case in selected)
-    assert max(case.batch.num_tokens for case in selected) > 2**16
-    assert max(case.batch.num_requests * case.layer.num_heads for case in selected) > 2**16
-    assert any(first < 2**24 < first + 10 for _, first in highest)
-    assert any(first < 2**15 < first + 10 for _, first in highest)
-    assert any(first < 2**16 < first + 10 for _, first in highest)
-    slots = [(case, first * case.cache.block_size) for case, first in highest]
-    assert any(first < 2**31 < first + 3 * case.cache.block_size for case, first in slots)
-    for layout in ("NHD", "HND"):
-        elements = [
-            first * case.layer.num_kv_heads * case.layer.head_size
-            for case, first in slots
-            if case.cache.layout == layout and case.cache.kv_cache_dtype == "auto"
-        ]
-        assert any(2**31 - 2**12 < number < 2**31 for number in elements)

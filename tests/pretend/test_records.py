@@ -98,13 +98,6 @@ def test_a_gpu_of_slow_float64_leaves_the_truth_to_the_host(run_attncheck, tmp_p
     assert not [act for report in reports for act in report["acts"] if act["kind"] == "mixed"]
 
 
-def test_a_device_that_another_process_holds_is_no_crash_of_the_command(run_attncheck, tmp_path):
-    """Each backend's process makes a context when it is its turn, while the one before it is ending."""
-    words = ["--backend", "torch_sdpa", "--backend", "reference", "--case", "alibi", "--check", "numerics"]
-    _, found = run_attncheck(words, Settings(lock=str(tmp_path / "lock")))
-    assert {record.outcome for record in found} == {"passed"}
-
-
 def test_each_gpu_has_a_process_and_records_are_those_of_one(run_attncheck, tmp_path):
     """The second GPU begins the second backend, the third one, of another kind, nothing; no two processes share one."""
     words = ["--backend", "torch_sdpa", "--backend", "reference", "--suite", "smoke", "--check", "numerics,lse"]

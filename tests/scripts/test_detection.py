@@ -60,20 +60,6 @@ def test_a_mutant_that_its_entry_does_not_catch_is_examined_whole(detection):
     assert detection._caught([wrong], ["smoke"], 1) == {"window-off-by-one"}
 
 
-def test_the_other_tests_together_count_a_mutant_once(detection):
-    caught = {"vLLM": ["a"], "FlashInfer-Bench": ["a"], "FlashAttention": ["a", "b"], "smoke": [], "every suite": ["c"]}
-    table = detection.table({"mutants": ["a", "b", "c", "d"], "caught": caught})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert [row[1:] for row in cells] == [
-        ["1", "25 %"],
-        ["1", "25 %"],
-        ["2", "50 %"],
-        ["2", "50 %"],
-        ["0", "0 %"],
-        ["1", "25 %"],
-    ]
-
-
 def test_a_backend_that_ends_its_process_is_found_by_the_tests_that_it_ends(detection, monkeypatch):
     def try_others(refs, projects):
         if "mutants:dies" in refs and "vLLM" in projects:

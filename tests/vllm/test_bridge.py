@@ -14,7 +14,7 @@ from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import plain_config, soft_cap_entry, their_config
-from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
+from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.impl import set_current_vllm_config
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
@@ -91,12 +91,6 @@ def test_a_config_that_is_changed_changes_no_other():
     assert not second.compilation_config.static_forward_context
 
 
-def test_a_model_is_told_more_and_others_are_not():
-    told = their_config(plain_config(**SIZES), model={"num_hidden_layers": 3})
-    assert told.model_config.hf_config.num_hidden_layers == 3
-    assert their_config(plain_config(**SIZES)).model_config.hf_config.num_hidden_layers == 2
-
-
 def test_drafts_are_told_and_a_tree_of_them_is_refused():
     plain = plain_config(**SIZES)
     plain.speculative_config = SimpleNamespace(num_speculative_tokens=3, speculative_token_tree=None)
@@ -125,11 +119,6 @@ def test_declarations_are_the_class_s_own(cpu_attn):
     assert cpu_attn.required_environment("cpu") == {}
 
 
-def test_its_level_is_computed_with_vllm_s_objects(cpu_attn):
-    level = cpu_attn.get_builder_cls().get_cudagraph_support(plain_config(**SIZES), SPEC)
-    assert level is AttentionCGSupport.NEVER
-
-
 def test_vllm_s_own_check_adds_what_the_declarations_do_not_say(cpu_attn, monkeypatch):
     layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=72, dtype="float32")
     case = (layer, CacheSpec(block_size=32, layout="HND"), BatchSpec(requests=(RequestSpec(query_len=1, seq_len=3),)))
@@ -139,30 +128,6 @@ def test_vllm_s_own_check_adds_what_the_declarations_do_not_say(cpu_attn, monkey
     values = "head_size 72, dtype float32, kv_cache_dtype auto, block_size 32"
     told = cpu_attn.unsupported_reasons(*case)
     assert told[1:] == [f"vLLM's validate_configuration: a moon at the full ({values})"]
-
-
-def test_the_layer_is_vllm_s_and_made_as_told(cpu_attn):
-    sinks = torch.zeros(4)
-    impl = made(cpu_attn, [0.5, 0.25, 0.125, 0.0625], 17, "auto", 30.0, sinks=sinks)
-    layer = impl.layer
-    assert type(layer).__module__ == "vllm.model_executor.layers.attention.attention"
-    assert isinstance(layer.impl, cpu_attn.their_backend.get_impl_cls())
-    assert layer.impl.alibi_slopes.tolist() == [0.5, 0.25, 0.125, 0.0625]
-    assert (layer.impl.sliding_window, layer.impl.logits_soft_cap, layer.impl.scale) == (17, 30.0, 0.125)
-    assert layer.impl.sinks is sinks
-    assert torch.get_default_dtype() == torch.float32
-
-
-def test_a_layer_that_reads_another_s_cache_names_one_that_is_there(cpu_attn):
-    impl = made(cpu_attn, None, None, "auto", None, "decoder", "layer.0")
-    assert impl.layer.kv_sharing_target_layer_name == "layer.0"
-    assert set(impl.config.compilation_config.static_forward_context) == {"layer.0", "layer.1"}
-
-
-def test_values_of_another_size_are_refused_for_vllm_tells_no_impl(cpu_attn):
-    with pytest.raises(NotImplementedError, match="head_size_v 32"):
-        made(cpu_attn, head_size_v=32)
-    assert made(cpu_attn, head_size_v=64)
 
 
 def test_what_a_gpu_platform_refuses_is_refused_there_and_taken_on_a_cpu(cpu_attn, monkeypatch):

@@ -28,12 +28,6 @@ class Right(CPUMLAImpl):
     pass
 
 
-class Scale(CPUMLAImpl):
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, **keywords)
-        self.scale *= 1.05
-
-
 class StaleLengths(CPUMLAImpl):
     kept = None
 
@@ -45,20 +39,9 @@ class StaleLengths(CPUMLAImpl):
         return super().forward_mqa(q, cache, metadata, layer)
 
 
-class LastKeyLost(CPUMLAImpl):
-    def forward_mqa(self, q, cache, metadata, layer):
-        metadata.decode.seq_lens = (metadata.decode.seq_lens - 1).clamp(min=1)
-        return super().forward_mqa(q, cache, metadata, layer)
-
-
 class WritesWithoutASlot(CPUMLAImpl):
     def do_kv_cache_update(self, latent, rotated, cache, slots, *others):
         super().do_kv_cache_update(latent, rotated, cache, slots.clamp(min=0), *others)
-
-
-class PartsExchanged(CPUMLAImpl):
-    def do_kv_cache_update(self, latent, rotated, cache, slots, *others):
-        super().do_kv_cache_update(latent, rotated.roll(1, dims=-1), cache, slots, *others)
 
 
 class ContextLost(CPUMLAImpl):
@@ -72,18 +55,15 @@ def backend(impl):
     return type(impl.__name__, (CPUMLABackend,), members)
 
 
-Right, Scale, StaleLengths, LastKeyLost, WritesWithoutASlot, PartsExchanged, ContextLost = map(
-    backend, (Right, Scale, StaleLengths, LastKeyLost, WritesWithoutASlot, PartsExchanged, ContextLost)
+Right, StaleLengths, WritesWithoutASlot, ContextLost = map(
+    backend, (Right, StaleLengths, WritesWithoutASlot, ContextLost)
 )
 """
 
 FAULTS = {
     "Right": set(),
-    "Scale": {"numerics"},
     "StaleLengths": {"builder"},
-    "LastKeyLost": {"numerics"},
     "WritesWithoutASlot": {"cache_write"},
-    "PartsExchanged": {"numerics"},
     "ContextLost": {"numerics"},
 }
 CASES = ["decode.16", "extend.16", "padded-decode.16"]
@@ -159,12 +139,3 @@ def test_triton_s_class_is_right_interpreted_but_for_what_is_known(tmp_path):
 def test_sparse_classes_are_refused_with_the_reason():
     with pytest.raises(BackendLoadError, match="keys an indexer chooses"):
         registry.load("vllm:FLASHMLA_SPARSE")
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("FLASHMLA", "compute capabilities of GPUs"), ("TOKENSPEED_MLA", "compute capabilities of GPUs")],
-)
-def test_a_class_for_gpus_gives_its_own_reason(name, why):
-    (reason, *_) = registry.load(f"vllm:{name}").backend.unavailable_reasons("cpu")
-    assert why in reason

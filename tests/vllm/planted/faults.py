@@ -99,32 +99,13 @@ def _writes(change):
     return _lends(do_kv_cache_update=do_kv_cache_update)
 
 
-def _short(common):
-    lens = common.seq_lens.clone()
-    lens[-1] = (lens[-1] - 1).clamp(min=0)
-    return replace(common, seq_lens=lens)
-
-
 def _stale(builder, common):
     kept = builder.__dict__.setdefault("kept", {})
     return replace(common, seq_lens=kept.setdefault(len(common.seq_lens), common.seq_lens.clone()))
 
 
-def _swapped(builder, common):
-    table = common.block_table_tensor.clone()
-    for request, length in enumerate(common.seq_lens.tolist()):
-        pages = -(-length // builder.block_size)
-        if pages > 1:
-            table[request, [pages - 2, pages - 1]] = table[request, [pages - 1, pages - 2]]
-    return replace(common, block_table_tensor=table)
-
-
 def _with_given(given):
     return type("Spoilt", (Builder,), {"given": given})
-
-
-def _rolled_query(shift):
-    return lambda self, layer, query, kv_cache: (layer, query.roll(shift, dims=1), kv_cache)
 
 
 def _scale_in_place(self, layer, query, kv_cache):
@@ -148,28 +129,15 @@ def _not_a_number(self, output):
 
 Right = _backend()
 WindowLonger = _backend(_spoilt("sliding_window", lambda size: size + 1 if size > 0 else size))
-WindowShorter = _backend(_spoilt("sliding_window", lambda size: size - 1 if size > 1 else size))
-CapIgnored = _backend(_spoilt("logits_soft_cap", lambda cap: 0))
 CapTooLarge = _backend(_spoilt("logits_soft_cap", lambda cap: cap * 1.05))
-ScaleTooLarge = _backend(_spoilt("scale", lambda scale: scale * 1.025))
-AlibiDropped = _backend(_spoilt("alibi_slopes", lambda slopes: None))
 SinksIgnored = _backend(_spoilt("sinks", lambda sinks: None), supports_sink=classmethod(lambda cls: True))
 PaddingWritten = _backend(_writes(lambda key, value, slots: (key, value, slots.clamp(min=0))))
 HeadsExchangedInCache = _backend(_writes(lambda key, value, slots: (key.flip(1), value.flip(1), slots)))
 StaleLengths = _backend(builder=_with_given(_stale))
-LastRequestShort = _backend(builder=_with_given(lambda builder, common: _short(common)))
-PagesSwapped = _backend(builder=_with_given(_swapped))
-CausalDropped = _backend(builder=_with_given(lambda builder, common: replace(common, causal=False)))
 LevelRaised = _backend(builder=type("Spoilt", (Builder,), {"_cudagraph_support": AttentionCGSupport.ALWAYS}))
 QueryScaledInPlace = _backend(_lends(given=_scale_in_place))
-HeadsShifted = _backend(_lends(given=_rolled_query(1)))
-KVHeadsShifted = _backend(
-    _lends(given=lambda self, layer, query, kv_cache: (layer, query, kv_cache.roll(1, dims=1).contiguous()))
-)
 KeyScaleIgnored = _backend(_lends(given=_scaled_layer(_k_scale_float=1.0)))
-ValueScaleIgnored = _backend(_lends(given=_scaled_layer(_v_scale_float=1.0)))
 SubnormalsFlushed = _backend(_lends(given=_without_subnormals))
-OutputTooLarge = _backend(_lends(answered=lambda self, output: output.mul_(1.05)))
 NotANumberUnderACap = _backend(_lends(answered=_not_a_number))
 
 
@@ -191,6 +159,4 @@ def _triton(name, change):
 
 TritonRight = _backend(TritonImpl, None, TritonAttentionBackend)
 TritonWindowLonger = _triton("sliding_window", lambda pair: (pair[0] + 1, pair[1]) if pair[0] > 0 else pair)
-TritonCapTooLarge = _triton("logits_soft_cap", lambda cap: cap * 1.05)
-TritonScaleTooLarge = _triton("scale", lambda scale: scale * 1.02)
 TritonSinksIgnored = _triton("sinks", lambda sinks: None)

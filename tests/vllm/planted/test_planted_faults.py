@@ -22,34 +22,21 @@ FP8 = ("smoke/fp8-cache", "fp8_kv/powers-of-two", "fp8_kv/subnormal")
 
 CPU = {
     "WindowLonger": (WINDOW, "the window is one key too long"),
-    "WindowShorter": (WINDOW, "the window is one key too short"),
-    "CapIgnored": (CAPS, "the soft cap is ignored"),
     "CapTooLarge": (CAPS, "the soft cap is 1.05"),
-    "ScaleTooLarge": (PLAIN, "the scale is 1.02"),
-    "AlibiDropped": (("smoke/alibi",), "the ALiBi bias is missing"),
     "SinksIgnored": (("smoke/sinks",), "the sinks are ignored"),
     "PaddingWritten": (("smoke/padded-tokens", "smoke/padded-mixed"), "rows with slot -1 were written to slot 0"),
     "HeadsExchangedInCache": (PLAIN, "query head 0 reads KV head 1 instead of 0"),
     "StaleLengths": (PLAIN, "something of an earlier step is kept"),
-    "LastRequestShort": (PLAIN, "the mask is that of the row before: a key too early"),
-    "PagesSwapped": (PLAIN, "the last two pages of the block table are exchanged"),
-    "CausalDropped": (PLAIN, "the causal mask is missing"),
     "LevelRaised": (PLAIN, "build puts metadata.scheduler_metadata into new memory"),
     "QueryScaledInPlace": (PLAIN, "inputs were changed: query"),
-    "HeadsShifted": (PLAIN, "query head h has the query of head h - 1"),
-    "KVHeadsShifted": (PLAIN, "query head 0 reads KV head 1 instead of 0"),
     "KeyScaleIgnored": (FP8, "k_scale is left out"),
-    "ValueScaleIgnored": (FP8, "v_scale is left out"),
     "SubnormalsFlushed": (FP8, "subnormal codes are read as 0"),
-    "OutputTooLarge": (PLAIN, "the output is the right one times 1.05"),
     "NotANumberUnderACap": (CAPS, "NaN or Inf in the output. Possible causes"),
 }
 """Fault: the selected cases, and how the first finding begins."""
 
 TRITON = {
     "TritonWindowLonger": (("window",), "the window is one key too long"),
-    "TritonCapTooLarge": (("soft-cap",), "the soft cap is 1.05"),
-    "TritonScaleTooLarge": (("decode", "mixed"), "the scale is 1.02"),
     "TritonSinksIgnored": (("sinks",), "the sinks are ignored"),
 }
 PAGES = ("--set", "cache.block_size=32", "--set", "cache.layout=HND")
@@ -94,7 +81,7 @@ def test_a_fault_in_the_cpu_backend(tmp_path: Path, fault: str) -> None:
         pytest.skip("vLLM has no kernel for an FP8 cache on a CPU without AVX-512")
     status, new = first_findings(tmp_path, fault, "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES)
     assert status == 1
-    assert new[0].startswith(cause), new
+    assert new[0].removeprefix("perhaps: ").startswith(cause), new
 
 
 @pytest.mark.parametrize("fault", TRITON)
@@ -102,4 +89,4 @@ def test_a_fault_in_the_triton_backend(tmp_path: Path, fault: str) -> None:
     cases, cause = TRITON[fault]
     status, new = first_findings(tmp_path, fault, "vllm-triton-attn.yaml", cases, "--suite", "vllm_interpreted")
     assert status == 1
-    assert new[0].startswith(cause), new
+    assert new[0].removeprefix("perhaps: ").startswith(cause), new
