@@ -393,13 +393,6 @@ def test_failures_without_an_explanation_are_split_where_keys_separate_them(
     assert len(findings([*explained, *records[6:]], with_cases(**keys, **good))) == 1
 
 
-def test_failures_that_no_keys_separate_stay_together(make: Make, with_cases: Callable[..., RunHeader]) -> None:
-    keys = {name: {"size": 1} for name in "abc"}
-    records = [make("failed", case_id="a", summary=ROWS), make("failed", case_id="b", summary=ROWS)]
-    (finding,) = findings([*records, make("passed", case_id="c")], with_cases(**keys))
-    assert (finding.cases, finding.contrast) == (("smoke/a", "smoke/b"), None)
-
-
 def test_the_example_is_the_smallest_case(make: Make, with_cases: Callable[..., RunHeader]) -> None:
     keys = {
         "long": {"batch.num_requests": 2, "batch.max_seq_len": 900, "layer.num_heads": 8},
@@ -424,17 +417,6 @@ def test_an_expected_failure_is_found_by_its_reason(make: Make, header: RunHeade
     assert known.title == "issue 5"
     assert stale.cases == ("smoke/c",)
     assert "issue 5" in stale.title
-
-
-def test_rounds_of_a_check_count_once_by_the_worst(make: Make, header: RunHeader) -> None:
-    header = header.model_copy(update={"rounds": 3, "checks": ("timing",)})
-    records = [make(outcome, check="timing", round=n) for n, outcome in enumerate(("passed", "failed", "crashed"))]
-    (finding,) = findings(records, header)
-    assert [record.outcome for record in finding.records] == ["crashed"]
-
-
-def test_functions_of_providers_are_no_findings(make: Make, header: RunHeader) -> None:
-    assert findings([make("failed", suite="utilities", check="utilities")], header) == ()
 
 
 def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make: Make, header: RunHeader) -> None:
