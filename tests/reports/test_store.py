@@ -162,7 +162,7 @@ def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
     lines = lines_of(tmp_path / "old.jsonl")
     assert all("refusals" in line for line in (lines[0], lines[2]))
     old = [json.loads(line.replace('"refusals"', '"claims"')) for line in lines]
-    del old[0]["cases"], old[1]["finding"], old[1]["concerns"], old[1]["output"]
+    del old[0]["cases"], old[1]["graph"], old[1]["finding"], old[1]["concerns"], old[1]["output"]
     (tmp_path / "old.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in old))
     run = read_run(tmp_path / "old.jsonl")
     assert run.header.checks == ("numerics", "refusals")
