@@ -101,16 +101,11 @@ def test_what_a_backend_had_no_time_for_is_one_finding_without_a_common_property
 
 
 def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHeader) -> None:
-    fits = ": a reference with this fault gives the same output in all rows; also possible: "
+    fits = f"{FITS}; also possible: "
     records = [
         make("failed", case_id="a", summary=ROWS, meaning=f"the scale is that of head size 16{fits}the scale is 2"),
         make("failed", case_id="b", summary=ROWS, meaning=f"the scale is that of a value{fits}the scale is 2"),
-        make(
-            "failed",
-            case_id="c",
-            summary=ROWS,
-            meaning="the scale is 2: a reference with this fault gives the same output in all rows",
-        ),
+        make("failed", case_id="c", summary=ROWS, meaning=f"the scale is 2{FITS}"),
     ]
     assert listed(findings(records, header)) == [("the scale is 2", ["a", "b", "c"], ["numerics"])]
 
@@ -119,12 +114,7 @@ def test_of_several_causes_that_of_most_records_counts(make: Make, header: RunHe
 def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, check: str) -> None:
     records = [
         make("failed", case_id="a", check=check, summary=ROWS, meaning=None),
-        make(
-            "failed",
-            case_id="a",
-            summary=ROWS,
-            meaning=f"{WINDOW}: a reference with this fault gives the same output in all rows",
-        ),
+        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}{FITS}"),
         make("failed", case_id="b", check=check, summary=ROWS, meaning=None),
     ]
     (joined, apart) = findings(records, header)
@@ -133,19 +123,6 @@ def test_what_no_cause_explains_joins_its_output(make: Make, header: RunHeader, 
         ("7 of 40 rows are wrong", ["b"], [check]),
     ]
     assert joined.example.check == "numerics"
-
-
-def test_other_checks_keep_findings_of_their_own(make: Make, header: RunHeader) -> None:
-    records = [
-        make("failed", case_id="a", check="determinism", summary=ROWS, meaning=None),
-        make(
-            "failed",
-            case_id="a",
-            summary=ROWS,
-            meaning=f"{WINDOW}: a reference with this fault gives the same output in all rows",
-        ),
-    ]
-    assert [found.checks for found in findings(records, header)] == [("numerics",), ("determinism",)]
 
 
 def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(make: Make, header: RunHeader) -> None:
@@ -179,12 +156,13 @@ def test_what_fails_only_where_the_cache_is_written_wrongly_joins_that_finding(m
 @pytest.mark.parametrize(
     ("check", "meaning"),
     [
+        ("determinism", None),
         ("containment", "memory is read; only NaN and Inf leak, a large finite value does not"),
         ("cudagraph", "the same step is right without a graph: numbers are frozen at capture"),
     ],
 )
 def test_what_a_wrong_output_cannot_cause_is_another_finding(
-    make: Make, header: RunHeader, check: str, meaning: str
+    make: Make, header: RunHeader, check: str, meaning: str | None
 ) -> None:
     records = [
         make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}{FITS}"),
@@ -264,15 +242,7 @@ def test_a_case_that_excludes_a_cause_removes_it(make: Make, header: RunHeader) 
 
 def test_what_is_written_wrongly_comes_before_what_follows_from_it(make: Make, header: RunHeader) -> None:
     records = [
-        *(
-            make(
-                "failed",
-                case_id=case,
-                summary=ROWS,
-                meaning=f"{WINDOW}: a reference with this fault gives the same output in all rows",
-            )
-            for case in "ab"
-        ),
+        *(make("failed", case_id=case, summary=ROWS, meaning=f"{WINDOW}{FITS}") for case in "ab"),
         make("failed", case_id="a", check="cache_write", summary="3 slots are wrong", meaning="keys are rounded"),
     ]
     assert [title for title, _, _ in listed(findings(records, header))] == ["keys are rounded", WINDOW]

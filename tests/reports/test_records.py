@@ -153,22 +153,6 @@ def test_nan_and_integers_keep_what_they_are() -> None:
     assert isinstance(again.figures["x"], float)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"reasons": ["x"]},
-        {"outcome": "skipped"},
-        {"kind": "finding"},
-        {"suite": None},
-        {"seed": "many"},
-    ],
-)
-def test_what_is_not_understood_is_refused(change: dict[str, object]) -> None:
-    data = json.loads(format_line(ONE_OF_EACH[0])) | change
-    with pytest.raises(ValidationError):
-        parse_line(json.dumps(data))
-
-
 def test_not_examined_needs_a_reason() -> None:
     with pytest.raises(ValidationError):
         Unsupported(**WHO, reasons=())
@@ -188,11 +172,6 @@ def test_the_digest_differs_between_environments() -> None:
     assert len(ENVIRONMENT.digest) == 12
     assert ENVIRONMENT.digest == ENVIRONMENT.model_copy().digest
     assert ENVIRONMENT.digest != ENVIRONMENT.model_copy(update={"torch": "2.11.0"}).digest
-
-
-def test_a_suite_read_from_a_file_is_named_by_its_path() -> None:
-    assert HEADER.suite_ref("mine") == "./mine.yaml"
-    assert HEADER.suite_ref("smoke") == "smoke"
 
 
 def test_a_line_from_before_kernels_were_recorded_is_read() -> None:

@@ -206,12 +206,8 @@ def test_reports_with_times_have_them_and_others_no_word_of_them(
 ) -> None:
     kernels = [{"name": "a|b<c>", "count": 2, "duration_ns": 3000}]
     records = [timed({"forward": 1e6, "build": 2e4}, timing={"kernels": kernels}, case_id="x" * 90)]
-    text = terminal.render(timing_header, records)
-    assert "Speeds in smoke\n\nGeometric means of 1 case timed for every backend:\n" in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(len(line) <= 100 for line in terminal.render(timing_header, records).splitlines())
     page = markdown.render_run(Run("run.jsonl", timing_header, tuple(records)))
-    assert "\n## Speeds\n" in page
-    assert f"\n| {'x' * 90} | forward | reference | 1,000.0 |" in page
     assert "| `a\\|b<c>` | 2 | 3.00 |" in page
     for heading in legend(speed_tables(speeds(records))).split("; "):
         assert heading in page
