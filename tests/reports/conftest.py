@@ -14,7 +14,7 @@ import pytest
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Record, RunFooter
-from attncheck.reports.run_file.store import Run, count_outcomes, read_run
+from attncheck.reports.run_file.store import Run, count_outcomes
 
 
 @pytest.fixture(scope="session")
@@ -167,12 +167,8 @@ def graph_header(header: RunHeader) -> RunHeader:
 
 
 @pytest.fixture
-def as_markdown(tmp_path: Path, graph_header: RunHeader, write_run: Callable[..., Path]) -> Callable[..., str]:
-    def render(*records: Record) -> str:
-        path = tmp_path / f"graphs-{len(list(tmp_path.iterdir()))}.jsonl"
-        return markdown.render_run(read_run(write_run(path, graph_header, *records)))
-
-    return render
+def as_markdown(graph_header: RunHeader) -> Callable[..., str]:
+    return lambda *records: markdown.render_run(Run("graphs.jsonl", graph_header, records))
 
 
 class Parsed(HTMLParser):

@@ -175,11 +175,7 @@ def test_failures_of_cases_that_overlap_are_one_finding_if_no_fault_explains_the
     make: Make, header: RunHeader
 ) -> None:
     """As of a kernel that reads one page too many: several checks fail in several ways, and each in some cases."""
-    leak = {
-        "check": "containment",
-        "summary": "NaN in pages of no request reaches 1 of 6 rows",
-        "meaning": "more is read",
-    }
+    leak = {"check": "containment", "summary": "NaN reaches 1 of 6 rows", "meaning": "more is read"}
     layer = {"check": "features", "summary": "a layer with a scale of 2, in the same process: 1 of 6 rows are wrong"}
     loop = {"check": "invariance", "summary": "right at first", "meaning": "something of an earlier step is kept"}
     answer = (
