@@ -13,14 +13,6 @@ from attncheck.reports.run_file.records import Record
 Make = Callable[..., Record]
 
 
-def test_the_line_names_one_backend_case_and_check(make: Make, header: RunHeader) -> None:
-    line = repro_command(make("failed", backend="Wrong", case_id="edge.bfloat16-16"), header)
-    assert line == (
-        "attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge.bfloat16-16 --check numerics "
-        "--device cpu --in-process"
-    )
-
-
 def test_variables_that_the_run_passed_are_passed_again(make: Make, header: RunHeader) -> None:
     words = ("attncheck", "run", "--pass-env", "A,B", "--suite=x", "--pass-env=C*")
     line = repro_command(make("failed"), header.model_copy(update={"command": words}))

@@ -69,12 +69,6 @@ def test_no_more_are_printed_than_github_shows(make: Make, header: RunHeader) ->
     assert many[-1][1]["title"] == "and 3 more"
 
 
-def test_rounds_are_one_annotation(make: Make, header: RunHeader) -> None:
-    records = [make(outcome, check="timing", round=i) for i, outcome in enumerate(("failed", "passed", "failed"))]
-    ((_, _, message),) = commands(run_of(header, *records))
-    assert "\nsmoke/edge: 7 of 40 rows (in 2 of 3 rounds)\n" in message
-
-
 def test_a_run_that_was_cut_off_is_an_error(make: Make, header: RunHeader) -> None:
     ((kind, _, message),) = commands(run_of(header, make("passed"), make("passed", backend="Wrong"), complete=False))
     assert kind == "error"
