@@ -385,6 +385,10 @@ def test_an_expected_failure_is_found_by_its_reason(make: Make, header: RunHeade
     assert "issue 5" in stale.title
 
 
+def test_functions_of_providers_are_no_findings(make: Make, header: RunHeader) -> None:
+    assert findings([make("failed", suite="utilities", check="utilities")], header) == ()
+
+
 def test_failures_of_a_run_file_without_cases_are_separated_by_needs(make: Make, header: RunHeader) -> None:
     assert header.cases == ()
     records = [
