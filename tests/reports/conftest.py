@@ -1,9 +1,10 @@
 """Hand-made records: reports know nothing else."""
 
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import read_run
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.store import Run, count_outcomes
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +77,80 @@ def write(tmp_path: Path, header: RunHeader, write_run: Callable[..., Path]) -> 
 
 
 @pytest.fixture
+def run_of(header: RunHeader) -> Callable[..., Run]:
+    """``run_of(records, path="new.jsonl", is_complete=False, seed=1)``: a run; other fields are of its header."""
+
+    numbers = itertools.count()
+
+    def run(records: Iterable[Record], *, path: str = "", is_complete: bool = True, **fields: Any) -> Run:
+        records = tuple(records)
+        cases = {record.suite: {each.case_id for each in records if each.suite == record.suite} for record in records}
+        backends = dict.fromkeys(record.backend for record in records)
+        described = {
+            "suites": tuple(SuiteInfo(name=name, ref=name, cases=len(ids)) for name, ids in cases.items()),
+            "checks": tuple(dict.fromkeys(record.check for record in records)),
+            "rounds": 1 + max((record.round for record in records), default=0),
+            "backends": tuple(BackendInfo(name=name, ref=name, version="0.1.0") for name in backends),
+        }
+        footer = RunFooter(finished="2026-01-01T00:10:00+00:00", counts=count_outcomes(records))
+        return Run(
+            path or f"run-{next(numbers)}.jsonl",
+            header.model_copy(update=described | fields),
+            records,
+            footer if is_complete else None,
+        )
+
+    return run
+
+
+def latency(part: str, median_ns: float, **fields: Any) -> dict[str, Any]:
+    found = {
+        "part": part,
+        "clock": "host" if part == "build" else "events",
+        "median_ns": median_ns,
+        "low_ns": median_ns * 0.98,
+        "high_ns": median_ns * 1.02,
+        "samples_ns": [round(median_ns * share) for share in (0.98, 1.0, 1.02, 1.0, 5.0)],
+        "is_settled": True,
+    }
+    return found | fields
+
+
+@pytest.fixture
+def timed(make: Callable[..., Record]) -> Callable[..., Record]:
+    """``timed({"forward": 1e6, "build": 5e4}, round=1)``: a passed timing with these medians, in nanoseconds.
+
+    ``work``: other fields of the latency of ``forward``. ``timing``: other fields of the timing.
+    """
+
+    def build(
+        medians: dict[str, float],
+        *,
+        work: dict[str, Any] | None = None,
+        timing: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Record:
+        latencies = [latency(part, ns, **(work or {} if part == "forward" else {})) for part, ns in medians.items()]
+        return make("passed", check="timing", timing={"latencies": latencies} | (timing or {}), **fields)
+
+    return build
+
+
+@pytest.fixture
+def rounds_of(timed: Callable[..., Record]) -> Callable[..., list[Record]]:
+    """``rounds_of(medians, build=medians, backend="Wrong")``: one record a round."""
+
+    def build(forward: Sequence[float], *, build: Sequence[float] = (), **fields: Any) -> list[Record]:
+        medians = {"forward": forward} | ({"build": build} if build else {})
+        return [
+            timed({part: own[index] for part, own in medians.items()}, round=index, **fields)
+            for index in range(len(forward))
+        ]
+
+    return build
+
+
+@pytest.fixture
 def graph(make: Callable[..., Record]) -> Callable[..., Record]:
     """``graph("failed", levels, case_id=...)``: a record of the check ``cudagraph`` with these levels."""
 
@@ -92,12 +167,8 @@ def graph_header(header: RunHeader) -> RunHeader:
 
 
 @pytest.fixture
-def as_markdown(tmp_path: Path, graph_header: RunHeader, write_run: Callable[..., Path]) -> Callable[..., str]:
-    def render(*records: Record) -> str:
-        path = tmp_path / f"graphs-{len(list(tmp_path.iterdir()))}.jsonl"
-        return markdown.render_run(read_run(write_run(path, graph_header, *records)))
-
-    return render
+def as_markdown(graph_header: RunHeader) -> Callable[..., str]:
+    return lambda *records: markdown.render_run(Run("graphs.jsonl", graph_header, records))
 
 
 class Parsed(HTMLParser):

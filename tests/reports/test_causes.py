@@ -84,19 +84,17 @@ def test_the_innermost_frames_of_the_author_come_first(paths: tuple[str, ...], l
     assert died_at(output) == tuple(f'File "{paths[line - 1]}", line {line} in call' for line in lines)
 
 
-def test_frames_behind_the_thread_that_died_are_anothers() -> None:
-    output = dump(stack("Current thread", TORCH), stack("Thread", "/home/me/other.py"))
-    assert died_at(output) == (f'File "{TORCH}", line 1 in call',)
-
-
-def test_of_several_stacks_the_last_is_that_of_the_death() -> None:
-    output = dump(stack("Current thread", "/home/me/first.py"), stack("Current thread", MINE))
-    assert died_at(output) == (f'File "{MINE}", line 1 in call',)
-
-
-def test_where_no_thread_of_pythons_died_all_are_looked_at() -> None:
-    output = dump(stack("Thread", STANDARD), stack("Thread", TORCH, MINE))
-    assert died_at(output) == (f'File "{MINE}", line 2 in call',)
+@pytest.mark.parametrize(
+    ("stacks", "path", "line"),
+    [
+        ([("Current thread", TORCH), ("Thread", "/home/me/other.py")], TORCH, 1),
+        ([("Current thread", "/home/me/first.py"), ("Current thread", MINE)], MINE, 1),
+        ([("Thread", STANDARD), ("Thread", TORCH, MINE)], MINE, 2),
+    ],
+    ids=["the thread that died", "the last death", "all threads, if none of Python's died"],
+)
+def test_of_several_stacks_that_of_the_death_counts(stacks: list[tuple[str, ...]], path: str, line: int) -> None:
+    assert died_at(dump(*(stack(*each) for each in stacks))) == (f'File "{path}", line {line} in call',)
 
 
 def test_without_a_stack_there_are_last_words_at_most() -> None:
@@ -129,30 +127,20 @@ def test_a_long_line_that_a_process_printed_is_cut(header: RunHeader, make: Make
     assert max(len(line) for line in text.splitlines() if "repeat: " not in line) < 300
 
 
+WRONG = "9 of 40 rows are wrong, the first is row 1"
+SINKS = "the sinks are ignored"
+SAME = "a reference with this fault gives the same output in"
+
+
 @pytest.mark.parametrize(
     ("check", "summary", "meaning", "cause"),
     [
         ("numerics", "7 of 40 rows, first: row 3 (request 0), head 1; worst 18.4 budgets", None, UNEXPLAINED),
         ("numerics", "no row was written", None, "no row was written"),
-        (
-            "numerics",
-            "7 of 40 rows are wrong, the first is row 3",
-            "the sinks are ignored: a reference with this fault gives the same output in the 3 wrong rows",
-            "the sinks are ignored",
-        ),
+        ("numerics", WRONG, f"{SINKS}: {SAME} the 3 wrong rows", SINKS),
         # texts of earlier versions, which kept run files hold
-        (
-            "numerics",
-            "7 of 40 rows, first: row 3",
-            "the sinks are ignored: its truth fits 3 rows",
-            "the sinks are ignored",
-        ),
-        (
-            "numerics",
-            "7 of 40 rows are wrong, the first is row 3",
-            "the sinks are ignored; it may also be that the cap is 5",
-            "the sinks are ignored",
-        ),
+        ("numerics", "7 of 40 rows, first: row 3", f"{SINKS}: its truth fits 3 rows", SINKS),
+        ("numerics", WRONG, f"{SINKS}; it may also be that the cap is 5", SINKS),
         ("lse", "7 of 40 rows, first: row 3 (request 0)", None, "N of N rows"),
         ("cache_write", "3 slots (page 4) are wrong, first: slot 9", None, "N slots are wrong"),
         ("numerics", "", "the window is 129 (1, 2, 3) instead of 128", "the window is N (N) instead of N"),
@@ -161,21 +149,8 @@ def test_a_long_line_that_a_process_printed_is_cut(header: RunHeader, make: Make
         ("cache_write", "3 slots are wrong, the first: slot 9 (page 4)", None, "N slots are wrong"),
         ("containment", "NaN at row 3 of the output", None, "NaN"),
         ("containment", "poison reaches 3 of 40 rows", None, "poison"),
-        (
-            "numerics",
-            "9 of 40 rows are wrong, the first is row 1",
-            "not known; wrong are rows with context",
-            UNEXPLAINED,
-        ),
-        (
-            "numerics",
-            "9 of 40 rows are wrong, the first is row 1",
-            (
-                "the cap is 30, not 50: a reference with this fault gives the same output in all rows; "
-                "also possible: the cap is ignored"
-            ),
-            "the cap is N, not N",
-        ),
+        ("numerics", WRONG, "not known; wrong are rows with context", UNEXPLAINED),
+        ("numerics", WRONG, f"the cap is 30, not 50: {SAME} all rows; also possible: no cap", "the cap is N, not N"),
     ],
 )
 def test_a_failure_has_the_cause_that_is_named_or_the_pattern_of_its_summary(
@@ -266,6 +241,9 @@ def traceback(*paths: str) -> str:
 @pytest.mark.parametrize(
     ("paths", "line"),
     [
+        ((WATCH,), 1),
+        ((WATCH, TORCH), 2),
+        ((WATCH, TORCH, LIBRARY64), 3),
         ((WATCH, MINE), 2),
         ((WATCH, MINE, TORCH), 2),
         ((WATCH, MINE, WATCH, TORCH), 2),
@@ -278,13 +256,8 @@ def traceback(*paths: str) -> str:
         ((MINE, "/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py"), 1),
     ],
 )
-def test_the_innermost_frame_of_the_author_is_shown(paths: tuple[str, ...], line: int) -> None:
+def test_the_innermost_frame_of_the_author_is_shown_else_the_last(paths: tuple[str, ...], line: int) -> None:
     assert raised_at(traceback(*paths)) == f'File "{paths[line - 1]}", line {line}, in call'
-
-
-@pytest.mark.parametrize("paths", [(WATCH,), (WATCH, TORCH), (WATCH, TORCH, LIBRARY64)])
-def test_the_last_frame_is_shown_where_none_is_the_authors(paths: tuple[str, ...]) -> None:
-    assert raised_at(traceback(*paths)) == f'File "{paths[-1]}", line {len(paths)}, in call'
 
 
 def test_a_message_without_frames_has_no_place() -> None:

@@ -56,32 +56,57 @@ def test_false_claims_are_listed(make: Make, plain: list[Record], verdict_of: Ca
     assert (found.verdict, len(found.failing), found.results) == ("failed", 3, {"failed": 14, "right": 30})
 
 
-def test_a_claim_that_some_cases_keep_counts_all_examined_cases(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+WINDOW = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
+LATE = {"cause": "the limit was 2 s (what was left of the time of the backend by --within)", "limit_s": 2.0}
+BESIDE = {"check": "features", "summary": f"a layer without sliding_window, in the same process: {ROWS}"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        pytest.param(
+            [("failed", "ab", ("sliding_window",), WINDOW), ("passed", "cde", ("sliding_window",), {})],
+            [("sliding_window", 2, 5)],
+            id="all examined cases count",
+        ),
+        pytest.param(
+            [("failed", "abcde", ("sinks", "sliding_window"), WINDOW)],
+            [("sliding_window", 5, 5)],
+            id="a cause that names a feature blames no other, though no other case has sinks",
+        ),
+        pytest.param([("failed", "a", ("head_size=64",), WINDOW)], [], id="no failing case needs the named feature"),
+        pytest.param([("xpassed", "abcd", ("sinks",), {})], [], id="passed against expectation"),
+        pytest.param(
+            [
+                ("unsupported", "abcd", ("tree",), {}),
+                ("failed", "abcd", ("tree",), {"check": "refusals", "summary": "wrong"}),
+            ],
+            [],
+            id="undeclared cases, which the check refusals alone puts",
+        ),
+        pytest.param(
+            [("passed", "abcde", ("sliding_window",), {}), ("failed", "abcde", ("sliding_window",), BESIDE)],
+            [],
+            id="right outputs: the layer beside them is wrong",
+        ),
+        pytest.param(
+            [("passed", "abcd", ("sinks",), {}), ("timed_out", "abcd", ("sinks",), {"check": "cudagraph"} | LATE)],
+            [],
+            id="the last cases of a suite share a feature, and the time is up within their checks",
+        ),
+    ],
+)
+def test_a_claim_is_false_where_a_failure_is_about_it(
+    make: Make,
+    plain: list[Record],
+    verdict_of: Callable[..., BackendVerdict],
+    groups: list[tuple[str, str, tuple[str, ...], dict[str, Any]]],
+    expected: list[tuple[str, int, int]],
 ) -> None:
-    wrong = {"meaning": "the window is one key too long", "concerns": ["sliding_window"]}
     records = [
-        *plain,
-        *(make("failed", case_id=f"w{n}", needs=("sliding_window",), **wrong) for n in range(2)),
-        *(make("passed", case_id=f"v{n}", needs=("sliding_window",)) for n in range(3)),
+        make(outcome, case_id=case, needs=needs, **fields) for outcome, cases, needs, fields in groups for case in cases
     ]
-    assert claims(verdict_of(records)) == [("sliding_window", 2, 5)]
-
-
-def test_a_cause_that_names_a_feature_blames_no_other(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    """All its cases have sinks as well, and no other case has."""
-    named = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
-    records = [*plain, *(make("failed", case_id=f"w{n}", needs=("sinks", "sliding_window"), **named) for n in range(5))]
-    assert claims(verdict_of(records)) == [("sliding_window", 5, 5)]
-
-
-def test_a_cause_about_a_feature_that_no_failing_case_needs_blames_none(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    named = {"meaning": "a window is applied", "concerns": ["sliding_window"], "needs": ["head_size=64"]}
-    assert claims(verdict_of([*plain, make("failed", case_id="w", **named)])) == []
+    assert claims(verdict_of([*plain, *records])) == expected
 
 
 def test_a_form_is_a_false_claim_where_it_alone_separates_the_cases(
@@ -143,38 +168,6 @@ def test_no_claim_is_false_where_chance_explains_what_failing_cases_need(
         for n in range(20)
     ]
     assert claims(verdict_of(eight)) == [("sinks", 8, 10)]
-
-
-def test_undeclared_cases_prove_nothing(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    """They are put by the check ``refusals`` alone, and refusing them is right."""
-    records = [*plain]
-    for number in range(4):
-        who: dict[str, Any] = {"case_id": f"t{number}", "needs": ("tree",)}
-        records += [make("unsupported", **who), make("failed", check="refusals", summary="accepted, and wrong", **who)]
-    found = verdict_of(records)
-    assert claims(found) == []
-    assert found.verdict == "failed"
-
-
-def test_a_case_that_a_backend_had_no_time_for_proves_no_claim_false(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    """The last cases of a suite share a feature, and the time is up within their checks."""
-    late = {"cause": "the limit was 2 s (what was left of the time of the backend by --within)", "limit_s": 2.0}
-    records = [*plain]
-    for number in range(4):
-        who: dict[str, Any] = {"case_id": f"s{number}", "needs": ("sinks",)}
-        records += [make("passed", **who), make("timed_out", check="cudagraph", **late, **who)]
-    assert claims(verdict_of(records)) == []
-
-
-def test_what_passes_against_expectation_proves_no_claim_false(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    records = [*plain, *(make("xpassed", case_id=f"w{n}", needs=("sinks",)) for n in range(4))]
-    assert claims(verdict_of(records)) == []
 
 
 def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(
@@ -269,14 +262,3 @@ def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make: M
     assert [each.verdict for each in answer.verdicts] == ["failed", "passed"]
     assert answer.findings == findings(records, header)
     assert [len(each.findings) for each in answer.verdicts] == [1, 0]
-
-
-def test_what_fails_beside_right_outputs_proves_no_claim_false(
-    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
-) -> None:
-    """The layer without the window is wrong, not that with one."""
-    beside = {"check": "features", "summary": f"a layer without sliding_window, in the same process: {ROWS}"}
-    cases = [f"w{n}" for n in range(5)]
-    right = [make("passed", case_id=case, needs=("sliding_window",)) for case in cases]
-    wrong = [make("failed", case_id=case, needs=("sliding_window",), **beside) for case in cases]
-    assert claims(verdict_of([*plain, *right, *wrong])) == []

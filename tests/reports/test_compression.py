@@ -61,8 +61,11 @@ def test_without_a_reader_of_zstd_the_message_states_what_to_install(
         read_run(tmp_path / "run.jsonl.zst")
 
 
-def test_every_record_of_a_gz_is_there_as_soon_as_it_is_added(tmp_path: Path, make: Make, header: RunHeader) -> None:
-    path = tmp_path / "run.jsonl.gz"
+@pytest.mark.parametrize(("name", "unpack"), [("deep/er/run.jsonl", bytes), ("run.jsonl.gz", gzip.decompress)])
+def test_every_record_is_in_the_file_as_soon_as_it_is_added(
+    tmp_path: Path, make: Make, header: RunHeader, name: str, unpack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / name
     records = [make("passed", check=check) for check in ("numerics", "lse")]
     with RunWriter(path, header) as writer:
         for count, record in enumerate(records, start=1):
@@ -70,9 +73,11 @@ def test_every_record_of_a_gz_is_there_as_soon_as_it_is_added(tmp_path: Path, ma
             assert len(read_run(path).records) == count
             assert not read_run(path).complete
     assert read_run(path).complete
-    assert gzip.decompress(path.read_bytes()).count(b"\n") == 4  # a whole file for any other program
+    written = path.read_bytes()
+    assert unpack(written).count(b"\n") == 4  # a whole file for any other program
     with pytest.raises(RunFileError, match="exists already"), RunWriter(path, header):
         pass
+    assert path.read_bytes() == written
 
 
 def test_a_gz_that_was_cut_anywhere_is_read_up_to_there(tmp_path: Path, make: Make, header: RunHeader) -> None:

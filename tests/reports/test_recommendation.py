@@ -10,14 +10,14 @@ from attncheck.reports.analysis.measured import Time, measured_run, subjects
 from attncheck.reports.analysis.recommendation import Suitability, checked_needs, known_needs, recommend
 from attncheck.reports.analysis.support import REFUSED
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
 Ranked = Callable[..., dict[str, Suitability]]
 
 
 @pytest.fixture
-def ranked(header: Any) -> Ranked:
+def ranked(run_of: Callable[..., Run]) -> Ranked:
     """``ranked("sinks,lse", *records)``: the suitability of each backend, in the order of the answer."""
 
     def by_backend(
@@ -25,8 +25,7 @@ def ranked(header: Any) -> Ranked:
     ) -> Any:
         names = dict.fromkeys(record.backend for record in records)
         backends = tuple(BackendInfo(name=name, ref=name, features=features.get(name, ())) for name in names)
-        stated = header.model_copy(update={"backends": backends})
-        run = Run("run.jsonl", stated, records, footer=RunFooter(finished="", counts={}))
+        run = run_of(records, backends=backends)
         timed = {key: Time(median, median, median, 1, "a machine") for key, median in (times or {}).items()}
         members = subjects([measured_run(run, "run", timed)])
         return {each.subject.name: each for each in recommend(checked_needs(needs, known_needs(members)), members)}

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from attncheck.harness.checks.findings import Measurements
 from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
-from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
     OUTCOMES,
     Crashed,
@@ -42,33 +42,6 @@ WHO = {
     "environment": "abcdefabcdef",
     "attncheck_version": "0.1.0",
 }
-ENVIRONMENT = Environment(
-    attncheck="0.1.0",
-    python="3.11.9",
-    torch="2.13.0+cpu",
-    numpy="2.3.0",
-    platform="Linux",
-    cpu="a cpu",
-    cores=2,
-    device="cpu",
-    device_name="a cpu",
-)
-HEADER = RunHeader(
-    started="2026-01-01T00:00:00+00:00",
-    environment=ENVIRONMENT,
-    suites=(SuiteInfo(name="mine", ref="./mine.yaml", cases=3),),
-    checks=("numerics",),
-    device="cpu",
-    seed=0,
-    backends=(
-        BackendInfo(
-            name="a",
-            ref="a",
-            conventions={"lse_base": "e", "batch_invariant": True},
-            required_environment={"TRITON_INTERPRET": "1"},
-        ),
-    ),
-)
 ONE_OF_EACH: list[Record] = [
     Passed(**WHO, figures={"rows": 40, "worst_budget": 0.5}, notes=("ran math",)),
     Failed(**WHO, figures={"worst_budget": math.inf}, summary="7 of 40 rows", meaning="window", details=("row 3",)),
@@ -101,8 +74,8 @@ def test_one_class_an_outcome() -> None:
     assert [record.outcome for record in ONE_OF_EACH] == list(OUTCOMES)
 
 
-@pytest.mark.parametrize("line", [HEADER, *ONE_OF_EACH, RunFooter(finished="now", counts={"passed": 3})])
-def test_a_line_comes_back_equal_and_of_its_class(line: RunHeader | Record | RunFooter) -> None:
+@pytest.mark.parametrize("line", [*ONE_OF_EACH, RunFooter(finished="now", counts={"passed": 3})])
+def test_a_line_comes_back_equal_and_of_its_class(line: Record | RunFooter) -> None:
     text = format_line(line)
     assert "\n" not in text
     again = parse_line(text)
@@ -153,22 +126,6 @@ def test_nan_and_integers_keep_what_they_are() -> None:
     assert isinstance(again.figures["x"], float)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"reasons": ["x"]},
-        {"outcome": "skipped"},
-        {"kind": "finding"},
-        {"suite": None},
-        {"seed": "many"},
-    ],
-)
-def test_what_is_not_understood_is_refused(change: dict[str, object]) -> None:
-    data = json.loads(format_line(ONE_OF_EACH[0])) | change
-    with pytest.raises(ValidationError):
-        parse_line(json.dumps(data))
-
-
 def test_not_examined_needs_a_reason() -> None:
     with pytest.raises(ValidationError):
         Unsupported(**WHO, reasons=())
@@ -184,15 +141,17 @@ def test_the_key_is_the_question_and_not_its_outcome() -> None:
     assert ONE_OF_EACH[0].key != Passed(**(WHO | {"seed": 4})).key
 
 
-def test_the_digest_differs_between_environments() -> None:
-    assert len(ENVIRONMENT.digest) == 12
-    assert ENVIRONMENT.digest == ENVIRONMENT.model_copy().digest
-    assert ENVIRONMENT.digest != ENVIRONMENT.model_copy(update={"torch": "2.11.0"}).digest
+def test_a_header_comes_back_equal(header: RunHeader) -> None:
+    backend = header.backends[1].model_copy(update={"required_environment": {"TRITON_INTERPRET": "1"}})
+    stated = header.model_copy(update={"backends": (header.backends[0], backend)})
+    assert parse_line(format_line(stated)) == stated
 
 
-def test_a_suite_read_from_a_file_is_named_by_its_path() -> None:
-    assert HEADER.suite_ref("mine") == "./mine.yaml"
-    assert HEADER.suite_ref("smoke") == "smoke"
+def test_the_digest_differs_between_environments(header: RunHeader) -> None:
+    environment = header.environment
+    assert len(environment.digest) == 12
+    assert environment.digest == environment.model_copy().digest
+    assert environment.digest != environment.model_copy(update={"torch": "2.11.0"}).digest
 
 
 def test_a_line_from_before_kernels_were_recorded_is_read() -> None:

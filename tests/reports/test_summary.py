@@ -1,6 +1,5 @@
 """Counting: every record lands in exactly one place, and what was not examined never counts as good."""
 
-import math
 from collections.abc import Callable
 
 from attncheck.reports.analysis.summary import summarise, tally
@@ -23,11 +22,6 @@ def test_the_worst_share_is_over_passes_and_failures(make: Make) -> None:
     records = [make("failed" if share > 1 else "passed", figures={BUDGET_SHARE: share}) for share in shares]
     assert tally(records).worst_share == 18.4
     assert tally([make("passed", figures={"rows": 3}), make("unavailable")]).worst_share is None
-
-
-def test_a_share_that_is_no_number_is_the_worst(make: Make) -> None:
-    records = [make("failed", figures={BUDGET_SHARE: "NaN"}), make("passed", figures={BUDGET_SHARE: 0.5})]
-    assert tally(records).worst_share == math.inf
 
 
 def test_verdicts(make: Make) -> None:

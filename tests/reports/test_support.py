@@ -10,6 +10,8 @@ from attncheck.reports.markdown.text import render
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Record
 
+REFUSAL = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
+
 
 @pytest.fixture
 def rows(header: Any) -> Any:
@@ -52,11 +54,10 @@ def test_declared_cases_are_right_or_fall_short(rows: Any, make: Any) -> None:
 
 
 def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows: Any, make: Any, outside: Any) -> None:
-    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     answered = {"outcome": "passed", "notes": (f"{ANSWERED}: sinks",)}
     found = rows(
         make("passed", case_id="in", needs=("alibi",)),
-        *outside("refused", "alibi", "sinks", claim=refused),
+        *outside("refused", "alibi", "sinks", claim=REFUSAL),
         *outside("answered", "sinks", claim=answered),
         *outside("wrong", "sinks", claim={"outcome": "failed"}),
         *outside("raised", "tree", claim={"outcome": "failed", "summary": f"{UNCLEAR}: RuntimeError at forward"}),
@@ -117,11 +118,10 @@ def test_a_declared_feature_of_which_no_case_was_put(rows: Any, outside: Any) ->
 
 def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, outside: Any) -> None:
     form = "attn_type=encoder_only"
-    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     found = rows(
         make("passed", case_id="in", needs=(form, "head_size=64")),
-        *outside("capped", "sinks", form, "head_size=256", claim=refused, reasons=("feature 'sinks' is not declared",)),
-        *outside("odd", form, "head_size=72", claim=refused),
+        *outside("capped", "sinks", form, "head_size=256", claim=REFUSAL, reasons=("feature 'sinks' is not declared",)),
+        *outside("odd", form, "head_size=72", claim=REFUSAL),
     )
     assert found[form].in_words == "right (1)"
     assert found["head_size=72"].refused == 1
@@ -131,14 +131,13 @@ def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, out
 
 def test_a_refused_case_counts_for_the_needs_its_reasons_name(rows: Any, outside: Any) -> None:
     needs = ("sinks", "dtype=float16", "head_size=72", "layout=NHD")
-    refused = {"outcome": "passed", "notes": (f"{REFUSED} cache: no",)}
     reasons = (
         "head_size 72: supported are 64",
         "layout NHD_2: no",
         "vLLM says no (dtype float16)",
         "feature 'sinks' is not declared",
     )
-    found = rows(*outside("two", *needs, claim=refused, reasons=reasons))
+    found = rows(*outside("two", *needs, claim=REFUSAL, reasons=reasons))
     assert (found["head_size=72"].refused, found["sinks"].refused) == (1, 1)
     assert (found["layout=NHD"].refused, found["dtype=float16"].refused) == (0, 0)
 
@@ -147,8 +146,7 @@ def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, ma
     sizes = [make("passed", case_id=f"h{size}", needs=("alibi", f"head_size={size}")) for size in (128, 64)]
     short = make("failed", case_id="h96", needs=("head_size=96",))
     fine = make("passed", case_id="h96b", needs=("head_size=96",))
-    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
-    records = (*sizes, short, fine, *outside("h72", "head_size=72", claim=refused))
+    records = (*sizes, short, fine, *outside("h72", "head_size=72", claim=REFUSAL))
     text = render(support_blocks(header, ["reference"], support_rows(counted_cases(records), header.declared)))
     assert "| `alibi` | right (2) |" in text
     assert "| `head_size` | 64 (1), 128 (1); **wrong**: 96 (1 of 2 right); refused: 72 |" in text
@@ -176,12 +174,11 @@ def test_a_case_that_falls_short_for_another_reason_counts_for_none_of_its_needs
 
 
 def test_a_backend_of_latent_caches_is_recognised_by_layers_that_have_one(rows: Any, make: Any, outside: Any) -> None:
-    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     found = rows(
         make("passed", case_id="in", needs=("mla", "layout=NHD")),
-        *outside("plain", "alibi", "layout=HND", claim=refused, reasons=("the layer has no latent cache",)),
+        *outside("plain", "alibi", "layout=HND", claim=REFUSAL, reasons=("the layer has no latent cache",)),
         *outside(
-            "odd", "mla", "alibi", claim=refused, reasons=("the layer has ALiBi: feature 'alibi' is not declared",)
+            "odd", "mla", "alibi", claim=REFUSAL, reasons=("the layer has ALiBi: feature 'alibi' is not declared",)
         ),
         features=("mla",),
     )

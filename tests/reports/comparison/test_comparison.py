@@ -19,12 +19,12 @@ RunOf = Callable[..., Run]
 
 
 def test_a_slowdown_and_a_lost_feature_are_both_named(
-    compare: Compare, make: Make, timed: Timed, around: Around
+    compare: Compare, make: Make, rounds_of: Timed, around: Around
 ) -> None:
-    steady = timed(around(1e6), case_id="steady")
+    steady = rounds_of(around(1e6), case_id="steady")
     found = compare(
-        [make("passed", case_id="sinks"), *steady, *timed(around(1e6), build=around(1e4))],
-        [make("unsupported", case_id="sinks"), *steady, *timed(around(1.1e6, seed=1), build=around(1e4, seed=2))],
+        [make("passed", case_id="sinks"), *steady, *rounds_of(around(1e6), build=around(1e4))],
+        [make("unsupported", case_id="sinks"), *steady, *rounds_of(around(1.1e6, seed=1), build=around(1e4, seed=2))],
     )
     assert [(each.case, each.part, each.verdict) for each in found.speeds] == [
         ("smoke/steady", "forward", "same"),
@@ -37,9 +37,9 @@ def test_a_slowdown_and_a_lost_feature_are_both_named(
 
 
 def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(
-    compare: Compare, timed: Timed, around: Around
+    compare: Compare, rounds_of: Timed, around: Around
 ) -> None:
-    sides = timed(around(1e6)), timed(around(1.1e6, seed=1))
+    sides = rounds_of(around(1e6)), rounds_of(around(1.1e6, seed=1))
     assert compare(*sides).is_regression
     assert not compare(*sides, terms=ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))).is_regression
     with pytest.raises(QuestionError, match="matches no case"):
@@ -47,10 +47,10 @@ def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(
 
 
 def test_a_time_of_a_wrong_answer_is_compared_with_nothing(
-    compare: Compare, make: Make, timed: Timed, around: Around
+    compare: Compare, make: Make, rounds_of: Timed, around: Around
 ) -> None:
-    wrong_once = [*timed(around(1e6))[:-1], make("failed", check="timing", round=9)]
-    found = compare(timed(around(1e6)), wrong_once)
+    wrong_once = [*rounds_of(around(1e6))[:-1], make("failed", check="timing", round=9)]
+    found = compare(rounds_of(around(1e6)), wrong_once)
     assert found.speeds == ()
     assert [(each.before, each.after, each.kind) for each in found.outcomes] == [("passed", "failed", "worse")]
 
@@ -112,15 +112,15 @@ def test_a_case_counts_as_compared_where_all_matched_backends_have_it(compare: C
     assert [(each.backend, each.cases) for each in found.lost] == [("fast", ("smoke/b",))]
 
 
-def test_a_part_that_one_run_alone_timed_is_warned_of(compare: Compare, timed: Timed, around: Around) -> None:
-    found = compare(timed(around(1e6), build=around(1e4)), timed(around(1e6)))
+def test_a_part_that_one_run_alone_timed_is_warned_of(compare: Compare, rounds_of: Timed, around: Around) -> None:
+    found = compare(rounds_of(around(1e6), build=around(1e4)), rounds_of(around(1e6)))
     assert [each.part for each in found.speeds] == ["forward"]
     assert "1 time" in found.warnings[0]
 
 
-def test_backends_of_two_names_are_compared_as_mapped(compare: Compare, timed: Timed, around: Around) -> None:
-    base = [*timed(around(1e6), backend="reference"), *timed(around(1e6), backend="fast")]
-    new = [*timed(around(2e6), backend="Wrong"), *timed(around(1e6), backend="fast")]
+def test_backends_of_two_names_are_compared_as_mapped(compare: Compare, rounds_of: Timed, around: Around) -> None:
+    base = [*rounds_of(around(1e6), backend="reference"), *rounds_of(around(1e6), backend="fast")]
+    new = [*rounds_of(around(2e6), backend="Wrong"), *rounds_of(around(1e6), backend="fast")]
     found = compare(base, new, backends={"reference": "Wrong"})
     assert [(each.backend, each.verdict) for each in found.speeds] == [
         ("reference -> Wrong", "slower"),
@@ -135,23 +135,23 @@ def test_backends_of_two_names_are_compared_as_mapped(compare: Compare, timed: T
         compare(base, new, backends={"reference": "nobody"})
 
 
-def test_two_backends_of_one_run_are_compared_round_by_round(run_of: RunOf, timed: Timed) -> None:
+def test_two_backends_of_one_run_are_compared_round_by_round(run_of: RunOf, rounds_of: Timed) -> None:
     machine = [1e6, 1.4e6, 0.8e6, 1.1e6, 1.5e6, 0.9e6, 1.2e6, 1e6, 1.3e6, 0.85e6]
     slower = [1.1 * time * (1 + 0.001 * (index % 3)) for index, time in enumerate(machine)]
-    both = run_of([*timed(machine, backend="reference"), *timed(slower, backend="fast")])
+    both = run_of([*rounds_of(machine, backend="reference"), *rounds_of(slower, backend="fast")])
     found = compare_runs(both, both, backends={"reference": "fast"})
     assert [each.verdict for each in found.speeds] == ["slower"]
     assert (found.only_base, found.only_new) == ((), ())
-    apart = compare_runs(run_of(timed(machine)), run_of(timed(slower)))
+    apart = compare_runs(run_of(rounds_of(machine)), run_of(rounds_of(slower)))
     assert [each.verdict for each in apart.speeds] == ["cannot tell"]
     with pytest.raises(QuestionError, match="--match OLD=NEW"):
         compare_runs(both, both)
 
 
 def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(
-    run_of: RunOf, timed: Timed, around: Around
+    run_of: RunOf, rounds_of: Timed, around: Around
 ) -> None:
-    both = run_of([*timed(around(1e6)), *timed(around(1.2e6, rounds=8, seed=1), backend="fast")])
+    both = run_of([*rounds_of(around(1e6)), *rounds_of(around(1.2e6, rounds=8, seed=1), backend="fast")])
     (found,) = compare_runs(both, both, backends={"reference": "fast"}).speeds
     assert found.verdict == "slower"
     assert found.noise is not None
@@ -167,7 +167,7 @@ def test_errors_of_a_run_are_warnings(run_of: RunOf, make: Make) -> None:
 
 
 def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
-    whole, cut = run_of([make("passed")]), run_of([make("passed")], is_cut=True)
+    whole, cut = run_of([make("passed")]), run_of([make("passed")], is_complete=False)
     for base, new, side in ((whole, cut, "NEW"), (cut, whole, "BASE")):
         found = compare_runs(base, new)
         assert found.warnings[0].startswith(f"{side} was cut off after 1 record")
@@ -180,11 +180,11 @@ def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
     [({"cpu": "another"}, True), ({"device": "cuda", "device_name": "a GPU"}, True), ({"torch": "2.14.0"}, False)],
 )
 def test_times_of_another_device_are_not_compared_and_outcomes_are(
-    run_of: RunOf, make: Make, timed: Timed, around: Around, changed: dict[str, Any], is_other: bool
+    run_of: RunOf, make: Make, rounds_of: Timed, around: Around, changed: dict[str, Any], is_other: bool
 ) -> None:
-    base = run_of([make("passed"), *timed(around(1e6))])
+    base = run_of([make("passed"), *rounds_of(around(1e6))])
     environment = base.header.environment.model_copy(update=changed)
-    new = run_of([make("failed"), *timed(around(2e6))], environment=environment)
+    new = run_of([make("failed"), *rounds_of(around(2e6))], environment=environment)
     found = compare_runs(base, new)
     (speed,) = found.speeds
     assert (speed.verdict == "cannot tell", "another device" in speed.reason) == (is_other, is_other)

@@ -16,12 +16,15 @@ Timed = Callable[..., list[Record]]
 Around = Callable[..., list[float]]
 
 
-def test_every_field_that_differs_is_listed(run_of: RunOf, timed: Timed, around: Around) -> None:
-    base = run_of(timed(around(1e6, rounds=6)), backends=(_info(features=("sinks", "lse")),))
-    environment = base.header.environment.model_copy(update={"torch": "2.14.0", "git_commit": "abc", "tf32": True})
-    new = run_of(
-        timed(around(1e6, rounds=7)), backends=(_info(version="2", features=("lse",)),), environment=environment, seed=3
+def test_every_field_that_differs_is_listed(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
+    conventions = {"lse_base": "e", "batch_invariant": True}
+    before = _info(features=("sinks", "lse"), conventions=conventions)
+    after = _info(
+        version="2", features=("lse",), conventions=conventions | {"lse_base": "2"}, required_environment={"A": "1"}
     )
+    base = run_of(rounds_of(around(1e6, rounds=6)), backends=(before,))
+    environment = base.header.environment.model_copy(update={"torch": "2.14.0", "git_commit": "abc", "tf32": True})
+    new = run_of(rounds_of(around(1e6, rounds=7)), backends=(after,), environment=environment, seed=3)
     changes = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
     assert changes == {
         "torch": ("2.13.0+cpu", "2.14.0"),
@@ -30,6 +33,8 @@ def test_every_field_that_differs_is_listed(run_of: RunOf, timed: Timed, around:
         "seed": ("0", "3"),
         "rounds": ("6", "7"),
         "reference: version": ("0.1.0", "2"),
+        "reference: lse_base": ("e", "2"),
+        "reference: started with": ("none", "A=1"),
         "reference: features declared on one side only": ("sinks", "none"),
     }
     assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
@@ -39,20 +44,8 @@ def _info(**fields: Any) -> BackendInfo:
     return BackendInfo(**({"name": "reference", "ref": "reference", "version": "0.1.0"} | fields))
 
 
-def test_conventions_and_required_environments_that_differ_are_listed(
-    run_of: RunOf, timed: Timed, around: Around
-) -> None:
-    base = run_of(timed(around(1e6)), backends=(_info(conventions={"lse_base": "e", "batch_invariant": True}),))
-    new = run_of(
-        timed(around(1e6)),
-        backends=(_info(conventions={"lse_base": "2", "batch_invariant": True}, required_environment={"A": "1"}),),
-    )
-    changes = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
-    assert changes == {"reference: lse_base": ("e", "2"), "reference: started with": ("none", "A=1")}
-
-
-def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of: RunOf, timed: Timed, around: Around) -> None:
-    one = run_of(timed(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
+def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
+    one = run_of(rounds_of(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
     assert another_device(one, one.model_copy(update={"cpu": "another", "cores": 64, "driver": "2"})) == ""
     assert another_device(one, one.model_copy(update={"device_name": "A100"})) == "another device: H200 and A100"
     cpu = Environment(**(one.model_dump() | {"device": "cpu", "device_name": one.cpu}))
@@ -79,16 +72,16 @@ def ceilings(rate: float) -> dict[str, Any]:
     ],
 )
 def test_a_machine_that_became_slower_is_warned_of(
-    run_of: RunOf, timed: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], message: str
+    run_of: RunOf, rounds_of: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], message: str
 ) -> None:
-    runs = [run_of(timed(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
+    runs = [run_of(rounds_of(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
     warnings = compare_runs(*runs).warnings
     assert len(warnings) == bool(message)
     assert all(message in warning for warning in warnings)
 
 
 def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
-    run_of: RunOf, timed: Timed, around: Around
+    run_of: RunOf, rounds_of: Timed, around: Around
 ) -> None:
     def of(factors: dict[str, float], seed: int) -> Run:
         return run_of(
@@ -96,7 +89,7 @@ def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
                 record
                 for backend, factor in factors.items()
                 for case in range(4)
-                for record in timed(
+                for record in rounds_of(
                     around(factor * 1e6, spread=0.002, seed=seed + case), case_id=f"c{case}", backend=backend
                 )
             ]
@@ -109,13 +102,13 @@ def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
     assert compare_runs(of({"fast": 1}, 0), of({"fast": 1.06}, 10)).warnings == ()
 
 
-def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, timed: Timed, around: Around) -> None:
+def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, rounds_of: Timed, around: Around) -> None:
     run = run_of(
         [
             record
             for backend, factor in {"reference": 1, "fast": 1.06, "Wrong": 1.07}.items()
             for case in range(4)
-            for record in timed(around(factor * 1e6, seed=case), case_id=f"c{case}", backend=backend)
+            for record in rounds_of(around(factor * 1e6, seed=case), case_id=f"c{case}", backend=backend)
         ]
     )
     found = compare_runs(run, run, backends={"reference": "fast", "fast": "Wrong"})
@@ -138,11 +131,11 @@ def test_other_kernels_of_a_library_are_listed_where_both_runs_have_them(
     new: tuple[str, ...],
     expected: dict[str, tuple[str, str]],
     run_of: RunOf,
-    timed: Timed,
+    rounds_of: Timed,
     around: Around,
 ) -> None:
     def run(kernels: tuple[str, ...]) -> Run:
-        return run_of([record.model_copy(update={"chosen_kernels": kernels}) for record in timed(around(1e6))])
+        return run_of([record.model_copy(update={"chosen_kernels": kernels}) for record in rounds_of(around(1e6))])
 
     changes = compare_runs(run(base), run(new)).environments
     assert {each.field: (each.base, each.new) for each in changes} == expected

@@ -1,7 +1,6 @@
 """A comparison in each text format, whole and in what depends on its runs; `pytest --inline-snapshot=fix -n 0 FILE` writes it again."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,22 +28,22 @@ HOSTILE = "<script>|x`\x1b[2J\n::error title=x::forged\n**bold**"
 
 @pytest.fixture
 def found(
-    run_of: Callable[..., Run], make: Make, timed: Callable[..., list[Record]], around: Callable[..., list[float]]
+    run_of: Callable[..., Run], make: Make, rounds_of: Callable[..., list[Record]], around: Callable[..., list[float]]
 ) -> RunComparison:
     """Times slower, faster, the same and undecided; sinks lost in two cases, one case repaired, one left out."""
     base, new = [], []
     for index, (case, factor, spread) in enumerate(
         [("slow", 1.1, 0.01), ("fast", 0.8, 0.01), ("same", 1.0, 0.01), ("loud", 1.0, 0.2)]
     ):
-        base += timed(around(1e6, spread=spread, seed=index), case_id=case)
-        new += timed(around(factor * 1e6, spread=spread, seed=10 + index), case_id=case)
+        base += rounds_of(around(1e6, spread=spread, seed=index), case_id=case)
+        new += rounds_of(around(factor * 1e6, spread=spread, seed=10 + index), case_id=case)
     for case in ("a", "b"):
         base.append(make("passed", case_id=case))
         new.append(make("unsupported", case_id=case, reasons=["no sinks"]))
     base += [make("failed", case_id="d"), make("passed", case_id="gone")]
     new += [make("passed", case_id="d")]
     runs = [
-        replace(run_of(records, **fields), path=name)
+        run_of(records, path=name, **fields)
         for name, records, fields in (("base.jsonl", base, {}), ("new.jsonl", new, {"seed": 1}))
     ]
     terms = ComparisonTerms(thresholds=parse_thresholds(["5%"], least=0.01))
@@ -175,19 +174,19 @@ def test_github_adds_annotations_to_markdown(found: RunComparison) -> None:
 """)
 
 
-def test_only_what_is_no_luck_has_a_colour(found: RunComparison, compare: Compare, timed: Timed) -> None:
+def test_only_what_is_no_luck_has_a_colour(found: RunComparison, compare: Compare, rounds_of: Timed) -> None:
     text = terminal.render_comparison(found, color=True)
     assert "\033[31mSlower\033[0m" in text
     assert "\033[32mFaster\033[0m" in text
     assert "\033[31mregression\033[0m" in text
-    unclear_alone = compare(timed([1e6] * 3), timed([9e6] * 3))
+    unclear_alone = compare(rounds_of([1e6] * 3), rounds_of([9e6] * 3))
     assert "\033" not in terminal.render_comparison(unclear_alone, color=True)
 
 
-def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: Timed, around: Around) -> None:
+def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, rounds_of: Timed, around: Around) -> None:
     names = [f"{'long-' * 12}{index}" for index in range(20)]
-    base = [record for name in names for record in timed(around(1e6), case_id=name)]
-    new = [record for name in names for record in timed(around(2e6, seed=1), case_id=name)]
+    base = [record for name in names for record in rounds_of(around(1e6), case_id=name)]
+    new = [record for name in names for record in rounds_of(around(2e6, seed=1), case_id=name)]
     text = terminal.render_comparison(compare(base, new))
     assert max(map(len, text.splitlines())) <= 100
     assert sum("long-long" in line for line in text.splitlines()) == SHOWN
@@ -195,9 +194,9 @@ def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: 
     assert all(name in md.render_comparison(compare(base, new)) for name in names)
 
 
-def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:
+def test_slower_within_the_threshold_is_a_warning(compare: Compare, rounds_of: Timed, around: Around) -> None:
     terms = ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))
-    mild = compare(timed(around(1e6)), timed(around(1.1e6, seed=1)), terms=terms)
+    mild = compare(rounds_of(around(1e6)), rounds_of(around(1.1e6, seed=1)), terms=terms)
     (line,) = github.comparison_annotations(mild)
     assert line.startswith("::warning title=1 time slower that --fail-on lets pass::reference, smoke/edge, forward: +")
     assert "fails" in terminal.render_comparison(mild)
@@ -215,12 +214,12 @@ def test_a_summary_keeps_below_what_github_shows(found: RunComparison, monkeypat
 
 
 def test_texts_of_a_backend_are_neither_markup_nor_a_command(
-    compare: Compare, make: Make, timed: Timed, around: Around
+    compare: Compare, make: Make, rounds_of: Timed, around: Around
 ) -> None:
     fields: dict[str, Any] = {"case_id": HOSTILE}
     hostile = compare(
-        [make("passed", case_id="a"), make("passed", **fields), *timed(around(1e6), **fields)],
-        [make("errored", case_id="a", message=HOSTILE), *timed(around(2e6, seed=1), **fields)],
+        [make("passed", case_id="a"), make("passed", **fields), *rounds_of(around(1e6), **fields)],
+        [make("errored", case_id="a", message=HOSTILE), *rounds_of(around(2e6, seed=1), **fields)],
     )
     text = terminal.render_comparison(hostile)
     markdown = md.render_comparison(hostile)
@@ -234,8 +233,8 @@ def test_texts_of_a_backend_are_neither_markup_nor_a_command(
     assert [row.count("|") for row in rows] == [6 + 1, 7 + 1]  # columns of outcomes, of times
 
 
-def test_the_last_line_states_that_all_times_are_too_noisy(compare: Compare, timed: Timed) -> None:
-    nothing = compare(timed([1e6] * 3), timed([9e6] * 3))
+def test_the_last_line_states_that_all_times_are_too_noisy(compare: Compare, rounds_of: Timed) -> None:
+    nothing = compare(rounds_of([1e6] * 3), rounds_of([9e6] * 3))
     assert not nothing.is_regression
     assert closing(nothing).startswith("cannot tell: outcomes as before; 1 time: ALL TOO NOISY TO COMPARE")
     assert power_of(nothing) is None

@@ -14,7 +14,7 @@ from attncheck.reports.comparison.speed_changes import SuiteSpeedChange
 from attncheck.reports.data import comparison_document, runs_document
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.store import Run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "run-files.md").read_text(encoding="utf-8")
@@ -22,9 +22,7 @@ Make = Callable[..., Record]
 
 
 @pytest.fixture
-def run(tmp_path: Path, header: RunHeader, make: Make, write_run: Callable[..., Path]) -> Run:
-    latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 1.9e6, "high_ns": 2.1e6}
-    timing: dict[str, Any] = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
+def run(header: RunHeader, make: Make, timed: Make, run_of: Callable[..., Run]) -> Run:
     probe = {"name": "decode", "level": "UNIFORM_SINGLE_TOKEN_DECODE", "outcome": "failed", "reason": "host read"}
     levels = {"declared": "ALWAYS", "measured": "NEVER", "recorder": "emulated", "probes": [probe]}
     records = (
@@ -32,10 +30,9 @@ def run(tmp_path: Path, header: RunHeader, make: Make, write_run: Callable[..., 
         make("failed", case_id="b", figures={"budget_share": "NaN"}, needs=["sinks"]),
         make("unsupported", case_id="c", check="lse"),
         make("failed", case_id="a", check="cudagraph", figures={}, graph=levels),
-        make("passed", case_id="d", check="timing", figures={}, timing=timing),
+        timed({"forward": 2e6}, case_id="d", figures={}),
     )
-    run_header = header.model_copy(update={"checks": ("numerics", "lse", "cudagraph", "timing")})
-    return read_run(write_run(tmp_path / "run.jsonl", run_header, *records))
+    return run_of(records, backends=header.backends)
 
 
 def keys_of(value: Any, under: str = "") -> Iterator[str]:

@@ -4,7 +4,6 @@ import csv
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from attncheck.reports.data import csv_table
 from attncheck.reports.run_file.records import OUTCOMES, Record
@@ -37,9 +36,7 @@ def test_a_row_for_each_record_of_each_run(write: Write, make: Make) -> None:
     }
 
 
-def test_figures_levels_times_and_causes_have_columns(write: Write, make: Make, graph: Callable[..., Record]) -> None:
-    latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 2e6, "high_ns": 2e6}
-    timing: dict[str, Any] = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
+def test_figures_levels_times_and_causes_have_columns(write: Write, make: Make, timed: Make) -> None:
     (row,) = rows_of(
         write(
             make(
@@ -50,7 +47,8 @@ def test_figures_levels_times_and_causes_have_columns(write: Write, make: Make, 
     )
     assert (row["budget_share"], row["cause"], row["needs"]) == ("18.5", "the window is ignored", "sinks dtype=f")
     assert row["forward_median_ns"] == row["declared_level"] == ""
-    (row,) = rows_of(write(make("passed", timing=timing), name="b.jsonl"))
+    record = timed({"forward": 2e6}).model_copy(update={"check": "numerics"})
+    (row,) = rows_of(write(record, name="b.jsonl"))
     assert (row["forward_median_ns"], row["build_median_ns"]) == ("2000000.0", "")
 
 

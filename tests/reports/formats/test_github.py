@@ -35,19 +35,6 @@ def commands(run: Run) -> list[tuple[str, dict[str, str], str]]:
     return found
 
 
-def test_what_fell_short_is_an_error_with_its_file_and_how_to_repeat_it(make: Make, header: RunHeader) -> None:
-    suites = (header.suites[0], header.suites[1].model_copy(update={"ref": "./tests/my.yaml{cache.block_size: 32}"}))
-    header = header.model_copy(update={"suites": suites})
-    records = (make("failed", suite="mine"), make("errored"), make("passed", check="lse"), make("xfailed", case_id="x"))
-    mine, built_in = commands(run_of(header, *records))
-    assert mine[0] == "error"
-    assert mine[1] == {"file": "tests/my.yaml", "title": "reference: 7 of 40 rows"}
-    extent, first, repeat = mine[2].split("\n")
-    assert (extent, first) == ("1 case, check numerics", "mine/edge: 7 of 40 rows")
-    assert repeat.startswith("repeat: attncheck run --backend reference --suite './tests/my.yaml{")
-    assert built_in[1] == {"title": "reference: RuntimeError in forward: no such kernel"}
-
-
 def test_a_function_of_a_provider_is_an_error(make: Make, header: RunHeader) -> None:
     record = make("failed", suite="utilities", check="utilities", case_id="cdiv", summary="3 of 9 differ")
     ((kind, named, message),) = commands(run_of(header, record))
@@ -80,12 +67,6 @@ def test_no_more_are_printed_than_github_shows(make: Make, header: RunHeader) ->
     many = commands(run_of(header, *failures))
     assert len(many) == 10
     assert many[-1][1]["title"] == "and 3 more"
-
-
-def test_rounds_are_one_annotation(make: Make, header: RunHeader) -> None:
-    records = [make(outcome, check="timing", round=i) for i, outcome in enumerate(("failed", "passed", "failed"))]
-    ((_, _, message),) = commands(run_of(header, *records))
-    assert "\nsmoke/edge: 7 of 40 rows (in 2 of 3 rounds)\n" in message
 
 
 def test_a_run_that_was_cut_off_is_an_error(make: Make, header: RunHeader) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from attncheck.reports import github
 from attncheck.reports.analysis.summary import summarise, worst_rounds
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import RunHeader
@@ -67,7 +68,9 @@ def test_reports_list_a_failure_of_several_rounds_once(make: Make, header: RunHe
     assert text.count("repeat: ") == 1
     assert "  case: smoke/edge, check timing (in 3 of 4 rounds)\n" in text
     assert "\nfailed: 2 backends (1 failed, 1 not examined), 1 case (the worst of 4 rounds counts)" in text
-    page = markdown.render_run(Run("run.jsonl", header, tuple(records)))
+    run = Run("run.jsonl", header, tuple(records))
+    page = markdown.render_run(run)
     assert "- case: smoke/edge, check timing (in 3 of 4 rounds)\n" in page
     assert "- Rounds: 4, each in a process of its own\n" in page
     assert page.count("### reference: ") == 1
+    assert github.annotations([run]).count("smoke/edge: 7 of 40 rows (in 3 of 4 rounds)") == 1

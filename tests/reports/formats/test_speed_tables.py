@@ -83,23 +83,18 @@ def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> No
     )
 
 
-def test_an_empty_column_is_left_out(timed: Build) -> None:
-    (row,) = cells([timed({"forward": 1e6})])
-    assert list(row) == ["case", "part", "backend", "median (ms)", "95% interval", "rounds"]
-
-
 def test_rounds_give_the_mean_of_their_medians_and_their_spread(rounds_of: Rounds) -> None:
-    (row,) = cells(rounds_of("reference", [1e6, 4e6]))
+    (row,) = cells(rounds_of([1e6, 4e6]))
     # The geometric mean of 1 and 4 is 2; ln 4 = 1.386 apart is a deviation of 1.386 / sqrt 2 = 98.0 %.
     assert (row["median (ms)"], row["spread"], row["rounds"]) == ("2.00", "98.0%", "2")
 
 
 def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_of: Rounds) -> None:
     slow = [1.10e6, 1.20e6, 1.15e6, 1.12e6, 1.18e6]
-    apart = cells([*rounds_of("reference", slow), *rounds_of("Wrong", [1.0e6, 1.05e6, 1.02e6, 1.08e6, 1.01e6])])
+    apart = cells([*rounds_of(slow), *rounds_of([1.0e6, 1.05e6, 1.02e6, 1.08e6, 1.01e6], backend="Wrong")])
     assert [row["median (ms)"].endswith("*") for row in apart] == [False, True]
     # One round of the fast one is slower than one of the slow one: it may be luck.
-    touching = cells([*rounds_of("reference", slow), *rounds_of("Wrong", [1.0e6, 1.05e6, 1.02e6, 1.11e6, 1.01e6])])
+    touching = cells([*rounds_of(slow), *rounds_of([1.0e6, 1.05e6, 1.02e6, 1.11e6, 1.01e6], backend="Wrong")])
     assert not any(row["median (ms)"].endswith("*") for row in touching)
 
 
@@ -140,9 +135,9 @@ def test_means_of_different_cases_are_marked_as_no_comparison(timed: Build, timi
 
 def test_the_fastest_of_a_suite_is_determined_by_the_means_of_each_round(rounds_of: Rounds) -> None:
     # In each round one case is slow for Wrong and the other fast: the means of its rounds lie close together.
-    records = [*rounds_of("reference", [2e6] * 5, case_id="a"), *rounds_of("reference", [2e6] * 5, case_id="b")]
-    records += [*rounds_of("Wrong", [1e6, 4e6] * 2 + [2e6], case_id="a")]
-    records += [*rounds_of("Wrong", [3e6, 0.75e6] * 2 + [1.5e6], case_id="b")]
+    records = [*rounds_of([2e6] * 5, case_id="a"), *rounds_of([2e6] * 5, case_id="b")]
+    records += [*rounds_of([1e6, 4e6] * 2 + [2e6], backend="Wrong", case_id="a")]
+    records += [*rounds_of([3e6, 0.75e6] * 2 + [1.5e6], backend="Wrong", case_id="b")]
     (table,) = summary_tables(speeds(records))
     means = [statistics.geometric_mean(pair) for pair in ((1e6, 3e6), (4e6, 0.75e6), (2e6, 1.5e6))]
     assert max(means) < 2e6
@@ -188,14 +183,14 @@ def test_notes_of_timings_that_differ_in_figures_are_listed_once(timed: Build) -
 
 def test_notes_state_the_number_of_rounds_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
     # ln 1.21 - ln 1 = 0.1906 over two rounds is a deviation of 0.1906 / sqrt 2; of the other case it is half that.
-    found = speeds([*rounds_of("reference", [1e6, 1.21e6]), *rounds_of("Wrong", [1e6, 1.1e6])])
+    found = speeds([*rounds_of([1e6, 1.21e6]), *rounds_of([1e6, 1.1e6], backend="Wrong")])
     assert speed_notes(found)[0] == (
         "2 rounds, each in a process of its own; their medians spread by 10.1% as a rule, by 13.5% at most"
     )
     assert speed_notes(found[:1])[0].startswith("2 rounds, ")
-    mixed = speeds([*rounds_of("reference", [1e6, 1.1e6, 1e6]), *rounds_of("Wrong", [1e6, 1.1e6])])
+    mixed = speeds([*rounds_of([1e6, 1.1e6, 1e6]), *rounds_of([1e6, 1.1e6], backend="Wrong")])
     assert speed_notes(mixed)[0].startswith("2 to 3 rounds, ")
-    assert speed_notes(speeds(rounds_of("reference", [1e6])))[0].startswith("one round: ")
+    assert speed_notes(speeds(rounds_of([1e6])))[0].startswith("one round: ")
 
 
 def test_many_cases_are_named_by_a_few(timed: Build) -> None:
@@ -211,12 +206,8 @@ def test_reports_with_times_have_them_and_others_no_word_of_them(
 ) -> None:
     kernels = [{"name": "a|b<c>", "count": 2, "duration_ns": 3000}]
     records = [timed({"forward": 1e6, "build": 2e4}, timing={"kernels": kernels}, case_id="x" * 90)]
-    text = terminal.render(timing_header, records)
-    assert "Speeds in smoke\n\nGeometric means of 1 case timed for every backend:\n" in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(len(line) <= 100 for line in terminal.render(timing_header, records).splitlines())
     page = markdown.render_run(Run("run.jsonl", timing_header, tuple(records)))
-    assert "\n## Speeds\n" in page
-    assert f"\n| {'x' * 90} | forward | reference | 1,000.0 |" in page
     assert "| `a\\|b<c>` | 2 | 3.00 |" in page
     for heading in legend(speed_tables(speeds(records))).split("; "):
         assert heading in page
@@ -245,7 +236,7 @@ def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(
 
 
 def test_a_wrong_answer_has_no_time(rounds_of: Rounds, make: Build, timing_header: RunHeader) -> None:
-    records = rounds_of("Wrong", [1e6, 1e6])
+    records = rounds_of([1e6, 1e6], backend="Wrong")
     records[1] = make("failed", check="timing", round=1, backend="Wrong")
     text = terminal.render(timing_header, records)
     assert "speeds" not in text

@@ -8,7 +8,6 @@ import pytest
 
 from attncheck.reports.html import render_runs
 from attncheck.reports.run_file.header import CaseInfo
-from attncheck.reports.run_file.records import Failed
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -31,7 +30,7 @@ def show(visit: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 def run(timed: Any, run_with: Any, record_of: Any) -> Any:
     """Three backends, eight cases that were timed, and one that failed for the last."""
     failed = record_of(
-        Failed,
+        "failed",
         backend="third",
         case_id="window",
         summary="7 of 40 rows",
