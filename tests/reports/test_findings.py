@@ -385,6 +385,13 @@ def test_an_expected_failure_is_found_by_its_reason(make: Make, header: RunHeade
     assert "issue 5" in stale.title
 
 
+def test_rounds_of_a_check_count_once_by_the_worst(make: Make, header: RunHeader) -> None:
+    header = header.model_copy(update={"rounds": 3, "checks": ("timing",)})
+    records = [make(outcome, check="timing", round=n) for n, outcome in enumerate(("passed", "failed", "crashed"))]
+    (finding,) = findings(records, header)
+    assert [record.outcome for record in finding.records] == ["crashed"]
+
+
 def test_functions_of_providers_are_no_findings(make: Make, header: RunHeader) -> None:
     assert findings([make("failed", suite="utilities", check="utilities")], header) == ()
 
