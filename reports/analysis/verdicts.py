@@ -1,9 +1,9 @@
 """The verdict on each backend of a run: whether it passed, its false claims, and what it could declare.
 
 A false claim is a declared capability that cases which need it disprove: a feature, or a form such as ``head_size=80``.
-A finding concerns a feature if its likely cause names it, or if all its cases need it and passing cases need it too
-rarely for chance. It concerns a form if the form alone separates its cases from the passing ones, of which there are at
-least as many.
+A finding concerns a feature if its likely cause names the feature. It also does if all its cases need the feature, and
+so few others do that chance does not explain it. A finding concerns a form if the form alone separates its cases from
+the passing ones, and at least as many pass.
 """
 
 import math
@@ -96,7 +96,7 @@ def _concerned(finding: Finding, declared: Mapping[str, CountedCase]) -> set[str
 
 
 def _distinctive_features(cases: Collection[str], needs: Mapping[str, frozenset[str]], finding: Finding) -> set[str]:
-    """Return the features that all ``cases`` need, and that other cases need too rarely for chance."""
+    """Return the features that all ``cases`` need, and so few others that chance does not explain it."""
     passing = finding.contrast.right if finding.contrast else 0
     shared = frozenset.intersection(*(needs[case] for case in cases))
     chances: dict[str, float] = {}

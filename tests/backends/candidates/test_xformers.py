@@ -141,7 +141,7 @@ def test_a_call_is_one_operator_of_torch():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretends that a version of xformers is installed; None: that none is."""
+    """Sets the version of xformers that is found; None for none."""
     known = importlib.metadata.version
 
     def pretend(version):
