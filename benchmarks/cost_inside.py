@@ -94,7 +94,7 @@ def examination() -> dict[str, float]:
     """
     from attncheck.backends.registry import load
     from attncheck.cases.loader import load_suite
-    from attncheck.harness.run.evaluation import Examiner, RunPlan
+    from attncheck.harness.run.evaluate import Examiner, RunPlan
     from attncheck.reference.spec import DEFAULT_CHECKS
 
     backend = load("torch_sdpa")
@@ -117,9 +117,8 @@ def examination() -> dict[str, float]:
 
 
 def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
-    from attncheck.harness.driver.forward_calls import forward_calls_of
     from attncheck.harness.driver.session import Session
-    from attncheck.harness.driver.step import make_step
+    from attncheck.harness.driver.step import forward_calls_of, make_step
     from attncheck.harness.problem.problem import build_problem
 
     problem = build_problem(case, 0)

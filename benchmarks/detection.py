@@ -28,8 +28,8 @@ from tabulate import tabulate
 
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.cases.loader import suite_names
-from attncheck.harness.cli.mutant_groups import ExaminedGroup, examine_groups, groups_of
-from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.cli.mutants import ExaminedGroup, examine_groups, groups_of
+from attncheck.harness.cli.options import RunOptions
 from attncheck.reports.run_file.records import FALLEN_SHORT
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def _try_others(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str
 
     from attncheck.errors import BackendUnavailableError
     from attncheck.harness.run.backend_loading import load_backend
-    from attncheck.harness.run.plan import UnavailableBackend
+    from attncheck.harness.run.selection import UnavailableBackend
 
     torch.set_num_threads(1)
     tests = list(other_tests())

@@ -26,11 +26,9 @@ from attncheck import examine
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.harness.checks.timing.clock import clock_for
-from attncheck.harness.checks.timing.device_state import kernels_of
-from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.measurement import measure_overhead
-from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
+from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep, measure_overhead
+from attncheck.harness.checks.timing.clock import clock_for, kernels_of
+from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.run.backend_loading import load_backend

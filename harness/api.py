@@ -28,20 +28,18 @@ from attncheck.errors import (
     SelectionError,
     UnknownNameError,
 )
+from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_loading import load_backend
-from attncheck.harness.run.evaluation import Examiner
-from attncheck.harness.run.plan import UnavailableBackend
+from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
-from attncheck.harness.run.selection import check_timed, select_cases
+from attncheck.harness.run.selection import UnavailableBackend, check_timed, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.process_control import fork_worker
-from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.time_limits import TimeLimits, read_limit
+from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.limits import TimeLimits, WorkerSettings, read_limit
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import fork_worker
 from attncheck.harness.workers.worker import serve, serve_cases
-from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
 from attncheck.reports.document.run_values import RunValues

@@ -23,15 +23,15 @@ from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.backends.registry import FAMILIES, builtin_names, known_names, load
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.harness.checks.cudagraph.probes import probes_of
-from attncheck.harness.checks.timing import neighbours
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing import check
 from attncheck.harness.cli.app import app
-from attncheck.harness.cli.config import KEEP, Config, read_config
-from attncheck.harness.driver.vllm_config import ConfigNode, vllm_config
-from attncheck.harness.problem.memory_estimate import needed_bytes
-from attncheck.harness.run.expectation_file import load_expectations
-from attncheck.harness.workers import warming
-from attncheck.harness.workers.passed_environment import DEFAULT
+from attncheck.harness.cli.options import KEEP, Config, read_config
+from attncheck.harness.driver.construction import ConfigNode, vllm_config
+from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.expectations import load_expectations
+from attncheck.harness.workers import pool as pool_module
+from attncheck.harness.workers.limits import DEFAULT
 from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions
 from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.comparison import significance
@@ -208,7 +208,7 @@ def test_figures_of_times_are_those_of_the_code() -> None:
     assert f"lies within {significance.MARGIN:.0%}".replace("%", " %") in comparing
     assert f"a {1 - significance.FAMILY_LEVEL:.0%} interval".replace("%", " %") in comparing
     assert f"fewer than {significance.MIN_ROUNDS} rounds a side" in comparing
-    assert (FASTEST_ROUNDS, neighbours.TOO_FAST, neighbours.NOTABLE) == (5, 2.0, 1.25)  # stated in words
+    assert (FASTEST_ROUNDS, check.TOO_FAST, check.NOTABLE) == (5, 2.0, 1.25)  # stated in words
 
 
 def test_figures_of_memory_are_those_of_the_suites() -> None:
@@ -223,7 +223,7 @@ def test_figures_of_memory_are_those_of_the_suites() -> None:
     assert round(far.pop("far-elements")) == 8
     assert max(far.values()) < 1
     assert "up to seven more processes" in prose_of("first-gpu-run.md")
-    assert warming._MOST == 8
+    assert pool_module._MOST == 8
     assert set(builtin_names()) <= set(re.findall(r"`(\w+)`", section("first-gpu-run.md", "What it costs")))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from attncheck.backends.registry import builtin_names
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.harness.run.expectations import load_expectations
 from attncheck.harness.run.selection import DEFAULT_SUITES
 from attncheck.reports.run_file.causes import likely_causes, without_figures
 from attncheck.reports.run_file.records import Failed, XFailed

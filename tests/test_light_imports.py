@@ -16,9 +16,9 @@ LIGHT = {
     "from attncheck.cases import loader, schema; [loader.load_suite(n) for n in loader.suite_names()];"
     "schema.json_schema()": {*ARRAYS, "attncheck.backends", "attncheck.harness"},
     "import attncheck.backends.registry as r; r.known_names()": {"torch"},
-    "import attncheck.harness.run.backend_choice as c; c.first_refs([], [])": {"torch"},
-    "import attncheck.harness.workers.worker_process": {*ARRAYS, "pydantic"},
-    "import attncheck.harness.workers.supervisor, attncheck.harness.run.preparation": ARRAYS,
+    "import attncheck.harness.run.preparation as c; c.first_refs([], [])": {"torch"},
+    "import attncheck.harness.workers.process": {*ARRAYS, "pydantic"},
+    "import attncheck.harness.workers.executor, attncheck.harness.run.preparation": ARRAYS,
     "import attncheck.harness.cli.app": {*ARRAYS, "pydantic", "yaml", "rich"},
     "import attncheck.reports.terminal.run, attncheck.reports.markdown.run": ARRAYS,
     "import attncheck.reports.terminal.recommendation": ARRAYS,

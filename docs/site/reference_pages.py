@@ -26,7 +26,7 @@ from attncheck.backends.declarations import required_features
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.schema import json_schema
 from attncheck.harness.cli.app import app
-from attncheck.harness.cli.new import BackendKind, template_files
+from attncheck.harness.cli.show import BackendKind, template_files
 from attncheck.reference import spec
 from attncheck.reference.lazy_exports import homes
 from attncheck.reports.audit.page import render as render_audit

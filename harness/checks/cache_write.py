@@ -1,30 +1,366 @@
-"""``cache_write``: exactly the mapped slots contain exactly the new K/V, byte for byte, and inputs are unchanged.
-
-The whole pool is compared with a copy that a proven codec wrote. A second step writes rows at the limits of their
-dtype, to expose a cache that rounds or clamps. An FP8 cache gets numbers between codes and beyond their range instead;
-every code that correct arithmetic can produce is accepted. The backend's page functions are checked likewise
-(:mod:`attncheck.harness.checks.block_moves`). Cannot see: writes outside the cache's own memory.
-"""
+"""The check ``cache_write``: each new row is stored in its slot, and no other slot changes."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks import block_moves, fp8_write, shared_cache, write_faults
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.dtypes import FP8_DTYPES, cache_dtype
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.fp8_write import Rows
-from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.driver.kv_pool import KVPool, same_bytes
+from attncheck.harness.checks.interface import Check, CheckedCase, Function, call
+from attncheck.harness.checks.numerics import check_numerics
+from attncheck.harness.diagnosis import paging
+from attncheck.harness.driver.construction import construct_builder
+from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import Fill
-from attncheck.harness.problem.float8 import alike, numbers_of
+from attncheck.harness.driver.outputs import observed, placed
+from attncheck.harness.driver.pool import KVPool, flat_bytes, same_bytes
+from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.step import ForwardCall, copied_calls, forward_calls_of, make_step
+from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.signatures import decode
-from attncheck.harness.problem.storage import Storage, key_storage, value_storage
+from attncheck.harness.problem.queries import decode
+from attncheck.harness.problem.storage import (
+    Storage,
+    alike,
+    key_storage,
+    magnitudes,
+    nearest_code,
+    numbers_of,
+    truncated_code,
+    value_storage,
+)
+from attncheck.harness.truth.truth import Truth
+from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
+
+# What correct and faulty writers store in an FP8 cache for numbers that no code represents exactly.
+#
+# The rows lie between codes, at and near ties, beyond the range and below the smallest code; NaN and, in formats
+# without infinities, those are included. A correct kernel divides by the scale or multiplies by its reciprocal, in
+# float32 or wider. The results may differ by one code if the scale is not a power of two; each such code is accepted,
+# no others.
+
+_AT = (0, 1, 2, 7, 8, 9, 24, 37, 51, 60, 77, 90, 101, 110)
+"""Indices of codes; the rows lie between each and the next. Smallest, subnormal, even, odd, small and large ones."""
+
+_ASIDE = 2.0**-7
+"""Relative distance of a near tie from the tie. Larger than the rounding of any activation dtype."""
+
+Rows = tuple[Tensor, Tensor]
+"""Keys and values."""
+
+
+def extreme_rows(rows: Tensor, storage: Storage) -> Tensor:
+    """Return rows of the shape of ``rows`` that expose how a writer rounds.
+
+    Elements for which the cache cannot hold one of the honest codes are 0.
+    """
+    quotients = torch.tensor(list(_quotients(storage.held)), dtype=torch.float64)
+    chosen = quotients.repeat(-(-rows.numel() // len(quotients)))[: rows.numel()].reshape(rows.shape)
+    made = (chosen * storage.scale.double()).to(storage.dtype)
+    is_held = torch.stack([storage.holds(codes) for codes in honest_codes(made, storage)]).all(0)
+    if storage.held != torch.float8_e4m3fn:
+        is_held &= ~torch.isinf(made)  # a number beyond the activation dtype's range became infinite
+    return made.masked_fill(~is_held, 0.0)
+
+
+def _quotients(held: torch.dtype) -> Iterator[float]:
+    """Yield numbers in the scale of the codes, with alternating signs."""
+    numbers = magnitudes(held).tolist()
+    sign = 1.0
+    for low, high in ((numbers[i], numbers[i + 1]) for i in _AT):
+        tie, most = (low + high) / 2, low + 0.8 * (high - low)
+        for number in (tie, tie * (1 + _ASIDE), tie * (1 - _ASIDE), most):
+            yield sign * number
+            sign = -sign
+    limit = numbers[-1]
+    for factor in (1.0, 1.01, 1.04, 1.3, 16.0, 1000.0):
+        yield sign * limit * factor
+        yield -sign * limit * factor
+        sign = -sign
+    yield from (numbers[1] / 64, -numbers[1] / 64)
+    yield torch.nan
+    if held == torch.float8_e4m3fn:
+        yield from (torch.inf, -torch.inf)
+
+
+def honest_codes(rows: Tensor, storage: Storage) -> tuple[Tensor, ...]:
+    """Return the codes (uint8) that correct arithmetic may produce for ``rows``; first the reference's."""
+    scale = storage.scale.to(rows.device)
+    quotients = (rows.float() / scale, rows.float() * (1 / scale), rows.double() / scale.double())
+    return tuple(nearest_code(quotient.double(), storage.held) for quotient in quotients)
+
+
+def honest_rows(rows: Rows, storages: tuple[Storage, Storage]) -> list[Rows]:
+    """Return, for each of the honest codes, rows that the codec stores as those codes."""
+    keys, values = ([s.rows_of(codes) for codes in honest_codes(x, s)] for x, s in zip(rows, storages, strict=True))
+    return list(zip(keys, values, strict=True))
+
+
+def faulty_rows(rows: Rows, storages: tuple[Storage, Storage]) -> Iterator[tuple[str, Rows]]:
+    """Yield (fault of a writer, rows that the codec stores as the faulty writer would store ``rows``)."""
+    key, value = storages
+    both = list(zip(rows, storages, strict=True))
+
+    def scaled(factors: tuple[Tensor, Tensor]) -> Rows:
+        numbers = (x.double() * factor.to(x.device) for x, factor in zip(rows, factors, strict=True))
+        made = [s.rows_of(nearest_code(x, s.held)) for x, s in zip(numbers, storages, strict=True)]
+        return made[0], made[1]
+
+    scales = key.scale.double(), value.scale.double()
+    yield "the scale multiplies what is stored, instead of dividing it", scaled(scales)
+    yield "the scale is left out", scaled((torch.ones(1, 1), torch.ones(1, 1)))
+    yield "k_scale and v_scale are exchanged", scaled((1 / scales[1], 1 / scales[0]))
+    yield "the scale of KV head 0 is used for all heads", scaled((1 / scales[0][:1], 1 / scales[1][:1]))
+    cut = [s.rows_of(truncated_code(x.double() / s.scale.to(x.device).double(), s.held)) for x, s in both]
+    yield "codes are truncated, not rounded to the nearest", (cut[0], cut[1])
+
+
+def is_unsaturated(expected: Tensor, got: Tensor, held: torch.dtype) -> bool:
+    """Return whether every differing code (uint8) should be the largest number and is NaN or infinite."""
+    differs, limit = expected != got, len(magnitudes(held)) - 1
+    is_limit, is_finite = (expected[differs] & 0x7F) == limit, torch.isfinite(numbers_of(got[differs], held))
+    return bool(is_limit.all()) and not bool(is_finite.any())
+
+
+# A layer that reads another layer's cache must not write keys and values passed to it.
+#
+# A model computes keys in every layer by default, and passes them to `forward`. The output must depend on the cache
+# alone, and the cache must not change. A backend may also refuse such keys.
+
+
+def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding:
+    """Run one more step that passes keys; return ``finding`` if they are neither written nor used, or what is wrong.
+
+    Return ``finding`` without a step if the cache update is separate from ``forward``, because such a layer does not
+    call the update; for a latent layer; or if the step takes several forward calls.
+    """
+    problem, backend, pool = session.problem, session.backend, session.pool
+    step = make_step(problem, session.device, session.order, pad_seq_len=backend.conventions.pad_seq_len)
+    calls = forward_calls_of(step, backend.features, session.threshold)
+    if pool is None or len(calls) > 1 or problem.layer.mla is not None or not backend.forward_includes_kv_cache_update:
+        return finding
+    call = _with_keys(copied_calls(calls)[0], problem.keys, problem.values)
+    try:
+        builder = call_backend(
+            "builder", lambda: construct_builder(backend, (problem,), session.device, session.attn_layer)
+        )
+        metadata = call_backend("build", lambda: builder.build(call.common_prefix_len, call.common))
+        kv_cache = pool.filled()
+        before = pool.bytes().clone()
+        buffers = session.layer.output_buffers(problem, call)
+        returned = call_backend(
+            "forward", lambda: session.layer.enter(call, kv_cache, metadata, buffers), session.device
+        )
+    except StageError as failure:
+        raised = failure.raised
+        return finding if raised.is_refusal else replace(raised, stage=f"{raised.stage} with keys for a shared cache")
+    if not same_bytes(before, pool.bytes()):
+        return Broken(
+            "a layer that shares another's cache wrote the keys it was passed",
+            finding.figures,
+            "the layer ignores kv_sharing_target_layer_name: such a layer reads the cache of that layer, "
+            "and writes nothing",
+        )
+    result = session.layer.result_of(call, returned, buffers)
+    seen = observed(placed([result]), step, [result], pool_before=None, pool_after=None, changed=())
+    judged = check_numerics(problem, truth, seen, explains=False)
+    if not isinstance(judged, Broken):
+        return finding
+    return Broken(f"a layer that shares another's cache uses the keys it was passed: {judged.summary}", judged.figures)
+
+
+def _with_keys(call: ForwardCall, keys: Tensor, values: Tensor) -> ForwardCall:
+    """Return the call with a key and a value for each query row, whose values occur nowhere in the cache."""
+    key, value = (torch.full((len(call.query), *rows.shape[1:]), 3.0).to(call.query) for rows in (keys, values))
+    return replace(call, key=key, value=value)
+
+
+# Page functions of a backend: `reshape_and_cache`, `copy_blocks` and `swap_blocks`, if it offers them.
+#
+# Part of `cache_write`. The caches have the case's page size, heads, layout and dtype, with gaps between pages if the
+# case has strided views. Exactly the named pages must change, to exactly the right contents; all memory is compared
+# byte for byte. A source may be named twice, a destination not, and no page is both. Cannot see: pools too large to
+# compare.
+
+NAMES = ("reshape_and_cache", "copy_blocks", "swap_blocks")
+
+_BLOCKS = 13
+_PAIRS = 5
+_SOURCES = 3
+_SPARE = 32
+"""Elements between two consecutive pages."""
+
+_K_SCALE, _V_SCALE = 0.5, 0.25
+"""Powers of two, so that division and multiplication by the inverse agree. A cache of floats ignores them."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One call: its tensors, which of them it may write, the backend's function and the reference's function."""
+
+    name: str
+    arguments: Mapping[str, Tensor]
+    written: tuple[str, ...]
+    function: Function
+    right: Function
+
+
+def check_block_moves(
+    problem: Problem, backend: type[AttentionBackend], device: torch.device, first: Finding
+) -> Finding:
+    """Return ``first``, or what is wrong with the first page function of the backend that does not do as specified."""
+    offered = call_backend("functions", backend.functions)
+    for question in _questions(problem, offered, device):
+        wrong = _judge(question)
+        if wrong is not None:
+            return wrong
+    return first
+
+
+def _questions(problem: Problem, offered: Mapping[str, Function], device: torch.device) -> Iterator[_Question]:
+    stream = RandomStream(problem.seed, problem.case.hash, "block moves")
+    for name in NAMES:
+        if name not in offered:
+            continue
+        function = offered[name]
+        if name == "reshape_and_cache":
+            yield _writing(problem, stream, device, function)
+        elif name == "copy_blocks":
+            yield _copying(problem, stream, device, function)
+        else:
+            places = [(device, device)]
+            if device.type != "cpu":  # the purpose of swap_blocks: moving pages to the host and back
+                places += [(device, torch.device("cpu")), (torch.device("cpu"), device)]
+            for source, destination in places:
+                yield _swapping(problem, stream, (source, destination), function)
+
+
+def _writing(problem: Problem, stream: RandomStream, device: torch.device, function: Function) -> _Question:
+    layer, cache = problem.layer, problem.cache
+    count = min(24, _BLOCKS * cache.block_size - 1)
+    slots = stream.permutation(_BLOCKS * cache.block_size)[:count]
+    slots[1::4] = -1
+    rows = {  # two more rows than slots, as in a padded batch
+        name: stream.uniform(count + 2, layer.num_kv_heads, size).to(problem.dtype).to(device)
+        for name, size in (("key", layer.head_size), ("value", layer.value_head_size))
+    }
+    caches = {name: _codes(tensor, cache.kv_cache_dtype) for name, tensor in _caches(problem, stream, device).items()}
+    given = {"k_scale": torch.tensor(_K_SCALE, device=device), "v_scale": torch.tensor(_V_SCALE, device=device)}
+    return _Question(
+        "reshape_and_cache",
+        {**rows, **caches, "slot_mapping": slots.to(device)},
+        tuple(caches),
+        lambda *arguments: function(*arguments, **given),
+        lambda *arguments: reshape_and_cache(*arguments, k_scale=_K_SCALE, v_scale=_V_SCALE),
+    )
+
+
+def _copying(problem: Problem, stream: RandomStream, device: torch.device, function: Function) -> _Question:
+    caches = _caches(problem, stream, device)
+    mapping = _pairs(stream).to(device)
+    return _Question(
+        "copy_blocks",
+        {**caches, "mapping": mapping},
+        tuple(caches),
+        lambda key, value, pairs: function([key, value], pairs),
+        lambda key, value, pairs: copy_blocks([key, value], pairs),
+    )
+
+
+def _swapping(
+    problem: Problem, stream: RandomStream, places: tuple[torch.device, torch.device], function: Function
+) -> _Question:
+    source, destination = (_caches(problem, stream, place)["key_cache"] for place in places)
+    # Pairs are on the host, where code that moves pages between devices needs them.
+    arguments = {"src": source, "dst": destination, "mapping": _pairs(stream)}
+    return _Question("swap_blocks", arguments, ("dst",), function, swap_blocks)
+
+
+def _judge(question: _Question) -> Broken | None:
+    expected = {name: _twin(tensor) for name, tensor in question.arguments.items()}
+    question.right(*expected.values())
+    _, changed = call(question.name, question.function, question.arguments, {}, *question.written)
+    if changed:
+        return Broken(f"{question.name} changed its argument {' and '.join(changed)}")
+    for name in question.written:
+        got, right = question.arguments[name], expected[name]
+        if torch.equal(flat_bytes(got), flat_bytes(right)):
+            continue
+        wrong = [block for block in range(len(got)) if not torch.equal(_bytes(got[block]), _bytes(right[block]))]
+        if not wrong:
+            return Broken(f"{question.name} wrote between the pages of {name}")
+        return Broken(
+            f"{question.name}: {len(wrong)} of {len(got)} pages of {name} are wrong, the first is page {wrong[0]}",
+            {"pages_wrong": len(wrong)},
+            _meaning(question, wrong),
+        )
+    return None
+
+
+def _meaning(question: _Question, wrong: Sequence[int]) -> str | None:
+    mapping = question.arguments.get("mapping")
+    if mapping is None:
+        return None
+    destinations = set(mapping[:, 1].tolist())
+    if set(wrong) == destinations:
+        return "no page was written as block_mapping requires"
+    if not set(wrong) <= destinations:
+        return "pages were written that no pair names as a destination"
+    return None
+
+
+def _pairs(stream: RandomStream) -> Tensor:
+    """Return pairs (source, destination). Sources repeat, destinations do not, and no page is both.
+
+    The first and the last page are neither.
+    """
+    pages = stream.permutation(_BLOCKS - 2) + 1
+    return torch.stack([pages[torch.arange(_PAIRS) % _SOURCES], pages[_SOURCES : _SOURCES + _PAIRS]], dim=1)
+
+
+def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dict[str, Tensor]:
+    """Return filled key and value caches ``[NB, BS, Hkv, size]`` in the memory order of the case's layout."""
+    layer, cache = problem.layer, problem.cache
+    dtype, spare = cache_dtype(layer, cache), _SPARE if "views" in problem.inputs else 0
+    made = {}
+    for name, size in (("key_cache", layer.head_size), ("value_cache", layer.value_head_size)):
+        shape = (cache.block_size, layer.num_kv_heads, size)
+        if cache.layout == "HND":
+            shape = (shape[1], shape[0], size)
+        page = shape[0] * shape[1] * size
+        numbers = stream.int8(_BLOCKS, page + spare)
+        memory = (numbers.view(dtype) if dtype == torch.uint8 else (numbers.double() / 64).to(dtype)).to(device)
+        pages = memory[:, :page].unflatten(1, shape)
+        made[name] = pages.transpose(1, 2) if cache.layout == "HND" else pages
+    return made
+
+
+def _codes(cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """Return FP8 codes (uint8) as a view of the FP8 dtype, so that the dtype states their format."""
+    return cache.view(FP8_DTYPES[kv_cache_dtype]) if kv_cache_dtype in FP8_DTYPES else cache
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape, strides and dtype over a copy of the whole storage."""
+    memory = flat_bytes(tensor).clone()
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+# `cache_write`: exactly the mapped slots contain exactly the new K/V, byte for byte, and inputs are unchanged.
+#
+# The whole pool is compared with a copy that a proven codec wrote. A second step writes rows at the limits of their
+# dtype, to expose a cache that rounds or clamps. An FP8 cache gets numbers between codes and beyond their range
+# instead; every code that correct arithmetic can produce is accepted. The backend's page functions are checked likewise
+# (:mod:`attncheck.harness.checks.cache_write`). Cannot see: writes outside the cache's own memory.
 
 _NAMED = 4
 """Most wrong slots described in a finding."""
@@ -51,7 +387,7 @@ def check_cache_write(problem: Problem, session: Session, seen: Observation) -> 
         finding = replace(finding, details=(*finding.details, pool.note))
     if isinstance(finding, Broken | Raised) or pool is None:
         return finding
-    return block_moves.check_block_moves(problem, session.backend, session.device, finding)
+    return check_block_moves(problem, session.backend, session.device, finding)
 
 
 def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Finding:
@@ -68,8 +404,8 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
         return finding
     storages = _storages(problem)
     if storages[0].is_fp8:
-        rows = fp8_write.extreme_rows(problem.keys, storages[0]), fp8_write.extreme_rows(problem.values, storages[1])
-        honest, name = fp8_write.honest_rows(rows, storages), "that no code stands for"
+        rows = extreme_rows(problem.keys, storages[0]), extreme_rows(problem.values, storages[1])
+        honest, name = honest_rows(rows, storages), "that no code stands for"
     else:
         rows = _extreme(problem.keys), _extreme(problem.values)
         honest, name = [rows], f"at the limits of {problem.layer.dtype}"
@@ -122,7 +458,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         problem, pool, rows, (before, expected, seen.pool_after)
     )
     if meaning is None and held.itemsize == 1:
-        guesses = ((text, after(stored)) for text, stored in fp8_write.faulty_rows(rows, _storages(problem)))
+        guesses = ((text, after(stored)) for text, stored in faulty_rows(rows, _storages(problem)))
         meaning = _coding_fault(expected, seen.pool_after, held, guesses)
     if meaning is None:
         meaning = _stray_rows(wrong, slots)
@@ -143,7 +479,7 @@ def _coding_fault(
     faults = ["NaN is stored as a number"] if bool(is_lost.any()) else []
     if not bool(differs.any()):
         return "; ".join(faults) or None
-    if fp8_write.is_unsaturated(expected[~is_lost], got[~is_lost], held):
+    if is_unsaturated(expected[~is_lost], got[~is_lost], held):
         return "; ".join(["numbers beyond the range of the format become NaN or Inf; they have to saturate", *faults])
     for meaning, image in guesses:
         if float((alike(image, held) == got)[differs].double().mean()) >= _EXPLAINED:
@@ -217,11 +553,11 @@ def _fault_of_writer(problem: Problem, pool: KVPool, rows: Rows, images: tuple[T
     if not len(new) or got.numel() > _MOST_BYTES:
         return None
     keys, values = pool.read_image(before, new.to(got.device))
-    for meaning, written, slots in write_faults.faulty_writes(problem, rows, (keys, values)):
+    for meaning, written, slots in paging.faulty_writes(problem, rows, (keys, values)):
         image = before.clone()
         kept = slots >= 0
         pool.write_image(image, slots[kept], *(part[kept.to(part.device)] for part in written))
-        if write_faults.explains(expected, got, image):
+        if paging.explains(expected, got, image):
             return meaning
     return None
 
@@ -230,11 +566,11 @@ def _check(case: CheckedCase) -> Finding:
     session, seen = case.first_step()
     finding = check_cache_write(case.problem, session, seen)
     if isinstance(finding, Holds) and case.problem.writes_nothing:
-        return shared_cache.check_handed_keys(session, case.truth, finding)
+        return check_handed_keys(session, case.truth, finding)
     if isinstance(finding, NotExamined) and seen.changed:
         changed = f"inputs were changed: {', '.join(seen.changed)}"
         return Broken(changed, meaning=changed + _CHANGED, details=finding.reasons)
     return finding
 
 
-CHECK = Check(_check)
+CHECKS = {"cache_write": Check(_check)}

@@ -9,23 +9,33 @@ from pathlib import Path
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.cases.model import Case
-from attncheck.harness.checks.dump import dump_case
 from attncheck.harness.checks.findings import Finding, NotExamined
-from attncheck.harness.checks.interface import Check, CheckedCase
+from attncheck.harness.checks.interface import Check, CheckedCase, dump_case
 from attncheck.reference.spec import BACKEND_CHECKS
+
+_PLACES = {
+    "builder": "builder",
+    "cache_write": "cache_write",
+    "containment": "containment",
+    "cudagraph": "cudagraph.check",
+    "determinism": "numerics",
+    "features": "refusals",
+    "invariance": "invariance",
+    "lse": "numerics",
+    "numerics": "numerics",
+    "refusals": "refusals",
+    "streams": "streams",
+    "timing": "timing.check",
+}
+"""By check: its module in ``harness/checks``, which holds it as ``CHECKS[name]``."""
 
 
 def find_check(name: str) -> Check:
-    """Return ``CHECK`` from ``harness/checks/<name>.py``, or from ``<name>/check.py`` if ``<name>`` is a folder.
-
-    Raise ValueError if no check has that name.
-    """
-    if name not in BACKEND_CHECKS:
+    """Return the check with this name. Raise ValueError if no check has it."""
+    if name not in _PLACES:
         raise ValueError(f"check {name!r} has no examiner; known: {', '.join(BACKEND_CHECKS)}")
-    module = import_module(f"attncheck.harness.checks.{name}")
-    if hasattr(module, "__path__"):
-        module = import_module(f"attncheck.harness.checks.{name}.check")
-    check: Check = module.CHECK
+    module = import_module(f"attncheck.harness.checks.{_PLACES[name]}")
+    check: Check = module.CHECKS[name]
     return check
 
 
@@ -37,7 +47,7 @@ def import_checks(checks: Iterable[str] = BACKEND_CHECKS, *, functions: bool = T
     for check in checks:
         find_check(check)
     if functions:
-        import_module("attncheck.harness.checks.functions.check")
+        import_module("attncheck.harness.checks.functions")
 
 
 def not_applicable(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:

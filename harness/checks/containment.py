@@ -20,9 +20,8 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import differing_rows, output_shares, summarize
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.output_buffers import CANARY
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import Fill
+from attncheck.harness.driver.outputs import CANARY
+from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.truth import Truth
@@ -278,4 +277,4 @@ def _check(case: CheckedCase) -> Finding:
     return check_containment(case.problem, case.truth, *case.first_step())
 
 
-CHECK = Check(_check)
+CHECKS = {"containment": Check(_check)}

@@ -1,25 +1,33 @@
-"""What a check is, and what it receives. Start here to add a check.
+"""The interface of a check, the calls of functions that a backend offers, and dumps of failing cases."""
 
-A check is one row of ``CHECKS`` in ``reference/spec.py`` plus one module here with the row's name. The row sits
-there because case files, the schema and ``list`` need it without importing the harness. Everything that only the
-harness needs is in the module's ``CHECK``.
-"""
-
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.harness.checks.findings import Finding, NotExamined
-from attncheck.harness.driver.foreign_code import StageError
+from attncheck.errors import InternalError
+from attncheck.harness.checks.findings import Broken, Finding, NotExamined
+from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.unpaged import Budget, share_of_budget
+
+# What a check is, and what it receives. Start here to add a check.
+#
+# A check is one row of `CHECKS` in `reference/spec.py` plus one module here with the row's name. The row sits there
+# because case files, the schema and `list` need it without importing the harness. Everything that only the harness
+# needs is in the module's `CHECK`.
 
 T = TypeVar("T")
 
@@ -113,3 +121,168 @@ class Check:
     run: Callable[[CheckedCase], Finding]
     not_applicable: Callable[[Case, frozenset[str]], NotExamined | None] = _always_applies
     tries_undeclared: bool = False
+
+
+# Call functions that a backend offers, validate what they return, and detect poison that reaches it.
+
+Function = Callable[..., Any]
+
+_Answer = TypeVar("_Answer")
+_Fill = TypeVar("_Fill")
+
+
+class FormError(InternalError):
+    """A result that is not a tensor of the right shape, dtype and device. ``finding`` describes it."""
+
+    def __init__(self, finding: Broken) -> None:
+        self.finding = finding
+        super().__init__(finding.summary)
+
+
+def call(
+    name: str, function: Function, arguments: Mapping[str, Tensor | None], options: Mapping[str, object], *written: str
+) -> tuple[object, tuple[str, ...]]:
+    """Return what ``function`` returns, and the names of the arguments whose memory it changed.
+
+    ``arguments`` are passed by position, ``options`` by keyword. The memory around a view counts as part of it.
+    Arguments named in ``written`` may change. Raise StageError, under the function's name, if the function raises.
+    """
+    watched = {key: value for key, value in arguments.items() if value is not None and key not in written}
+    before = {key: flat_bytes(tensor).clone() for key, tensor in watched.items()}
+
+    def enter() -> object:
+        # Detached aliases, so that the function cannot change attributes of our tensor objects.
+        given = [value if value is None else value.detach() for value in arguments.values()]
+        with torch.no_grad():
+            return function(*given, **options)
+
+    devices = [value.device for value in arguments.values() if value is not None]
+    returned = call_backend(name, enter, devices[0] if devices else None)
+    return returned, tuple(key for key, tensor in watched.items() if not torch.equal(flat_bytes(tensor), before[key]))
+
+
+def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``value`` in float64, if it is a tensor of the shape and device of ``like``.
+
+    Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FormError.
+    """
+    if not isinstance(value, Tensor):
+        raise FormError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
+    dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
+    *most, last = (str(wide).removeprefix("torch.") for wide in dtypes)
+    allowed = f"{', '.join(most)} or {last}"
+    facts: tuple[tuple[str, object, object, bool], ...] = (
+        ("shape", tuple(value.shape), tuple(like.shape), value.shape == like.shape),
+        ("device", value.device, like.device, value.device == like.device),
+        ("dtype", str(value.dtype).removeprefix("torch."), allowed, value.dtype in dtypes),
+    )
+    for fact, got, wanted, fits in facts:
+        if not fits:
+            raise FormError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
+    return value.double()
+
+
+def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -> bool:
+    """Return whether ``got`` equals ``answer`` in every row and head, up to the budget or the rounding to ``dtype``.
+
+    Both are float64 ``[T, H, Dv]``. ``budget`` is that of the truth; a wrong ``answer`` may be much larger than the
+    truth, so an error of twice the machine epsilon of ``dtype`` relative to ``answer`` is allowed as well.
+    """
+    error = torch.linalg.vector_norm(got - answer, dim=-1)
+    rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
+    return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
+
+
+class Poisoning(Generic[_Answer, _Fill]):
+    """Calls of one function on one input, with and without poison, compared bit for bit.
+
+    ``call(None)`` is the clean call, and ``first`` its result. ``moved`` returns bool, one per row: where two results
+    differ in any bit. ``wrong`` does so where a result is outside the budget. A function that is not deterministic on
+    equal input is compared within the budget instead.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[_Fill | None], _Answer],
+        first: _Answer,
+        moved: Callable[[_Answer, _Answer], Tensor],
+        wrong: Callable[[_Answer], Tensor],
+    ) -> None:
+        self._call, self._first, self._moved, self._wrong = call, first, moved, wrong
+        self.bitwise = not bool(moved(first, call(None)).any())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on how results were compared. Empty if bit for bit."""
+        if self.bitwise:
+            return ()
+        return ("compared within the allowed error: equal input gives different bits",)
+
+    def reached(self, fill: _Fill) -> Tensor:
+        """Return bool, one per row: where ``fill`` changes the result twice while the clean result stays the same.
+
+        Compare within the budget instead if the clean result changes.
+        """
+        answer = self._call(fill)
+        if self.bitwise:
+            rows = self._moved(self._first, answer)
+            if not bool(rows.any()):
+                return rows
+            if not bool(self._moved(self._first, self._call(None)).any()):
+                return rows & self._moved(self._first, self._call(fill))
+            self.bitwise = False
+        return self._wrong(answer) & ~self._wrong(self._first)
+
+
+# Write a failing case to one file of plain tensors, which `torch.load(path, weights_only=True)` reads.
+
+
+def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | Raised | None) -> Path:
+    """Write inputs, truth, budget and the backend's output to a file, and return its path. Replace an older dump."""
+    content: dict[str, Tensor | int | None] = {
+        "query": problem.query,
+        "keys": problem.keys,
+        "values": problem.values,
+        **_weights(problem),
+        "cu_seqlens_q": problem.cu_seqlens_q,
+        "cu_seqlens_k": problem.cu_seqlens_k,
+        "block_table": problem.block_table,
+        "key_slots": problem.key_slots,
+        "block_size": problem.cache.block_size,
+        "truth": truth.out.cpu(),
+        "truth_lse": truth.lse.cpu(),
+        "budget_norm": truth.budget.norm.cpu(),
+        "budget_peak": truth.budget.peak.cpu(),
+        "budget_lse": truth.budget.lse.cpu(),
+    }
+    if isinstance(seen, Observation):
+        content["output"] = seen.output.cpu()
+        content["lse"] = None if seen.lse is None else seen.lse.cpu()
+    return dump_tensors(folder, problem.case, problem.seed, backend, content)
+
+
+def _weights(problem: Problem) -> dict[str, Tensor]:
+    """Return ``W_UK`` and ``W_UV``, which turn latent rows into keys and values. Empty for a layer without them."""
+    weights = problem.up_projections
+    return {} if weights is None else {"w_uk": weights.w_uk, "w_uv": weights.w_uv}
+
+
+def dump_tensors(folder: Path, case: Case, seed: int, backend: str, content: Mapping[str, Tensor | int | None]) -> Path:
+    """Write ``content``, with its tensors on the CPU, and what identifies the case; return the path of the file.
+
+    Raise OSError if the file cannot be written, leaving no partial file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.:-]", "_", backend)  # the reference of a class in a file contains slashes
+    path = folder / f"{case.suite}.{case.id}.{name}.seed{seed}.pt"
+    named: dict[str, object] = {"case": case.key, "case_hash": case.hash, "seed": seed}
+    # Saving a view would save its entire storage.
+    plain = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in content.items()}
+    written = BytesIO()  # torch.save hides the cause of an OSError if it writes to a path or file itself
+    torch.save(named | plain, written)
+    try:
+        path.write_bytes(written.getbuffer())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return path

@@ -1,29 +1,34 @@
-"""``numerics``: in the first step, each real output row of each head is within the error budget around the truth.
-
-Cannot see: errors below the rounding of the layer's dtype, keys whose weight is below it, and errors of later steps.
-"""
+"""The checks ``numerics``, ``lse`` and ``determinism``: output and log-sum-exp against the float64 truth."""
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.backends.conventions import Conventions
+from attncheck.cases.model import Case
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.driver.kv_pool import same_bytes
-from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.output_buffers import still_unwritten
-from attncheck.harness.problem.output_quantisation import output_error, output_values
+from attncheck.harness.diagnosis.explain import concerned_features, explain, explain_lse, faults_tried
+from attncheck.harness.diagnosis.fitted import places
+from attncheck.harness.diagnosis.scores import lse_explanations
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.outputs import still_unwritten
+from attncheck.harness.driver.pool import same_bytes
+from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.truth.explain import concerned_features, explain, faults_tried
-from attncheck.harness.truth.tolerance import share_of_budget
-from attncheck.harness.truth.truth import Truth
-from attncheck.harness.truth.truth_device import truth_notes
-from attncheck.harness.truth.wrong_rows import places
+from attncheck.harness.problem.storage import output_error, output_values
+from attncheck.harness.truth.truth import Truth, truth_notes
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reports.run_file.causes import likely_causes, without_figures
+
+# `numerics`: in the first step, each real output row of each head is within the error budget around the truth.
+#
+# Cannot see: errors below the rounding of the layer's dtype, keys whose weight is below it, and errors of later steps.
 
 
 class NamesRows(Protocol):
@@ -213,7 +218,7 @@ def _abridged(numbers: list[int]) -> str:
     return shown if len(numbers) <= 4 else f"{shown}, ... ({len(numbers)} in all)"
 
 
-def _check(case: CheckedCase) -> Finding:
+def _check_numerics(case: CheckedCase) -> Finding:
     session, seen = case.first_step()
     causes = causes_of(case)
     finding = check_numerics(case.problem, case.truth, seen, causes)
@@ -226,4 +231,170 @@ def _check(case: CheckedCase) -> Finding:
     return replace(finding, chosen_kernels=session.chosen_kernels)
 
 
-CHECK = Check(_check)
+# `lse`: the log-sum-exp of each row is right, in natural logarithm, and -inf exactly for rows that see no key.
+#
+# Cannot see: whether the backend uses the same LSE when it merges partial results itself. The finding depends only on
+# the problem, the truth, the observation and the backend's declared conventions.
+
+
+def check_lse(
+    problem: Problem,
+    truth: Truth,
+    seen: Observation,
+    conventions: Conventions,
+    *,
+    is_output_explained: bool = False,
+) -> Finding:
+    """Judge the LSE of one step. ``is_output_explained``: as in :class:`CheckedCase`."""
+    if seen.lse is None:
+        return NotExamined(("lse is not declared",))
+    got = comparable_lse(problem, seen, conventions)
+    if got is None:
+        return NotExamined(("ALiBi measured from elsewhere together with sinks: the LSE has no common meaning",))
+    shares = lse_shares(got, truth.lse, truth.budget.lse)
+    worst = float(shares.max()) if shares.numel() else 0.0
+    figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
+    rows = [] if seen.lse_unwritten is None else seen.lse_unwritten.nonzero().flatten().tolist()
+    if rows:
+        return Broken(
+            f"{len(rows)} of {len(shares)} rows were never written, or only added to, the first is row {rows[0]} "
+            f"({problem.row_name(rows[0])})",
+            figures,
+        )
+    if not bool((shares > 1).any()):
+        return Holds(figures)
+    return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got, is_output_explained))
+
+
+def comparable_lse(problem: Problem, seen: Observation, conventions: Conventions) -> Tensor | None:
+    """Return the LSE of a step's real rows, converted to the truth's conventions, float64 ``[T, H]``.
+
+    Return None if the backend returns no LSE, or one that cannot be converted: sinks together with an ALiBi bias that
+    is not measured from the query.
+    """
+    shifted = conventions.alibi_reference != "query" and problem.layer.alibi_slopes is not None
+    if seen.lse is None or (shifted and problem.layer.sink_logits is not None):
+        return None
+    got = seen.lse[: len(seen.position)].double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
+    return got - _alibi_shift(problem, conventions, seen).to(got.device) if shifted else got
+
+
+def lse_shares(got: Tensor, lse: Tensor, allowed: Tensor) -> Tensor:
+    """Return the error in budgets, float64 ``[T, H]``. Infinite where one of the two is -inf alone, or ``got`` is NaN.
+
+    ``lse``: the right values. ``allowed``: the budget around them.
+    """
+    empty = torch.isneginf(lse)
+    error = torch.where(empty, torch.zeros_like(got), got - lse).abs()
+    shares = torch.where(error == 0, torch.zeros_like(error), error / allowed)
+    shares = torch.where(empty & ~torch.isneginf(got), torch.full_like(shares, math.inf), shares)
+    return torch.nan_to_num(shares, nan=math.inf, posinf=math.inf)
+
+
+def _alibi_shift(problem: Problem, conventions: Conventions, seen: Observation) -> Tensor:
+    """Return how much larger the LSE is if the bias is measured from position 0 or the request's first new row."""
+    slopes = torch.tensor(problem.layer.alibi_slopes, dtype=torch.float64)
+    distance = seen.nth if conventions.alibi_reference == "context" else seen.position
+    return distance.double()[:, None] * slopes
+
+
+def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor, is_output_explained: bool) -> str | None:
+    wrong = lse_shares(got, truth.lse, truth.budget.lse) > 1
+    if bool((torch.isneginf(truth.lse) & ~torch.isneginf(got))[wrong].all()):
+        return "a row that sees nothing must have -inf"
+    output_holds = not bool((output_shares(truth, seen) > 1).any())
+    others = lse_explanations(truth, got, output_holds=output_holds)
+    tries_faults = output_holds or not is_output_explained
+    return explain_lse(problem, truth, got, others, output_holds=output_holds, tries_faults=tries_faults)
+
+
+def _check_lse(case: CheckedCase) -> Finding:
+    _, seen = case.first_step()
+    conventions, is_output_explained = case.backend.conventions, case.is_output_explained
+    return check_lse(case.problem, case.truth, seen, conventions, is_output_explained=is_output_explained)
+
+
+def _not_applicable(_case: Case, features: frozenset[str]) -> NotExamined | None:
+    return None if "lse" in features else NotExamined(("feature 'lse' is not declared",))
+
+
+# `determinism`: the same input gives the same bits of output, LSE and cache, on the same impl and on a new one.
+#
+# A backend that declares `deterministic=False` must stay within the budget instead. Cannot see: differences between
+# processes or machines, and randomness that happens to repeat in these steps.
+
+_ROUNDING = (
+    "equal inputs give different bits: probably the order of sums varies; a race, or memory that is read before it is "
+    "written, can do the same; declare deterministic=False only if the difference is intended"
+)
+_BEYOND_ROUNDING = (
+    "equal inputs give different outputs: memory is read before it is written, a call leaves state behind, or threads "
+    "race"
+)
+
+
+def check_determinism(problem: Problem, truth: Truth, session: Session, first: Observation) -> Finding:
+    """Compare two more steps of the same problem with ``first``: one on the same impl, one on a new impl."""
+    conventions = session.backend.conventions
+    exact = conventions.deterministic
+    right = (output_shares(truth, first) <= 1).all(dim=1)
+    for how, again in _repeats(problem, session):
+        if isinstance(again, Raised):
+            return again
+        for name, moved, sizes in _moved_rows(truth, first, again, right, conventions):
+            if bool(moved.any()):
+                row, count, size = int(moved.nonzero()[0]), int(moved.sum()), float(sizes[moved].max())
+                kind, what = ("have other bits", "difference") if exact else ("exceed the allowed error", "error")
+                place = f"the first is row {row} ({problem.row_name(row)})"
+                amount = "NaN or infinite" if size == math.inf else f"{size:.3g} times the allowed error"
+                summary = (
+                    f"{count} of {len(moved)} rows of the {name} {kind}, {place}, {how}; the largest {what} is {amount}"
+                )
+                return Broken(summary, {"rows_moved": count}, _BEYOND_ROUNDING if size > 1 else _ROUNDING)
+        was, now = first.pool_after, again.pool_after
+        if was is not None and now is not None and not same_bytes(was, now):
+            return Broken(f"the cache holds other bytes, {how}", meaning=_BEYOND_ROUNDING)
+    notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
+    return Holds({"rows": len(right), "repeats": 2, "bitwise": int(exact)}, notes)
+
+
+def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation | Raised]]:
+    yield "when the step is repeated on the same impl", session.run()
+    new = Session(session.backend, problem, session.device, pool=session.pool)
+    yield "when the step is repeated on a new impl and builder", new.run()
+
+
+def _moved_rows(
+    truth: Truth, first: Observation, again: Observation, right: Tensor, conventions: Conventions
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name, changed rows bool ``[T]``, changes ``[T, H]`` in budgets) of output and LSE.
+
+    If the backend is not deterministic: of the output only, with the errors instead of the changes.
+    """
+    if not conventions.deterministic:
+        shares = output_shares(truth, again)
+        yield "output", right & (shares > 1).any(dim=1), shares
+        return
+    was, now = (output_values(seen.output[: len(right)], truth.codes) for seen in (first, again))
+    moved = differing_rows(first.output[: len(right)], again.output[: len(right)])
+    yield "output", moved, share_of_budget(_change(was, now), truth.budget)
+    if first.lse is not None and again.lse is not None:
+        was, now = first.lse[: len(right)].double(), again.lse[: len(right)].double()
+        change = _change(was, now) * (math.log(2) if conventions.lse_base == "2" else 1.0)
+        yield "LSE", differing_rows(was, now), lse_shares(change, torch.zeros_like(change), truth.budget.lse)
+
+
+def _change(was: Tensor, now: Tensor) -> Tensor:
+    """Return ``now`` minus ``was``, with 0 where both are the same infinity or NaN."""
+    return (now - was).masked_fill((now == was) | (torch.isnan(now) & torch.isnan(was)), 0.0)
+
+
+def _check_determinism(case: CheckedCase) -> Finding:
+    return check_determinism(case.problem, case.truth, *case.first_step())
+
+
+CHECKS = {
+    "numerics": Check(_check_numerics),
+    "lse": Check(_check_lse, _not_applicable),
+    "determinism": Check(_check_determinism),
+}

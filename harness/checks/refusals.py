@@ -1,31 +1,148 @@
-"""``refusals``: a declared case runs; an undeclared case is refused or answered correctly.
+"""The checks ``refusals`` and ``features``: what a backend does with layers and caches, declared or not."""
 
-Fails a backend that accepts an undeclared case and computes a wrong result, as when it silently ignores a feature.
-``numerics`` judges wrong results of declared cases. Cannot see: declarations that no case of the run uses.
-"""
-
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
+from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged, required_features
+from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
 from attncheck.cases.outline import shape_of
-from attncheck.errors import BackendUnavailableError, QuestionError
+from attncheck.errors import BackendUnavailableError, BlindCaseError, QuestionError, SpecError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
-from attncheck.harness.checks.numerics import EarlierCauses, causes_of, output_shares, summarize, wrong_figures
-from attncheck.harness.checks.undeclared_forms import UndeclaredForm, is_plain, undeclared_forms
+from attncheck.harness.checks.numerics import (
+    EarlierCauses,
+    causes_of,
+    check_numerics,
+    output_shares,
+    summarize,
+    wrong_figures,
+)
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.output_quantisation import output_values
+from attncheck.harness.problem.pages import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
-from attncheck.reports.run_file.causes import cause_of_error
+from attncheck.reports.run_file.causes import ALTERNATIVE, cause_of_error
+
+# Forms of a declared case that differ from it in one field and that the backend does not declare.
+#
+# Suite cases combine features, so a backend that refuses one feature of a case never runs the others. Here each dtype,
+# size, layout, attention type and modifier is tried alone, on a small batch.
+
+Changes = Mapping[str, Any]
+
+_DECODER = tuple(RequestSpec(query_len=rows, seq_len=keys) for rows, keys in ((1, 40), (5, 21), (9, 9)))
+"""One decode request, one that extends a prefix, and one prompt."""
+
+_ENCODER = (RequestSpec(query_len=11), RequestSpec(query_len=20))
+_CROSS = (RequestSpec(query_len=4, encoder_len=23), RequestSpec(query_len=1, seq_len=9, encoder_len=17))
+_REQUESTS = {AttentionType.DECODER: _DECODER, AttentionType.ENCODER_DECODER: _CROSS}
+
+_SCALES = {"k_scale": 0.3, "v_scale": 0.07}
+
+
+@dataclass(frozen=True)
+class UndeclaredForm:
+    """A case of a form that the backend does not declare: the change in words, and the declared reasons against it."""
+
+    changes: str
+    case: Case
+    reasons: tuple[str, ...]
+
+
+def is_plain(case: Case) -> bool:
+    """Return whether the case is a causal decoder layer without modifiers, shared cache or output quantisation.
+
+    Its path must be ``paged`` or ``mla``.
+    """
+    layer = case.layer
+    shares = layer.kv_sharing or layer.output_quant is not None
+    return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
+
+
+def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[UndeclaredForm]:
+    """Yield ``case``, on a small batch, in each form that ``backend`` does not declare.
+
+    Yield nothing if the backend does not declare the small batch itself. Raise StageError if a declaration raises.
+    """
+    base = _with_fields(case, {}, {})
+    if _reasons(backend, base):
+        return
+    for layer, cache in (*_layers(base.layer), *_caches(base.layer, base.cache)):
+        try:
+            changed = _with_fields(case, layer, cache)
+            check_meaning(changed.layer, changed.cache, changed.batch)
+        except SpecError:  # the layer cannot have this form
+            continue
+        specs = changed.layer, changed.cache, changed.batch
+        reasons = _reasons(backend, changed)
+        if reasons and not declared_reasons(partial(backend.unavailable_case_reasons, device, *specs)):
+            words = ", ".join(f"{name} {value}" for name, value in {**layer, **cache}.items() if value is not None)
+            yield UndeclaredForm(words, changed, reasons)
+
+
+def _reasons(backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
+    return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
+
+
+def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
+    """Return the case with these fields of layer and cache, on a few short requests. Raise SpecError if invalid."""
+    changed = replace(case.layer, **layer)
+    return replace(
+        case,
+        id=f"{case.id}.form",
+        layer=changed,
+        cache=replace(case.cache, num_blocks=None, first_block=None, **cache),
+        batch=BatchSpec(requests=_REQUESTS.get(changed.attn_type, _ENCODER), path=implied_path(changed)),
+        tolerance=None,
+        inputs=None,
+    )
+
+
+def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
+    """Yield changes of the layer. For a latent layer, yield other dtypes only."""
+    for dtype in ("float16", "bfloat16", "float32"):
+        yield {"dtype": dtype}, {}
+    if layer.mla is not None:
+        return
+    for head_size in (layer.head_size + 8, 2 * layer.head_size, 272):
+        yield {"head_size": head_size}, {}
+    for attn_type in AttentionType:
+        yield {"attn_type": attn_type, "causal": None}, {}
+    modifiers = {"sliding_window": 9, "logits_soft_cap": 20.0, "alibi": True, "sinks": True}
+    others = {"causal": False, "head_size_v": 2 * layer.head_size, "output_quant": OutputQuantSpec(scale=0.005)}
+    for name, value in {**modifiers, **others, "kv_sharing": True}.items():
+        yield {name: value}, {}
+
+
+def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
+    for layout in ("NHD", "HND"):
+        yield {}, {"layout": layout}
+    for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):
+        yield {}, {"block_size": block_size}
+    for codes in ("fp8", "fp8_e5m2"):
+        yield {}, {"kv_cache_dtype": codes, **_SCALES}
+        per_head = {
+            name: tuple(scale * (1 + head) for head in range(layer.num_kv_heads)) for name, scale in _SCALES.items()
+        }
+        yield {}, {"kv_cache_dtype": codes, **per_head}
+
+
+# `refusals`: a declared case runs; an undeclared case is refused or answered correctly.
+#
+# Fails a backend that accepts an undeclared case and computes a wrong result, as when it silently ignores a feature.
+# `numerics` judges wrong results of declared cases. Cannot see: declarations that no case of the run uses.
 
 NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence a backend can notice only by reading lengths on the host. Compared only if declared."""
@@ -181,4 +298,181 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
     return check_answer(case.problem, case.truth, attempt, case.undeclared, causes_of(case))
 
 
-CHECK = Check(_check, tries_undeclared=True)
+# `features`: a modifier removed or changed on another layer of the process changes the output as it does the truth.
+#
+# A model has layers with several windows, caps and head counts in one process. The check constructs another impl and
+# builder for the same rows with one layer field changed, judges them by that layer's truth, then runs the first impl
+# again. `numerics` runs each layer alone and misses values that the first layer of a process fixes for all others.
+# Cannot see: state kept between layers that differ in other fields.
+
+_MOST_SCORES = 2**22
+"""Most scores, over all heads, for which the truth of another layer is computed. More would take too long."""
+
+_KEPT = "a value of another layer of the process is used: it was fixed at a first call, or a cache has no key for it"
+
+
+@dataclass(frozen=True)
+class ChangedLayer:
+    """The layer with one thing changed. ``what``: the change in words. ``heads``: the query heads it keeps.
+
+    ``name``: the changed field if the first layer has its default there, so that a backend that ignores the field is
+    right on the first layer. Otherwise empty.
+    """
+
+    what: str
+    layer: LayerSpec
+    heads: tuple[int, ...] = ()
+    name: str = ""
+
+
+def other_layers(layer: LayerSpec, number: int) -> Iterator[tuple[ChangedLayer, ...]]:
+    """Yield groups of alternatives; the caller uses the first layer of each group that the backend declares.
+
+    A layer with modifiers yields one group without a modifier and one with it changed. A layer without modifiers yields
+    one group with another scale, head group or mask. ``number`` selects the modifier and the order within a group.
+    """
+    modifiers = layer.modifiers if layer.mla is None else ()
+    if not modifiers:
+        yield _turned(list(_unmodified(layer)), number)
+        return
+    name = modifiers[number % len(modifiers)]
+    yield (
+        ChangedLayer(f"without {name}", _with_layer_field(layer, name, False if name in ("alibi", "sinks") else None)),
+    )
+    yield _turned(list(_moved(layer, name)), number // len(modifiers))
+
+
+def _turned(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]:
+    first = number % len(layers)
+    return (*layers[first:], *layers[:first])
+
+
+def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
+    scale = 0.75 * layer.softmax_scale
+    what = f"with scale {scale:.4g} instead of {layer.softmax_scale:.4g}"
+    yield ChangedLayer(what, replace(layer, scale=scale), name="scale" if layer.scale is None else "")
+    group = layer.num_heads // layer.num_kv_heads
+    if group > 1 and layer.mla is None:
+        heads = tuple(range(0, layer.num_heads, group))
+        what = f"with one query head per KV head instead of {group}"
+        yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
+    if layer.attn_type == AttentionType.DECODER and layer.mla is None:
+        causal = not layer.is_causal
+        yield ChangedLayer(f"with causal {causal}", replace(layer, causal=causal), name="" if causal else "causal")
+
+
+def _with_layer_field(layer: LayerSpec, name: str, value: object) -> LayerSpec:
+    changed: dict[str, Any] = {name: value}
+    return replace(layer, **changed)
+
+
+def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
+    def moved(value: object, words: str = "") -> ChangedLayer:
+        description = words or f"{name} {value} instead of {getattr(layer, name)}"
+        return ChangedLayer(f"with {description}", _with_layer_field(layer, name, value))
+
+    size = getattr(layer, name)
+    if name in ("sliding_window", "attn_chunk_size"):
+        yield moved(size + 1)
+        if size > 1:
+            yield moved(size - 1)
+    elif name == "logits_soft_cap":
+        yield moved(size * 1.5)
+    else:
+        values = layer.alibi_slopes if name == "alibi" else layer.sink_logits
+        yield moved(tuple(reversed(values or ())), f"{name} in reverse order")
+
+
+def check_features(case: CheckedCase) -> Finding:
+    """Judge a step of each changed layer, and the first layer's step again after each."""
+    problem, (session, first) = case.problem, case.first_step()
+    scores = sum(request.rows * request.num_keys for request in problem.requests) * problem.layer.num_heads
+    if scores > _MOST_SCORES:
+        return NotExamined(
+            (f"{scores} scores: truths of other layers are computed of {_MOST_SCORES} at most",), "attncheck"
+        )
+    right = (output_shares(case.truth, first) <= 1).all(dim=1)
+    done: list[str] = []
+    for others in other_layers(problem.layer, int(problem.case.hash, 16)):
+        possible = ((other, changed) for other in others if (changed := _changed_problem(case, other)) is not None)
+        other, changed = next(possible, (None, None))
+        if other is None or changed is None:
+            continue
+        wrong = _judge(case, other, *changed, first if bool(right.all()) else None)
+        if wrong is not None:
+            return wrong
+        done.append(other.what)
+        again = session.run(images=False)
+        if isinstance(again, Raised):
+            return replace(again, stage=f"{again.stage} after a layer {other.what}")
+        count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
+        if count:
+            what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows are wrong"
+            return Broken(what, {"rows_wrong": count}, _KEPT)
+    if not done:
+        return NotExamined(("the backend declares no layer that differs in one thing",))
+    return Holds({"rows": len(right), "layers": len(done)}, tuple(f"a layer {what} in between" for what in done))
+
+
+def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
+    """Return whether ``layer`` may see keys on pages that no row of ``own`` can see any more."""
+    is_wider = layer.window[0] < 0 or layer.window[0] > own.window[0]
+    return is_wider or layer.attn_chunk_size != own.attn_chunk_size
+
+
+def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
+    """Return the problem of another layer and its truth, or None if it is invalid, undeclared or cannot be judged."""
+    problem = case.problem
+    given = other.layer, problem.cache, problem.case.batch
+    try:
+        check_meaning(*given)
+    except SpecError:
+        return None
+    if problem.case.batch.block_table.null_pages and _may_see_more(other.layer, problem.layer):
+        return None
+    if declared_reasons(partial(case.backend.unsupported_reasons, *given)):
+        return None
+    query = problem.query[:, list(other.heads)] if other.heads else problem.query
+    changed_case = replace(problem.case, layer=other.layer)
+    changed = replace(problem, case=changed_case, query=query, layout=layout_of_layer(problem.layout, changed_case))
+    try:
+        return changed, truth_of(changed, case.device, refuse_blindness=False)
+    except BlindCaseError:
+        return None
+
+
+def _judge(
+    case: CheckedCase, other: ChangedLayer, problem: Problem, truth: Truth, first: Observation | None
+) -> Broken | Raised | None:
+    """Return what is wrong with the step of another layer, or None if it is right.
+
+    ``first``: the step of the first layer. None if it is wrong, because equality with it then proves nothing.
+    """
+    try:
+        seen = Session(case.backend, problem, case.device).run(images=False)
+    except StageError as failure:
+        seen = failure.raised
+    if isinstance(seen, Raised):
+        return replace(seen, stage=f"{seen.stage} of a layer {other.what}")
+    finding = check_numerics(problem, truth, seen, explains=False)
+    if isinstance(finding, Holds):
+        return None
+    rows = len(truth.out)
+    is_first = (
+        first is not None
+        and not other.heads
+        and torch.allclose(seen.output[:rows].double(), first.output[:rows].double(), equal_nan=True)
+    )
+    kept = f"{other.name} of the layer is ignored{ALTERNATIVE}{_KEPT}" if other.name else _KEPT
+    return replace(
+        finding,
+        summary=f"a layer {other.what}, in the same process: {finding.summary}",
+        meaning=kept if is_first else None,
+        details=("it has the output of the first layer", *finding.details) if is_first else finding.details,
+    )
+
+
+CHECKS = {
+    "refusals": Check(_check, tries_undeclared=True),
+    "features": Check(check_features),
+}

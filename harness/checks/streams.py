@@ -14,19 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.step_faults import step_fault
+from attncheck.harness.checks.cudagraph.play import step_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
-from attncheck.harness.checks.timing.device_api import cuda_api
+from attncheck.harness.checks.timing.clock import cuda_api
 from attncheck.harness.driver.foreign_code import call_backend
-from attncheck.harness.driver.forward_calls import ForwardCall
-from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.output_buffers import read_result
-from attncheck.harness.driver.persistent_inputs import PersistentInputs
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import Turn
+from attncheck.harness.driver.outputs import read_result
+from attncheck.harness.driver.pool import same_bytes
+from attncheck.harness.driver.session import Session, Turn
+from attncheck.harness.driver.step import ForwardCall, PersistentInputs
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 
@@ -162,4 +160,4 @@ def _check(case: CheckedCase) -> Finding:
     return check_streams(case.problem, case.truth, *case.first_step(), steps)
 
 
-CHECK = Check(_check)
+CHECKS = {"streams": Check(_check)}

@@ -1,9 +1,6 @@
-"""The command line: registers the commands, and turns every result and exception into an exit code.
+"""Turns errors of the option parser into one line, in the style of all other errors.
 
-0: all as expected. 1: a backend failed. 2: the arguments or input files were invalid.
-3: attncheck itself failed or cannot write. 130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP.
-
-Loads neither torch nor pydantic until a command runs.
+The parser's own message names neither the given value nor, for pydantic types, what is allowed.
 """
 
 import errno
@@ -11,37 +8,80 @@ import functools
 import io
 import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from types import MappingProxyType
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError, WriteError
-from attncheck.harness.cli import (
-    audit,
-    compare,
-    doctor,
-    expect,
-    fuzz,
-    list_names,
-    mutants,
-    new,
-    recommend,
-    record,
-    report,
-    run,
-    show,
-    shrink,
-    site,
-    warm,
+from attncheck.harness.cli import doctor, fuzz, mutants, reports, run, show
+from attncheck.harness.cli.common import drop_stdout, print_stderr, signal_of
+
+# Turns errors of the option parser into one line, in the style of all other errors.
+#
+# The parser's own message names neither the given value nor, for pydantic types, what is allowed.
+
+_INVALID = re.compile(r"Invalid value for '?(?P<name>[^':]+)'?: (?P<reason>.*)", re.DOTALL)
+
+
+HELP = "Usage: "
+"""Prefix of the help text that a command without arguments prints instead of an error."""
+
+
+_MEANT: Mapping[str, str] = MappingProxyType(
+    {
+        "no such command 'test'": "`attncheck run`",
+        "no such command 'bench'": "`attncheck run --check timing`",
+        "no such command 'diff'": "`attncheck compare`",
+        "no such command 'badge'": "`attncheck site`",
+        "no such command 'version'": "`attncheck --version`",
+        "no such option: --timeout": "--case-timeout for one check of a case, --backend-timeout for a whole backend",
+    }
 )
-from attncheck.harness.cli.interruption import signal_of
-from attncheck.harness.cli.output import drop_stdout, print_stderr
-from attncheck.harness.cli.usage import HELP, usage_error_in_words
+"""What to write instead of a command or an option that users expect, by the beginning of the message."""
+
+
+def usage_error_in_words(error: Any) -> str:
+    """Return the error message for a parser error, without ``error:``; return the help text if the error has that."""
+    message = str(error.format_message()).rstrip(".")
+    if message.startswith(HELP):
+        return message
+    if match := _INVALID.fullmatch(message):
+        message = f"{match['name']}: {_reason(error) or match['reason']}"
+    else:
+        message = message[:1].lower() + message[1:]
+    for beginning, meant in _MEANT.items():
+        if message.startswith(beginning):
+            message = f"{beginning}; use {meant}"
+    context = getattr(error, "ctx", None)
+    return message if context is None else f"{message}; see `{context.command_path} --help`"
+
+
+def _reason(error: Any) -> str | None:
+    """Return what pydantic found wrong with a value, or None if pydantic did not raise the error."""
+    from pydantic import ValidationError
+
+    from attncheck.cases.validation import wanted
+
+    if not isinstance(error.__cause__, ValidationError):
+        return None
+    details = error.__cause__.errors(include_url=False)[0]
+    own = details.get("ctx", {}).get("error")
+    return f"must be {wanted(details)} (found {details['input']!r})" if own is None else str(own).rstrip(".")
+
+
+# The command line: registers the commands, and turns every result and exception into an exit code.
+#
+# 0: all as expected. 1: a backend failed. 2: the arguments or input files were invalid. 3: attncheck itself failed or
+# cannot write. 130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP.
+#
+# Loads neither torch nor pydantic until a command runs.
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
 _SIGNALLED = 128
@@ -185,24 +225,24 @@ def attncheck_command(
 
 app.command("run")(with_exit_code(run.run))
 app.command("fuzz")(with_exit_code(fuzz.fuzz))
-app.command("shrink")(with_exit_code(shrink.shrink))
-app.command("warm")(with_exit_code(warm.warm))
+app.command("shrink")(with_exit_code(fuzz.shrink))
+app.command("warm")(with_exit_code(doctor.warm))
 app.command("show")(with_exit_code(show.show))
-app.command("list")(with_exit_code(list_names.list_names))
+app.command("list")(with_exit_code(show.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
-app.command("report")(with_exit_code(report.report))
-app.command("compare")(with_exit_code(compare.compare))
+app.command("report")(with_exit_code(reports.report))
+app.command("compare")(with_exit_code(reports.compare))
 app.command("merge")(with_exit_code(merge))
-app.command("expect")(with_exit_code(expect.expect))
-app.command("audit")(with_exit_code(audit.audit))
-app.command("site")(with_exit_code(site.site))
-app.command("recommend")(with_exit_code(recommend.recommend))
-app.command("record")(with_exit_code(record.record))
+app.command("expect")(with_exit_code(reports.expect))
+app.command("audit")(with_exit_code(reports.audit))
+app.command("site")(with_exit_code(reports.site))
+app.command("recommend")(with_exit_code(reports.recommend))
+app.command("record")(with_exit_code(doctor.record))
 app.command("mutants")(with_exit_code(mutants.mutants))
 app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write the first files of a backend.", no_args_is_help=True, rich_markup_mode=None)
-new_app.command("backend")(with_exit_code(new.new_backend))
+new_app.command("backend")(with_exit_code(show.new_backend))
 app.add_typer(new_app, name="new")
 
 

@@ -1,4 +1,4 @@
-"""``attncheck doctor``: what can run on this machine, and why the rest cannot."""
+"""The commands ``doctor``, ``warm`` and ``record``."""
 
 import contextlib
 import importlib.metadata
@@ -6,16 +6,29 @@ import importlib.util
 import os
 import platform
 import shlex
+import signal
+import subprocess
 import textwrap
+import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attncheck.harness.cli.output import terminal_width
+from attncheck.errors import QuestionError
+from attncheck.harness.cli import options as arguments
+from attncheck.harness.cli import options as processes
+from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.recording.plugin import DEFAULT_CASES, RecordingSettings
 
 if TYPE_CHECKING:
-    from attncheck.harness.run.kernel_caches import KernelCache
+    from attncheck.harness.host import KernelCache
+    from attncheck.harness.run.outcomes import BackendDescription
+    from attncheck.harness.run.selection import RunPlan
+    from attncheck.harness.workers.pool import WorkerPool
+
+# `attncheck doctor`: what can run on this machine, and why the rest cannot.
 
 LIBRARIES = {
     "pydantic": "pydantic",
@@ -66,7 +79,7 @@ def doctor() -> int:
             _line(devices[-1], _gpu(index))
     else:
         _line("cuda", _why_no_cuda())
-    from attncheck.harness.run.kernel_caches import kernel_caches
+    from attncheck.harness.host import kernel_caches
 
     for cache in kernel_caches():
         _line(f"{cache.library} cache", _cache(cache))
@@ -115,7 +128,7 @@ def _missing(backend: str) -> list[str]:
 
 
 def _cpu() -> str:
-    from attncheck.harness.run.environment import collect_environment
+    from attncheck.harness.host import collect_environment
 
     found = collect_environment("cpu")
     memory = ""
@@ -127,7 +140,7 @@ def _cpu() -> str:
 def _gpu(index: int) -> str:
     import torch
 
-    from attncheck.harness.run.environment import collect_environment, gpu_modes
+    from attncheck.harness.host import collect_environment, gpu_modes
 
     found = collect_environment(f"cuda:{index}")
     memory = torch.cuda.get_device_properties(index).total_memory / 2**30
@@ -168,7 +181,7 @@ def _truths() -> str:
 
 def _why_no_cuda() -> str:
     from attncheck.errors import DeviceError
-    from attncheck.harness.run.backend_choice import choose_device
+    from attncheck.harness.run.preparation import choose_device
 
     try:
         return choose_device("cuda")
@@ -180,8 +193,8 @@ def _backend(name: str, devices: list[str]) -> None:
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
     from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-    from attncheck.harness.run.backend_description import missing_variables
     from attncheck.harness.run.backend_loading import required_environment
+    from attncheck.harness.run.outcomes import missing_variables
 
     missing = _missing(name)
     try:
@@ -218,3 +231,128 @@ def _environment(needs: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+# `attncheck warm`: compiles the kernels that a run will need, in several processes, into the caches on disk.
+
+
+def warm(
+    backends: arguments.BackendArguments = None,
+    backend: arguments.BackendOptions = None,
+    suite: arguments.Suites = None,
+    settings: arguments.Settings = None,
+    case: arguments.Cases = None,
+    check: arguments.Checks = None,
+    device: arguments.Device = None,
+    pass_env: processes.PassEnv = None,
+    no_cache: processes.NoCache = False,
+) -> int:
+    """Compile the kernels of a run in advance.
+
+    The cases run in several processes, and the records are discarded. The kernels go to the caches of Triton, Inductor
+    and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
+    each backend that compiles kernels. Exit code 0, even if cases fail.
+    """
+    from attncheck.harness.run.preparation import first_refs
+    from attncheck.harness.run.selection import select_cases
+    from attncheck.harness.truth.shared_folder import truths_folder
+    from attncheck.harness.workers.limits import WorkerSettings, read_patterns
+    from attncheck.harness.workers.pool import WorkerPool
+
+    refs = (*(backends or ()), *(backend or ()))
+    selection = select_cases(suite or (), case or (), check or (), settings or ())
+    with WorkerPool(settings=WorkerSettings(pass_env=read_patterns(pass_env or ()))) as pool:
+        pool.start(first_refs(refs, selection.suites))
+
+        from attncheck.harness.run.preparation import RunSettings, prepare_run
+
+        truths = None if no_cache else truths_folder()
+        prepared = prepare_run(selection, refs, RunSettings(device=device, truths=truths), pool=pool)
+        pool.keep_only(())  # the backends are described; free the memory of these processes
+        for each in prepared.backends:
+            if each.is_loaded and not each.unavailable_reasons:
+                _warm(each, prepared.plan, pool)
+            else:
+                typer.echo(f"{each.name}: not here: {each.reason}")
+    return 0
+
+
+def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
+    from attncheck.harness.host import kernel_caches
+    from attncheck.harness.workers.pool import Warmers, most_processes, questions_to_warm
+    from attncheck.reports.analysis.phrases import plural
+
+    caches = kernel_caches()
+    before = [cache.contents().kernels for cache in caches]
+    began = time.monotonic()
+    processes = most_processes(plan.device)
+    warmers = Warmers(lambda: pool.start_extra(backend.ref), questions_to_warm(plan, backend.ref), processes)
+    try:
+        warmers.wait()
+    finally:
+        warmers.close()
+    added = (f"{cache.library} {cache.contents().kernels - held}" for cache, held in zip(caches, before, strict=True))
+    lost = f", {plural(len(warmers.lost), 'case')} lost with their process" if warmers.lost else ""
+    typer.echo(
+        f"{backend.name}: {plural(len(warmers.examined), 'case')}{lost}, {time.monotonic() - began:.1f} s, "
+        f"processes at once: {processes}; kernels added: {', '.join(added)}"
+    )
+
+
+# `attncheck record`: runs a command that serves with vLLM, and records its batches. Loads neither torch nor vLLM.
+
+_PLUGINS = "VLLM_PLUGINS"
+PLUGIN = "attncheck_record"
+"""Name of attncheck's vLLM plugin."""
+
+
+def record(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts vLLM.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The case file to write.")] = Path("recorded.yaml"),
+    every: Annotated[int, typer.Option(metavar="N", help="Record at most one in N batches.")] = 1,
+    cases: Annotated[int, typer.Option(metavar="N", help="Maximum number of cases in the file.")] = DEFAULT_CASES,
+) -> int:
+    """Record the batches of a vLLM server as a case file.
+
+    Runs COMMAND with attncheck's vLLM plugin enabled. The file holds each distinct batch with its layers, its cache and
+    its frequency, but no tokens and no tensors. It is written every minute and when the engine ends. `attncheck run
+    --suite FILE` runs its cases. The exit code is that of COMMAND.
+    """
+    settings = RecordingSettings(output, every, cases)
+    if output.exists():
+        raise QuestionError(f"--output {output}: there already; move it away, or name another file")
+    if not output.absolute().parent.is_dir():
+        raise QuestionError(f"--output {output}: no such folder")
+    environment = os.environ | settings.environment()
+    if _PLUGINS in environment:  # vLLM loads only the plugins listed there
+        environment[_PLUGINS] = ",".join([*filter(None, environment[_PLUGINS].split(",")), PLUGIN])
+    code = _run(command, environment)
+    if not output.exists():
+        reason = f"vLLM ran no batch in {command[0]!r}, or attncheck is not installed in vLLM's environment"
+        typer.echo(f"error: {output} was not written: {reason}", err=True)
+        return code or 1
+    typer.echo(f"written: {output}; examine it: attncheck run --suite {output}", err=True)
+    return code
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command to its end, and return its exit code.
+
+    SIGTERM and SIGHUP are forwarded. SIGINT is ignored here: Ctrl-C reaches the command from the terminal.
+
+    Raises:
+        QuestionError: the command cannot be started.
+    """
+    try:
+        process = subprocess.Popen(command, env=environment)  # noqa: S603 (it is what the user typed)
+    except OSError as error:
+        raise QuestionError(f"{command[0]}: cannot be run: {error.strerror}") from error
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, lambda each, _frame: None if each == signal.SIGINT else process.send_signal(each))
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,22 +1,110 @@
-"""``attncheck fuzz``: draws cases that no suite has, shrinks failing ones and writes them to files. Loads no torch."""
+"""The commands ``fuzz`` and ``shrink``."""
 
+import math
+import os
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attncheck.errors import SelectionError
-from attncheck.harness.cli import process_arguments as processes
-from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.interruption import interruptible
+from attncheck.cases.yaml_text import case_yaml
+from attncheck.errors import SelectionError, unwritable
+from attncheck.harness.cli import common
+from attncheck.harness.cli import options as arguments
+from attncheck.harness.cli import options as processes
+from attncheck.harness.cli.common import interruptible
+from attncheck.harness.cli.options import read_size
+from attncheck.harness.cli.run_files import kept_folder
+from attncheck.harness.fuzz.shrink import BackendProcess, Failure, SmallFailure, size_in_words
+from attncheck.harness.fuzz.stand_alone import write_stand_alone
+from attncheck.harness.workers.limits import MemoryLimits, TimeLimits, WorkerSettings, read_limit, read_patterns
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.reports.analysis.findings import stated_cause
+from attncheck.reports.analysis.repro import assignments, repro_command
+from attncheck.reports.run_file.records import OURSELVES, Errored, Failed
 
 if TYPE_CHECKING:
-    from attncheck.harness.fuzz.examination import ExaminedCase
     from attncheck.harness.fuzz.search import DrawnQuestion
+    from attncheck.harness.fuzz.shrink import ExaminedCase
+    from attncheck.reports.run_file.store import Run
+
+# Shared by `fuzz` and `shrink`: the backend's process, and writing and printing of small failures.
+
+
+@contextmanager
+def backend_process(
+    ref: str,
+    *,
+    device: str | None,
+    seed: int,
+    case_timeout: float | None,
+    memory_limit: str | None,
+    pass_env: Sequence[str] | None,
+) -> Iterator[BackendProcess]:
+    """Yield a process of the backend with these options; end it on leaving."""
+    limits = TimeLimits(read_limit("--case-timeout", case_timeout), math.inf)
+    memory = MemoryLimits(read_size("--memory-limit", memory_limit), None)
+    settings = WorkerSettings(limits, memory, read_patterns(pass_env or ()))
+    with WorkerPool(settings=settings) as pool:
+        yield BackendProcess(ref, pool, device=device, seed=seed)
+
+
+def folder_for(output: Path | None, command: str) -> Path:
+    """Create the folder for small failures, ``output`` or a new one among the kept runs, and return it.
+
+    Raises:
+        WriteError: the folder cannot be created.
+    """
+    folder = output or kept_folder() / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(f"--output {folder}", error) from error
+    return folder
+
+
+def print_small(process: BackendProcess, failure: SmallFailure, folder: Path) -> int:
+    """Write the small case and its stand-alone file, print how it was reduced, and return the exit code."""
+    first, small, shrunk = failure.first, failure.small, failure.shrunk
+    record = small.record
+    typer.echo(f"\n{record.outcome}  {process.backend.name}  {record.check}: {small.case.description or first.way[2]}")
+    typer.echo(f"  found: {size_in_words(first.case)}")
+    if shrunk is None:
+        typer.echo("  does not fail again by itself: it depends on the cases before it, or on chance")
+    else:
+        tried = f"{shrunk.tried} steps tried in {shrunk.seconds:.1f} s{'' if shrunk.is_finished else ', out of time'}"
+        typer.echo(f"  small: {size_in_words(small.case)} ({tried})")
+    if isinstance(record, Failed) and record.meaning:
+        typer.echo(f"  {stated_cause(record)}")
+    written = _write_case(small, folder)
+    repeat = record.model_copy(update={"suite": str(written), "case_id": small.case.id})
+    environment = process.backend.info.required_environment
+    typer.echo(f"  repeat: {repro_command(repeat, environment=environment)}")
+    answer = write_stand_alone(process, small, written.with_suffix(".py"))
+    if answer.written:
+        words = f"with {answer.needs}" if answer.needs else "without attncheck"
+        typer.echo(f"  {words}: {assignments(environment)}python {written.with_suffix('.py')}")
+    else:
+        typer.echo(f"  no stand-alone file: {answer.reason}")
+    is_ours = isinstance(record, Errored) and record.stage == OURSELVES
+    return 3 if is_ours else 1
+
+
+def _write_case(failure: Failure, folder: Path) -> Path:
+    path = folder / f"{failure.record.check}-{failure.case.hash}.yaml"
+    try:
+        path.write_text(case_yaml(failure.case), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(str(path), error) from error
+    return path
+
+
+# `attncheck fuzz`: draws cases that no suite has, shrinks failing ones and writes them to files. Loads no torch.
 
 Budget = Annotated[
     str,
@@ -69,10 +157,8 @@ def fuzz(
     if len(refs) != 1:
         raise SelectionError(f"fuzz examines one backend, and {len(refs)} are given; name one as in `attncheck run`")
 
-    from attncheck.harness.cli.small_failures import backend_process, folder_for, print_small
-    from attncheck.harness.fuzz.failures import Shrinker, search_failures
-    from attncheck.harness.run.patterns import choose_checks
-    from attncheck.harness.run.selection import check_seed
+    from attncheck.harness.fuzz.shrink import Shrinker, search_failures
+    from attncheck.harness.run.selection import check_seed, choose_checks
     from attncheck.reports.analysis.phrases import plural
 
     checks = _backend_checks(choose_checks(check or ()))
@@ -141,3 +227,103 @@ def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
         if name not in DEFAULT_CHECKS:
             raise SelectionError(f"check {name!r} does not run on drawn cases; give one of {', '.join(DEFAULT_CHECKS)}")
     return chosen or None
+
+
+# `attncheck shrink`: reduces a recorded failure to a small case, and writes it to files. Loads no torch.
+
+
+def shrink(
+    context: typer.Context,
+    record: Annotated[
+        str,
+        typer.Argument(metavar="RUN::CASE[::CHECK]", help="Run file, case and check, as run.jsonl::smoke/decode::lse."),
+    ],
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The backend, if the case did not pass for several.",
+            autocompletion=common.backends,
+        ),
+    ] = None,
+    shrink_time: ShrinkTime = 30.0,
+    output: OutputFolder = None,
+    case_timeout: processes.CaseTimeout = None,
+    memory_limit: processes.MemoryLimit = None,
+    pass_env: processes.PassEnv = None,
+) -> int:
+    """Reduce a failure of a run to a small case.
+
+    The result has few requests and heads, short lengths and default values. A smaller case is accepted if the same
+    check has the same outcome. The smallest one is written twice: as a case file for `attncheck run --suite FILE`, and
+    as a Python file that needs no attncheck. Exit code 1: the case still fails; 0: it passes now, or fails in another
+    way.
+    """
+    context.with_resource(interruptible())
+
+    from attncheck.harness.fuzz.shrink import Shrinker
+    from attncheck.reports.run_file.store import read_run
+
+    path, case_id, check = _parts(record)
+    run = read_run(path)
+    failure = recorded_failure(run, case_id, check, backend)
+    with backend_process(
+        failure.record.backend_ref,
+        device=run.header.device,
+        seed=failure.record.seed,
+        case_timeout=case_timeout,
+        memory_limit=memory_limit,
+        pass_env=pass_env,
+    ) as process:
+        small = Shrinker(process, shrink_time).make_small(failure)
+        if small.shrunk is None:
+            typer.echo(f"{failure.case.key} {failure.record.check}: passes now, or fails in another way")
+            return 0
+        return print_small(process, small, folder_for(output, "shrink"))
+
+
+def _parts(record: str) -> tuple[Path, str, str]:
+    """Return run file, case and check of ``RUN::CASE[::CHECK]``; an empty check means the first that failed.
+
+    Raises:
+        SelectionError: the run file or the case is missing.
+    """
+    run, _, rest = record.partition("::")
+    case, _, check = rest.partition("::")
+    if not run or not case:
+        raise SelectionError(f"{record!r}: give RUN::CASE[::CHECK], such as run.jsonl::smoke/decode::numerics")
+    return Path(run), case, check
+
+
+def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) -> "Failure":
+    """Return the first failure in ``run`` that matches, with its case as loaded from the suite now.
+
+    Raises:
+        SelectionError: no failure matches, or those of several backends do; the suite has changed; the backend has no
+            reference.
+        CaseFileError, UnknownNameError: the suite no longer exists.
+    """
+    from attncheck.cases.loader import load_suite
+    from attncheck.harness.fuzz.shrink import Failure
+    from attncheck.reports.run_file.records import Ended, Errored, Failed
+
+    short = [each for each in run.records if isinstance(each, Failed | Errored | Ended)]
+    meant = [each for each in short if case_id in (each.case_id, each.case) and check in ("", each.check)]
+    meant = [each for each in meant if backend in (None, each.backend, each.backend_ref)]
+    if not meant:
+        known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "none"
+        by = f" in check {check}" if check else ""
+        raise SelectionError(f"{run.path}: {case_id} has no failure{by}; failures of this run: {known}")
+    backends = tuple(dict.fromkeys(each.backend for each in meant))
+    if len(backends) > 1:
+        raise SelectionError(f"{run.path}: {case_id} did not pass for {', '.join(backends)}; choose one with --backend")
+    record = meant[0]
+    if record.backend_ref.startswith("<"):
+        raise SelectionError(f"{record.backend} was handed over in Python, and cannot be loaded by name; run its file")
+    ref = run.header.suite_ref(record.suite)
+    case = next((each for each in load_suite(ref) if each.id == record.case_id), None)
+    if case is None or case.hash != record.case_hash:
+        raise SelectionError(
+            f"{run.path}: case {record.case} has changed in suite {ref} since the run; run the suite again"
+        )
+    return Failure(case, record)

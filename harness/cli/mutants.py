@@ -1,28 +1,386 @@
-"""``attncheck mutants``: which faults the suites catch in deliberately broken backends. Loads no torch."""
+"""The command ``mutants``: which checks detect which mutants."""
 
+import itertools
 import json
+import multiprocessing
+import os
+import re
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
+from tabulate import tabulate
 
-from attncheck.errors import QuestionError, SelectionError
-from attncheck.harness.cli import process_arguments as processes
-from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.interruption import interruptible
-from attncheck.harness.cli.output import print_stderr
-from attncheck.harness.cli.recommend import AnswerFormat
+from attncheck.backends.mutants.catalogue import Mutant
+from attncheck.errors import BackendUnavailableError, QuestionError, SelectionError
+from attncheck.harness.cli import options as arguments
+from attncheck.harness.cli import options as processes
+from attncheck.harness.cli.common import interruptible, print_stderr
+from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.cli.reports import AnswerFormat
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
+from attncheck.reports.run_file.records import FALLEN_SHORT, Failed, Record, Unavailable, Unsupported
+from attncheck.reports.run_file.store import Run, read_run
 
 if TYPE_CHECKING:
-    from attncheck.backends.mutants.catalogue import Mutant
-    from attncheck.harness.cli.kill_matrix import KillMatrix
-    from attncheck.harness.cli.run_options import RunOptions
-    from attncheck.harness.run.sharding import Shard
-    from attncheck.reports.run_file.store import Run
+    from attncheck.harness.run.selection import Shard
+
+# The kill matrix: which check catches which mutant and with which diagnosis, as text and as JSON.
+
+Diagnosis = Literal["right", "wrong", "absent", ""]
+"""Whether the report named the mutant's cause; empty if the mutant survives or its entry has no cause."""
+
+
+@dataclass(frozen=True)
+class MutantResult:
+    """The result for one mutant.
+
+    ``checks``: the checks that catch it. ``causes``: the first likely causes in its records.
+    ``missing``: why it was not examined; empty if it was.
+    """
+
+    mutant: Mutant
+    checks: tuple[str, ...] = ()
+    diagnosis: Diagnosis = ""
+    causes: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class KillMatrix:
+    """Mutants of a run against its checks. ``false_alarms``: by reference, the checks that a correct backend failed."""
+
+    checks: tuple[str, ...]
+    results: tuple[MutantResult, ...]
+    false_alarms: Mapping[str, tuple[str, ...]]
+
+    @property
+    def examined(self) -> tuple[MutantResult, ...]:
+        """The mutants that were examined."""
+        return tuple(result for result in self.results if not result.missing)
+
+    @property
+    def survivors(self) -> tuple[MutantResult, ...]:
+        """The mutants that no check catches."""
+        return tuple(result for result in self.examined if not result.checks)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every mutant was examined and caught, and every correct backend passed."""
+        return not any(self.false_alarms.values()) and all(result.checks for result in self.results)
+
+    def alone(self, check: str) -> tuple[str, ...]:
+        """Return the mutants that only ``check`` catches."""
+        return tuple(result.mutant.name for result in self.results if result.checks == (check,))
+
+    def diagnosed(self, how: Diagnosis) -> tuple[MutantResult, ...]:
+        """Return the mutants with this diagnosis."""
+        return tuple(result for result in self.results if result.diagnosis == how)
+
+
+def kill_matrix(
+    records: Iterable[Record],
+    mutants: Sequence[Mutant],
+    right: Sequence[str],
+    checks: Sequence[str],
+    missing: Mapping[str, str],
+) -> KillMatrix:
+    """Return the matrix of ``records``.
+
+    ``right``: references of correct backends. ``missing``: by reference, why a mutant was not examined. A mutant on
+    which no check ran counts as missing too.
+    """
+    by_ref: dict[str, list[Record]] = {}
+    not_run: dict[str, str] = {}
+    for record in records:
+        if isinstance(record, Unsupported | Unavailable):
+            not_run.setdefault(record.backend_ref, f"no check ran on it: {record.reasons[0]}")
+        else:
+            by_ref.setdefault(record.backend_ref, []).append(record)
+    why = {mutant.ref: "no case of the suites was run" for mutant in mutants} | not_run | dict(missing)
+    results = tuple(
+        _result(mutant, found, checks)
+        if (found := by_ref.get(mutant.ref))
+        else MutantResult(mutant, missing=why[mutant.ref])
+        for mutant in mutants
+    )
+    alarms = {ref: _short_checks(by_ref[ref], checks) for ref in right if ref in by_ref}
+    return KillMatrix(tuple(checks), results, alarms)
+
+
+def _short_checks(records: Iterable[Record], checks: Sequence[str]) -> tuple[str, ...]:
+    short = {record.check for record in records if record.outcome in FALLEN_SHORT}
+    return tuple(check for check in checks if check in short)
+
+
+def _result(mutant: Mutant, records: Sequence[Record], checks: Sequence[str]) -> MutantResult:
+    killing = [record for record in records if record.outcome in FALLEN_SHORT]
+    causes = _first_words(killing) if killing else ""
+    diagnosis: Diagnosis = ""
+    if killing and mutant.cause is not None:
+        diagnosis = "absent" if not causes else "right" if re.search(mutant.cause, causes, re.IGNORECASE) else "wrong"
+    return MutantResult(mutant, _short_checks(killing, checks), diagnosis, causes)
+
+
+def _first_words(killing: Sequence[Record]) -> str:
+    """Return the first likely causes in these records, else the summary of the first one.
+
+    Empty if the first record reports wrong rows without a cause.
+    """
+    for record in killing:
+        if isinstance(record, Failed) and likely_causes(record.meaning):
+            return record.meaning or ""
+    first = killing[0]
+    if isinstance(first, Failed):
+        return "" if first.finding == UNEXPLAINED else first.summary
+    return str(getattr(first, "finding", ""))
+
+
+def as_text(matrix: KillMatrix) -> str:
+    """Return the matrix as text: a row per mutant, the score, the survivors, and the value of each check."""
+    parts = [_rows(matrix), _score(matrix)]
+    if matrix.survivors:
+        rows = [[each.mutant.name, each.mutant.kind, each.mutant.fault] for each in matrix.survivors]
+        parts.append(f"survivors\n{_table(rows)}")
+    if gone := [result for result in matrix.results if result.missing]:
+        parts.append(f"not examined\n{_table([[each.mutant.name, each.missing] for each in gone])}")
+    parts.append(_worth(matrix))
+    parts.append(_causes(matrix))
+    alarms = [f"  {ref}: {', '.join(checks)}" for ref, checks in matrix.false_alarms.items() if checks]
+    examined = ", ".join(matrix.false_alarms) or "any right backend: none was examined"
+    parts.append("\n".join(["false alarms", *alarms]) if alarms else f"no false alarm of {examined}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def as_json(matrix: KillMatrix) -> dict[str, Any]:
+    """Return the matrix as a JSON object."""
+    return {
+        "checks": {
+            check: {
+                "catches": sum(check in each.checks for each in matrix.results),
+                "alone": list(matrix.alone(check)),
+            }
+            for check in matrix.checks
+        },
+        "examined": len(matrix.examined),
+        "caught": len(matrix.examined) - len(matrix.survivors),
+        "false_alarms": {ref: list(checks) for ref, checks in matrix.false_alarms.items()},
+        "mutants": [
+            {
+                "name": each.mutant.name,
+                "kind": each.mutant.kind,
+                "caught_by": list(each.checks),
+                "diagnosis": each.diagnosis or None,
+                "likely_cause": each.causes or None,
+                "not_examined": each.missing or None,
+            }
+            for each in matrix.results
+        ],
+    }
+
+
+def _table(rows: list[list[str]]) -> str:
+    return indent(tabulate(rows, tablefmt="plain", disable_numparse=True), "  ")
+
+
+def _rows(matrix: KillMatrix) -> str:
+    legend = ", ".join(f"{number} {check}" for number, check in enumerate(matrix.checks, 1))
+    header = ["", *(str(number) for number in range(1, len(matrix.checks) + 1)), "likely cause"]
+    rows = [
+        [each.mutant.name, *("x" if check in each.checks else "." for check in matrix.checks), each.diagnosis]
+        for each in matrix.examined
+    ]
+    table = tabulate([header, *rows], tablefmt="plain", disable_numparse=True)
+    return f"x: the check catches the mutant; checks: {legend}\n{table}"
+
+
+def _score(matrix: KillMatrix) -> str:
+    examined, caught = len(matrix.examined), len(matrix.examined) - len(matrix.survivors)
+    share = f", {100 * caught / examined:.1f} %" if examined else ""
+    return f"caught: {caught} of {plural(examined, 'mutant')}{share}"
+
+
+def _worth(matrix: KillMatrix) -> str:
+    """Return a line for each check: how many mutants it catches, and which of them no other check catches."""
+    lines = []
+    for check in matrix.checks:
+        catches, alone = sum(check in each.checks for each in matrix.results), matrix.alone(check)
+        what = f"{len(alone)} that nothing else catches" if alone else "none that nothing else catches"
+        some = f": {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}" if alone else ""
+        lines.append([check, str(catches), f"{what}{some}"])
+    return f"each check: mutants it catches\n{_table(lines)}"
+
+
+def _causes(matrix: KillMatrix) -> str:
+    judged = [each for each in matrix.results if each.diagnosis]
+    if not judged:
+        return ""
+    counts = {how: len(matrix.diagnosed(how)) for how in ("right", "wrong", "absent")}
+    lines = [f"likely cause, of {len(judged)} caught: {', '.join(f'{how} {count}' for how, count in counts.items())}"]
+    lines += [f"  {each.mutant.name} wrong: {each.causes}" for each in matrix.diagnosed("wrong")]
+    return "\n".join(lines)
+
+
+# Examines mutants in groups; each group has its own process and shares problems and truths. Loads no torch.
+
+T = TypeVar("T")
+
+_MOST = 10
+"""Maximum mutants in a group. Larger groups share the start of a process, smaller ones balance the load."""
+
+
+@dataclass(frozen=True)
+class ExaminedGroup:
+    """Backends or providers that one process examines.
+
+    ``are_right``: whether they are the correct bases of mutants. ``checks``, ``keys``: replace those of the run's
+    options, unless empty. ``run``: the result, or None if there is none because of ``reason``.
+    """
+
+    refs: tuple[str, ...]
+    are_providers: bool = False
+    are_right: bool = False
+    checks: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    run: Run | None = None
+    reason: str = ""
+
+
+def groups_of(mutants: Sequence[Mutant]) -> list[ExaminedGroup]:
+    """Return ``mutants`` grouped by base, and each base as a group of its own."""
+    groups: list[ExaminedGroup] = []
+    for _, found in itertools.groupby(sorted(mutants, key=lambda mutant: mutant.base), lambda mutant: mutant.base):
+        same = list(found)
+        are_providers = same[0].is_provider
+        count = -(-len(same) // _MOST)
+        groups += [ExaminedGroup(tuple(each.ref for each in same[n::count]), are_providers) for n in range(count)]
+        groups.append(ExaminedGroup((same[0].base_ref,), are_providers, are_right=True))
+    return groups
+
+
+def examine_groups(
+    groups: Sequence[ExaminedGroup], options: RunOptions, jobs: int, folder: Path
+) -> Iterator[ExaminedGroup]:
+    """Examine ``groups`` as ``options`` specifies, in ``jobs`` processes at once, and yield each when it is finished.
+
+    ``folder``: an empty folder for run files.
+    """
+    stopped = threading.Event()
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            tasks = [
+                pool.submit(_examine_group, group, options, folder / str(n), stopped) for n, group in enumerate(groups)
+            ]
+            for future in as_completed(tasks):
+                yield from future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def _examine_group(
+    group: ExaminedGroup, options: RunOptions, files: Path, stopped: threading.Event
+) -> list[ExaminedGroup]:
+    """Examine the group in a process of its own, with run files in ``files``, and return the result.
+
+    If the process dies, each member is examined alone. If a member alone kills its process, it is examined as
+    `attncheck run` does, which records the crash. If ``stopped`` is set, BrokenProcessPool is raised instead.
+    """
+    files.mkdir()
+    run_options = _options_of(group, options, files / "run.jsonl")
+    try:
+        reason = _apart(run_options)
+    except BrokenProcessPool:
+        if stopped.is_set():
+            raise
+        if len(group.refs) > 1:
+            alone = [replace(group, refs=(ref,)) for ref in group.refs]
+            return [
+                part for n, each in enumerate(alone) for part in _examine_group(each, options, files / str(n), stopped)
+            ]
+        run_options = replace(run_options, in_process=False, output=files / "ended.jsonl")
+        reason = _apart(run_options)
+    output = None if reason else run_options.output
+    return [replace(group, run=None if output is None else read_run(output), reason=reason)]
+
+
+def _apart(options: RunOptions) -> str:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_examine_silently, options).result()
+
+
+def joined(runs: Iterable[Run]) -> Run | None:
+    """Return one run with all records of ``runs``, or None if there are no runs."""
+    parts = list(runs)
+    if not parts:
+        return None
+    headers = [run.header for run in parts]
+    header = headers[0].model_copy(
+        update={
+            "suites": _unique((each.name, each) for header in headers for each in header.suites),
+            "cases": _unique(((each.suite, each.id), each) for header in headers for each in header.cases),
+            "checks": _unique((each, each) for header in headers for each in header.checks),
+            "backends": _unique((each.ref, each) for header in headers for each in header.backends),
+            "notes": _unique((each, each) for header in headers for each in header.notes),
+        }
+    )
+    return Run("mutants", header, tuple(record for run in parts for record in run.records))
+
+
+def _unique(pairs: Iterable[tuple[Hashable, T]]) -> tuple[T, ...]:
+    return tuple(dict(pairs).values())
+
+
+def _options_of(group: ExaminedGroup, options: RunOptions, output: Path) -> RunOptions:
+    return replace(
+        options,
+        backends=() if group.are_providers else group.refs,
+        providers=group.refs if group.are_providers else (),
+        checks=group.checks or options.checks,
+        keys=group.keys or options.keys,
+        until_failure="" if group.are_right else options.until_failure,
+        in_process=True,
+        output=output,
+    )
+
+
+def _examine_silently(options: RunOptions) -> str:
+    """Call :func:`_examine` in a fresh process, and discard what mutants print."""
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    from attncheck.backends.interpreter import required_environment
+    from attncheck.harness.run.preparation import choose_device
+
+    os.environ.update(required_environment(choose_device(options.device)))  # must be set before Triton is imported
+    return _examine(options)
+
+
+def _examine(options: RunOptions) -> str:
+    """Run the examination; return why it is impossible, or an empty string if it was done."""
+    from attncheck.harness.cli.run import execute_run
+
+    try:
+        execute_run(options, lambda _header: None, see=lambda _record: None)
+    except (QuestionError, BackendUnavailableError) as error:
+        return str(error)
+    return ""
+
+
+# `attncheck mutants`: which faults the suites catch in deliberately broken backends. Loads no torch.
 
 
 def mutants(
@@ -61,10 +419,8 @@ def mutants(
     is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
     """
     from attncheck.backends.mutants.catalogue import catalogue
-    from attncheck.harness.cli.kill_matrix import as_json, as_text
-    from attncheck.harness.cli.run_options import RunOptions, read_jobs
-    from attncheck.harness.run.patterns import split_commas
-    from attncheck.harness.run.sharding import read_shard
+    from attncheck.harness.cli.options import RunOptions, read_jobs
+    from attncheck.harness.run.selection import read_shard, split_commas
     from attncheck.reports.run_file.store import read_run
 
     began = time.monotonic()
@@ -81,7 +437,7 @@ def mutants(
             until_failure="check",
             command=tuple(context.obj or ()),
         )
-        matrix = _examined(chosen, options, read_jobs(jobs), output)
+        matrix = _examine_mutants(chosen, options, read_jobs(jobs), output)
     typer.echo(json.dumps(as_json(matrix), indent=2) if form == AnswerFormat.json else as_text(matrix))
     if form != AnswerFormat.json and not runs:
         typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
@@ -117,9 +473,10 @@ def choose_mutants(
     return found
 
 
-def _examined(chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | None, output: Path | None) -> "KillMatrix":
-    from attncheck.harness.cli.mutant_groups import examine_groups, groups_of, joined
-    from attncheck.harness.workers.warming import most_processes
+def _examine_mutants(
+    chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | None, output: Path | None
+) -> "KillMatrix":
+    from attncheck.harness.workers.pool import most_processes
     from attncheck.reports.run_file.store import RunWriter
 
     options.select()  # raise errors of the options before any process starts
@@ -153,7 +510,6 @@ def _matrix(
         QuestionError: a case of the suites cannot be examined.
     """
     from attncheck.backends.mutants.catalogue import PREFIX
-    from attncheck.harness.cli.kill_matrix import kill_matrix
     from attncheck.reference.spec import CHECKS
 
     for error in (error for run in runs for error in run.errors):

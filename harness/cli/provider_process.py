@@ -11,15 +11,26 @@ from typing import Self
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import ProviderLoadError, QuestionError
-from attncheck.harness.cli.run_options import RunOptions
-from attncheck.harness.providers.plan import ProviderPlan, plan_providers
-from attncheck.harness.providers.records import PlannedProviders, SubjectIdentity, describe_plan, examine_providers
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.outcomes import Circumstances, ended
+from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.providers.examine import (
+    PlannedProviders,
+    ProviderPlan,
+    SubjectIdentity,
+    describe_plan,
+    examine_providers,
+    plan_providers,
+)
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended
 from attncheck.harness.run.preparation import DeviceChooser
-from attncheck.harness.workers.first_messages import WorkerError, chosen_device_of
-from attncheck.harness.workers.printed_output import Show
-from attncheck.harness.workers.process_control import fork_worker
+from attncheck.harness.workers.executor import WAITING
+from attncheck.harness.workers.process import (
+    ProcessEndedError,
+    Show,
+    WorkerError,
+    WorkerProcess,
+    chosen_device_of,
+    fork_worker,
+)
 from attncheck.harness.workers.protocol import (
     Begun,
     ChooseDevice,
@@ -30,9 +41,7 @@ from attncheck.harness.workers.protocol import (
     ProvidersPlanned,
     Refused,
 )
-from attncheck.harness.workers.requesting import WAITING
 from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import UTILITIES, Record
 

@@ -1,33 +1,616 @@
-"""``attncheck run``: examines backends with the cases of suites, writes a run file and prints the table."""
+"""The command ``run``: its execution, executors and progress."""
 
+import contextlib
+import faulthandler
+import gc
+import io
+import itertools
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attncheck.errors import SelectionError
-from attncheck.harness.cli import process_arguments as processes
-from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.interruption import interruptible
-from attncheck.harness.cli.output import (
+from attncheck.errors import BackendLoadError, ClusterError, QuestionError, SelectionError, WriteError
+from attncheck.harness.cli import options as arguments
+from attncheck.harness.cli import options as processes
+from attncheck.harness.cli.common import (
     Color,
     ColorChoice,
+    interruptible,
     print_stderr,
     printing_to_stdout,
     show_printed,
+    signal_of,
     terminal_width,
     use_color,
 )
-from attncheck.harness.workers.passed_environment import only_passed, passed_environment, read_patterns, variables_read
+from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.cli.run_files import found_in, make_dump_folder, measured_costs, open_run, read_part
+from attncheck.harness.run.preparation import first_refs
+from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
+from attncheck.harness.truth.shared_folder import truths_folder
+from attncheck.harness.workers.limits import only_passed, passed_environment, read_patterns, variables_read
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import WorkerProcess, preparation_of
+from attncheck.harness.workers.ray import RayCluster
+from attncheck.reports.analysis.phrases import what_happened
+from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.run_execution import FinishedRun
-    from attncheck.reports.run_file.header import RunHeader
-    from attncheck.reports.run_file.records import Record
+    from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
+    from attncheck.harness.providers.examine import PlannedProviders
+    from attncheck.harness.run.expectations import Expectations, HasNames
+    from attncheck.harness.run.preparation import PreparedRun, RunSettings
+    from attncheck.harness.run.selection import RunPlan
+
+# Expands references such as `vllm:*` to the backends of the library that can run here.
+
+_ALL = ":*"
+"""Suffix of a reference to all backends of a family."""
+
+
+def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions, tuple[SurveyedBackend, ...]]:
+    """Return the options with each ``NAME:*`` expanded, and a survey of all backends of these families.
+
+    Raises:
+        QuestionError: there is no such family, its library cannot be imported, or none of its backends can run here.
+    """
+    refs: dict[str, None] = {}
+    surveyed: list[SurveyedBackend] = []
+    for ref in options.backends:
+        if not ref.endswith(_ALL):
+            refs[ref] = None
+            continue
+        from attncheck.harness.workers.survey import survey
+
+        limit = options.worker_settings.limits.of_loading
+        found = survey(ref.removesuffix(_ALL), options.device, selection.device_wishes, limit)
+        able = [each.name for each in found if not each.reason]
+        if not able:
+            raise BackendLoadError(
+                ref, f"none of its {len(found)} backends can run here", allowed="; ".join(_left(found))
+            )
+        refs.update(dict.fromkeys(able))
+        surveyed += found
+    return (replace(options, backends=tuple(refs)) if surveyed else options), tuple(surveyed)
+
+
+def survey_notes(surveyed: Sequence[SurveyedBackend]) -> tuple[str, ...]:
+    """Return the number of backends of the families that can run, and for each reason the backends that cannot."""
+    if not surveyed:
+        return ()
+    able = sum(not each.reason for each in surveyed)
+    return (f"{able} of {len(surveyed)} backends of {_family(surveyed)} can run here", *_left(surveyed))
+
+
+def _family(surveyed: Sequence[SurveyedBackend]) -> str:
+    return ", ".join(dict.fromkeys(each.name.partition(":")[0] + _ALL for each in surveyed))
+
+
+def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
+    """Yield a line for each reason, with the backends that cannot run because of it."""
+    names: dict[str, list[str]] = {}
+    for each in surveyed:
+        if each.reason:
+            own = each.name.partition(":")[2]
+            names.setdefault(each.reason.replace(own, "it"), []).append(own)
+    yield from (f"not examined: {', '.join(own)}: {reason}" for reason, own in names.items())
+
+
+# Progress of a run on stderr: a bar on a terminal, else a line every ten seconds.
+
+LINE_EVERY_S = 10.0
+PRINTED_AT_ONCE = 10
+"""Number of failed records that are printed as they arrive; the report lists all of them."""
+
+
+class RunProgress(Protocol):
+    """Receives every record as it arrives."""
+
+    def see(self, record: Record) -> None:
+        """Take one record."""
+
+
+class NoProgress:
+    """Shows nothing, for a run inside a debugger."""
+
+    def see(self, record: Record) -> None:
+        """Ignore the record."""
+
+
+class Tally:
+    """Counts how many cases of the run have begun, and how many records failed.
+
+    A case counts once for each process of a backend that gets it: once per round for ``timing``, and once for all other
+    checks together. A case that is not examined in round 0 counts for all rounds, since later ones skip it.
+    Records of one case must arrive together: only the latest case is remembered.
+    """
+
+    def __init__(self, cases: int, rounds: int) -> None:
+        self.cases = cases
+        self.done = self.short = 0
+        self._began = time.monotonic()
+        self._rounds = rounds
+        self._latest: tuple[str, str, str, int, bool] | None = None
+        self._spent = {True: [0.0], False: [0.0]}  # seconds of the records of checks, by whether they failed
+
+    def see(self, record: Record) -> None:
+        """Count one record."""
+        is_timed = record.check == TIMING
+        question = (record.backend, record.suite, record.case_id, record.round, is_timed)
+        if question != self._latest:
+            self._latest = question
+            is_spared = is_timed and record.round == 0 and record.outcome not in EXAMINED
+            self.done += self._rounds if is_spared else 1
+        self.short += record.outcome in FALLEN_SHORT
+        if record.outcome in EXAMINED:
+            self._spent[record.outcome in FALLEN_SHORT].append(record.duration_s)
+
+    @property
+    def left(self) -> str:
+        """The estimated time left, as ``about 2 min left``, if no further check fails and is explained.
+
+        Empty in the first 10 seconds and the first 5 % of the cases.
+        """
+        elapsed = time.monotonic() - self._began
+        if elapsed < LINE_EVERY_S or not self.cases / 20 <= self.done < self.cases:
+            return ""
+        seconds = elapsed / self.done * (self.cases - self.done)
+        right, both = self._spent[False], self._spent[False] + self._spent[True]
+        if sum(right):
+            seconds *= min((sum(right) / len(right)) / (sum(both) / len(both)), 1.0)
+        if seconds < 60:
+            return f"about {max(round(seconds, -1), 10):.0f} s left"
+        minutes = round(seconds / 60)
+        return f"about {minutes} min left" if minutes < 100 else f"about {minutes / 60:.0f} h left"
+
+
+class ProgressLines:
+    """Prints the first records that fail, and the progress every ten seconds.
+
+    What one end of the process prevents shares a line. ``verbose``: print a line for each record, whatever its outcome.
+    """
+
+    def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
+        self._tally = Tally(cases, rounds)
+        self._verbose = verbose
+        self._printed = 0
+        self._latest_end: tuple[str, str, str] | None = None
+        self._last_line_s = time.monotonic()
+
+    def see(self, record: Record) -> None:
+        """Count one record, and print it if it is due."""
+        self._tally.see(record)
+        is_short = record.outcome in FALLEN_SHORT
+        where = "" if is_out_of_time(record) else record.case
+        end = (record.backend, where, record.cause) if isinstance(record, Ended) else None
+        is_same_end = end is not None and end == self._latest_end
+        self._latest_end = end
+        if self._verbose and not is_short:
+            line = f"{record.outcome}  {record.backend}  {record.case}  {record.check}  {record.duration_s:.2f} s"
+            print_stderr(line)
+        elif is_short and (self._verbose or (self._printed < PRINTED_AT_ONCE and not is_same_end)):
+            self._printed += 1
+            print_stderr(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
+        if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = time.monotonic()
+            done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} did not pass"
+            print_stderr(", ".join(part for part in (done, self._tally.left) if part))
+
+
+class ProgressBar:
+    """A progress bar over the cases of all backends, updated with each record."""
+
+    def __init__(self, progress: Progress, cases: int, rounds: int) -> None:
+        self._progress = progress
+        self._tally = Tally(cases, rounds)
+        self._task = progress.add_task("", total=cases)
+
+    def see(self, record: Record) -> None:
+        """Count one record, and update the bar."""
+        self._tally.see(record)
+        short = f"{self._tally.short} did not pass" if self._tally.short else ""
+        parts = (f"{record.backend}  {record.case}", short, self._tally.left)
+        description = ", ".join(part for part in parts if part)
+        self._progress.update(self._task, completed=max(self._tally.done - 1, 0), description=description)
+        if not self._progress.live.auto_refresh:
+            self._progress.refresh()
+
+
+@contextmanager
+def progress_for(
+    cases: int,
+    *,
+    rounds: int = 1,
+    silent: bool = False,
+    verbose: bool = False,
+    is_timed: bool = False,
+    color: bool = True,
+) -> Iterator[RunProgress]:
+    """Yield the progress display that suits stderr; ``cases``: the number of cases, summed over all backends.
+
+    ``rounds``: the rounds of the check ``timing``; its cases count in each of them.
+    ``verbose``: print one line per record.
+    ``is_timed``: whether the run takes timings; then the bar is redrawn only between them.
+    ``color``: whether the bar may have colours.
+    """
+    if silent:
+        yield NoProgress()
+    elif verbose or not sys.stderr.isatty():
+        yield ProgressLines(cases, rounds, verbose=verbose)
+    else:
+        columns = (
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        screen = Console(stderr=True, no_color=None if color else True)
+        with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
+            yield ProgressBar(progress, cases, rounds)
+
+
+# Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process.
+
+Processes = WorkerPool | RayCluster
+"""Processes that load and describe the backends of a run."""
+
+
+class CaseExaminer(Protocol):
+    """Examines the cases of a plan, in this process or in others."""
+
+    @property
+    def blind(self) -> list[QuestionError]:
+        """Errors of cases that could not be examined at all."""
+
+    def run(self) -> Generator[Record, None, None]:
+        """Yield each record as it is found."""
+
+
+def open_providers(
+    options: RunOptions, selection: Selection
+) -> "AbstractContextManager[ProviderExaminer | InProcessProviders | None]":
+    """Return a context manager whose value is the examiner of the providers in ``options``, or None without any."""
+    if not options.providers:
+        return nullcontext()
+    from attncheck.harness.cli.provider_process import providers_of
+
+    return providers_of(options, selection.cases, show_printed if options.show_output else None)
+
+
+@contextmanager
+def open_processes(
+    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
+) -> Iterator[Processes]:
+    """Yield the processes that examine the backends of ``options``; end all of them on leaving.
+
+    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
+    which the check ``timing`` samples a part of a step.
+
+    Raises:
+        SelectionError: timing is requested on a Ray cluster.
+        ClusterError, MissingExtraError: the Ray cluster cannot be used.
+    """
+    prepare, settings = preparation_of(selection), options.worker_settings
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    if options.ray is not None:
+        if selection.is_timed:
+            reason = f"the check {TIMING} compares times of one device, and a cluster has many"
+            raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
+        with RayCluster(
+            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
+        ) as cluster:
+            yield cluster
+        return
+    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
+        if options.backend_refs is not None and not options.in_process:
+            pool.start(first_refs(options.backend_refs, selection.suites))
+        yield pool
+
+
+def case_examiner(
+    prepared: "PreparedRun",
+    processes: Processes | None,
+    *,
+    warms: bool = True,
+    jobs: int | None = None,
+    folder: Path | None = None,
+    deadline: float | None = None,
+) -> CaseExaminer:
+    """Return the examiner of the plan: in ``processes``, or in this process if there are none.
+
+    ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
+    ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
+    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
+    ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
+    """
+    from attncheck.harness.workers.executor import Supervisor
+    from attncheck.harness.workers.pool import most_processes
+    from attncheck.harness.workers.ray import RayExecutor
+
+    plan, environment = prepared.plan, prepared.environment
+    if isinstance(processes, RayCluster):
+        return RayExecutor(plan, prepared.backends, processes, environment)
+    if processes is None or not prepared.backends:
+        from attncheck.harness.run.evaluate import Examiner
+
+        return Examiner(plan, environment)
+    is_gpu = plan.device != "cpu"
+    gpus = max(len(processes.gpus), 1)
+    room = most_processes("cpu") if deadline is None else gpus * most_processes(plan.device, gpus)
+    jobs = jobs or (min(room, gpus) if is_gpu and deadline is None else room)
+    costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
+    if deadline is not None:
+        loaded = sum(each.is_loaded for each in prepared.backends)
+        processes.limits = processes.limits.shared(deadline - time.monotonic(), loaded, jobs)
+    warms = warms and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
+    return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms, costs=costs)
+
+
+def _note(line: str) -> None:
+    typer.echo(f"note: {line}", err=True)
+
+
+# Executes one run: selects, prepares, examines, and writes each record to the run file as it arrives.
+#
+# Progress goes to stderr, and nothing to stdout. Loads torch only for what this process examines: a provider, or
+# backends with `--in-process`.
+
+_ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
+_AT_FIRST = "at the first record that did not pass (--exitfirst)"
+_DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """Results of a run. ``path``: its run file, or None if none was written.
+
+    ``blind``: errors of cases that could not be examined.
+    ``unmet``: a line for each expectation that fails the run.
+    ``unseen``: a line for each expectation that was not confirmed but does not fail the run.
+    ``stopped``: why the run ended early; empty if it did not.
+    ``ended_by``: the exception to raise after the report: a signal, an unwritable run file or stdout, or a lost
+    cluster.
+    """
+
+    path: Path | None
+    header: RunHeader
+    records: tuple[Record, ...]
+    blind: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    stopped: str = ""
+    ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
+
+
+def execute_run(
+    options: RunOptions,
+    begin: Callable[[RunHeader], None],
+    end: Callable[[FinishedRun], None] | None = None,
+    spare: WorkerProcess | None = None,
+    see: Callable[[Record], None] | None = None,
+) -> FinishedRun:
+    """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
+
+    ``end`` is called with the result, before the processes of the backends have ended.
+    ``see`` is called with each record as it arrives. If it is None, progress is shown on stderr.
+    ``spare``: a process started in advance. It is used for the first backend, then closed.
+
+    Raises:
+        QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
+    """
+    selection = options.select()
+    options, surveyed = with_families(options, selection)
+    timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
+    is_timed = options.backend_refs is not None and selection.is_timed
+    rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
+    make_dump_folder(options.dump)
+    with (
+        open_processes(options, selection, spare, timing.limit_s) as processes,
+        open_providers(options, selection) as providers,
+    ):
+        from attncheck.harness.run.preparation import RunSettings
+
+        settings = RunSettings(
+            device=options.device,
+            seed=options.seed,
+            dump=options.dump,
+            timing=timing,
+            rounds=rounds,
+            shard=options.shard,
+            truths=truths_folder() if options.cache else None,
+            until_failure=options.until_failure,
+        )
+        apart = None if options.in_process else processes
+        finished = _execute(options, selection, settings, apart, providers, begin, see, surveyed)
+        if finished.ended_by is not None:
+            processes.close(at_once=True)
+        if end is not None:
+            end(finished)
+        return finished
+
+
+def _execute(
+    options: RunOptions,
+    selection: Selection,
+    settings: "RunSettings",
+    processes: Processes | None,
+    providers: "ProviderExaminer | InProcessProviders | None",
+    begin: Callable[[RunHeader], None],
+    see: Callable[[Record], None] | None,
+    surveyed: Sequence[SurveyedBackend],
+) -> FinishedRun:
+    from attncheck.harness.run.outcomes import Circumstances
+    from attncheck.harness.run.preparation import make_header, prepare_run
+    from attncheck.harness.run.selection import count_questions
+
+    chooser = providers.chooser if providers is not None and options.backend_refs is None else None
+    fits_pages = options.ray is None  # a node accepts no other suites once it has described a backend
+    prepared = prepare_run(
+        selection,
+        options.backend_refs,
+        settings,
+        pool=processes,
+        chooser=chooser,
+        fits_pages=fits_pages,
+        keeps_unavailable=bool(surveyed),
+    )
+    plan, environment = prepared.plan, prepared.environment
+    functions = None if providers is None else providers.plan(plan.cases, plan.device)
+    infos = [each.info for each in prepared.backends]
+    is_timed = options.backend_refs is not None and prepared.selection.is_timed
+    one_process = (_ONE_PROCESS,) if is_timed and processes is None else ()
+    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *survey_notes(surveyed), *options.notes)
+    positional = (prepared.selection, plan, infos, environment)
+    header = make_header(*positional, expect=options.expect, command=options.command, notes=notes, surveyed=surveyed)
+    if functions is not None:
+        from attncheck.harness.providers.examine import header_with_providers
+
+        header = header_with_providers(header, functions)
+    earlier = None if options.resume is None else read_part(options.resume, header)
+    records: list[Record] = [] if earlier is None else list(earlier.records)
+    plan = replace(plan, found=found_in(records, plan.rounds))
+    prepared = replace(prepared, plan=plan)
+    examiner = case_examiner(
+        prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder, deadline=options.deadline
+    )
+    circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
+    expectations = _expectations(options, prepared.selection, plan, functions, header)
+    if expectations is not None:
+        for record in records:
+            expectations.recall(record)
+    if earlier is not None and earlier.complete:
+        begin(header)
+        return _as_it_ended(earlier, expectations)
+    with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
+        faulthandler.enable()  # print where a kernel killed the process
+    if options.in_process:
+        gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
+    count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
+    tally = Tally(count, plan.rounds)
+    path: Path | None = None
+    try:
+        with open_run(options.output, options.folder, header, options.keep, earlier) as writer:
+            path = writer.path
+            begin(header)
+            with (
+                contextlib.closing(examiner.run()) as examined,
+                progress_for(
+                    count,
+                    rounds=plan.rounds,
+                    silent=see is not None or (options.in_process and not options.verbose),
+                    verbose=options.verbose,
+                    is_timed=is_timed,
+                    color=options.color,
+                ) as progress,
+            ):
+                found = itertools.chain(examined, providers.run(circumstances) if providers else ())
+                judged = found if expectations is None else map(expectations.apply, found)
+                stopped = take_records(
+                    judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
+                )
+            blind = tuple(map(str, examiner.blind))
+            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+            for error in (*blind, *unmet):
+                writer.fail(error)
+        return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
+    except (KeyboardInterrupt, WriteError, ClusterError) as error:
+        if not records and path is None:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            how = f"interrupted by {signal_of(error).name}"
+        elif isinstance(error, ClusterError):
+            how = "stopped, since the cluster is lost"
+        else:
+            how = f"stopped, since {error.name} cannot be written"
+        stopped = f"{how}: {tally.done} of {tally.cases} cases"
+        return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
+
+
+def _as_it_ended(run: Run, expectations: "Expectations | None") -> FinishedRun:
+    """Return the result of a run that is complete already, so that the command ends as that run did."""
+    print_stderr(f"note: {run.path} is complete: nothing is left to examine")
+    lines = expectations.unmet() if expectations else ()
+    unmet = tuple(error for error in run.errors if error in lines)
+    blind = tuple(error for error in run.errors if error not in lines)
+    unseen = tuple(expectations.unseen()) if expectations else ()
+    return FinishedRun(Path(run.path), run.header, run.records, blind, unmet, unseen)
+
+
+def _expectations(
+    options: RunOptions,
+    selection: Selection,
+    plan: "RunPlan",
+    functions: "PlannedProviders | None",
+    header: RunHeader,
+) -> "Expectations | None":
+    if options.expect is None:
+        return None
+    from attncheck.harness.run.expectations import Expectations, load_expectations
+
+    known: tuple[HasNames, ...] = ()
+    selected: tuple[HasNames, ...] = ()
+    if functions is not None:
+        from attncheck.harness.providers.examine import SubjectIdentity
+
+        known, selected = (tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects))
+    return Expectations(
+        load_expectations(options.expect),
+        cases=(*selection.all_cases, *known),
+        selected=(*filter(plan.is_in_shard, selection.cases), *selected),
+        backends=[backend.name for backend in header.backends],
+        checks=header.checks,
+        today=datetime.now(UTC).date(),
+        strict=options.strict_expect,
+    )
+
+
+def take_records(
+    found: Iterator[Record],
+    records: list[Record],
+    see: Sequence[Callable[[Record], None]],
+    *,
+    maxfail: int | None,
+) -> str:
+    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early, or "".
+
+    ``maxfail``: the number of failed records after which the run stops, or None for no limit.
+    """
+    from attncheck.harness.run.outcomes import DeviceLostError
+
+    def keep(record: Record) -> bool:
+        records.append(record)
+        for each in see:
+            each(record)
+        return record.outcome in FALLEN_SHORT
+
+    short = 0
+    try:
+        for record in found:
+            short += keep(record)
+            if maxfail is not None and short >= maxfail:
+                return _AT_FIRST if maxfail == 1 else f"after {maxfail} records that did not pass (--maxfail {maxfail})"
+    except DeviceLostError as lost:
+        keep(lost.record)
+        return _DEVICE_LOST
+    return ""
+
+
+# `attncheck run`: examines backends with the cases of suites, writes a run file and prints the table.
 
 
 def run(
@@ -93,20 +676,16 @@ def run(
     spare = None
     is_ray = executor is processes.ExecutorChoice.RAY
     if not in_process and not is_ray and (refs or not provider):
-        from attncheck.harness.workers.worker_process import WorkerProcess
+        from attncheck.harness.workers.process import WorkerProcess
 
         # Start it before any import here: loading torch takes longest, and it does so meanwhile.
         show = show_printed if show_output else None
         spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
 
-    from attncheck.harness.cli.config import read_config
-    from attncheck.harness.cli.last_failed import only_failed
-    from attncheck.harness.cli.run_execution import execute_run
-    from attncheck.harness.cli.run_files import kept_folder, newest_run
-    from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_ray, read_size
-    from attncheck.harness.run.expectation_file import expectation_file
-    from attncheck.harness.run.patterns import choose_checks, split_commas
-    from attncheck.harness.run.sharding import read_shard
+    from attncheck.harness.cli.options import RunOptions, read_config, read_jobs, read_ray, read_size
+    from attncheck.harness.cli.run_files import kept_folder, newest_run, only_failed
+    from attncheck.harness.run.expectations import expectation_file
+    from attncheck.harness.run.selection import choose_checks, read_shard, split_commas
 
     if no_output and output is not None:
         raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
@@ -194,7 +773,7 @@ def _print_nothing(header: "RunHeader") -> None:
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
-    from attncheck.harness.cli.resuming import resume_command
+    from attncheck.harness.cli.run_files import resume_command
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:

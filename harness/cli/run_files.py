@@ -1,25 +1,33 @@
-"""Kept run files: named by time, in a folder that keeps the newest ones.
-
-The folder is ``results`` in the current folder if it exists, else a folder of the user's cache for the current folder.
-"""
+"""Run files of commands: where they lie, and which one is resumed or repeated."""
 
 import contextlib
 import hashlib
 import itertools
 import os
 import re
+import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
-from attncheck.errors import RunFileError, unwritable
-from attncheck.harness.cli.output import print_stderr
+from attncheck.cases.keys import split_variant
+from attncheck.errors import RunFileError, SelectionError, unwritable
+from attncheck.harness.cli.common import print_stderr
+from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record, RunFooter, parse_line
-from attncheck.reports.run_file.store import Run, RunWriter
+from attncheck.reports.run_file.merging import question_differences
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, UTILITIES, Record, RunFooter, parse_line
+from attncheck.reports.run_file.store import Run, RunWriter, lacks_header, read_run
+from attncheck.reports.run_file.timings import TIMING
+
+# Kept run files: named by time, in a folder that keeps the newest ones.
+#
+# The folder is `results` in the current folder if it exists, else a folder of the user's cache for the current folder.
 
 RESULTS = Path("results")
 
@@ -185,3 +193,99 @@ def make_dump_folder(dump: Path | None) -> None:
         dump.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(f"--dump {dump}", error) from error
+
+
+# `--resume`: completes a run that was cut off, in the same run file. Loads no torch.
+
+Found = tuple[str, str, str, int]
+"""Identity of an examined check: reference of the backend, ``suite/id`` of the case, check, round."""
+
+
+def read_part(path: Path, header: RunHeader) -> Run:
+    """Return the run of ``path`` as the first part of the run of ``header``; it may be complete.
+
+    Raises:
+        RunFileError: the file is no run, is compressed, or examines something else than ``header``.
+    """
+    if path.suffix != ".jsonl":
+        raise RunFileError(str(path), "cannot be resumed: its name does not end in .jsonl")
+    if lacks_header(path):
+        print_stderr(f"note: {path}: its header was cut off; the run starts from the beginning")
+        return Run(str(path), header, ())
+    run = read_run(path)
+    if not run.complete and not path.read_bytes().endswith(b"\n"):
+        if not run.cut_line:  # its last record has no end of line, and is examined again
+            run = replace(run, records=run.records[:-1])
+        print_stderr(f"note: {path}: the last line was cut off, and is written again")
+    if differences := question_differences(run.header, header):
+        reason = f"this command differs from that of the run in {', '.join(differences)}; repeat the command of the run"
+        raise RunFileError(str(path), reason)
+    return run
+
+
+def found_in(records: Iterable[Record], rounds: int) -> frozenset[Found]:
+    """Return what ``records`` have examined; checks not examined in round 0 count as done in all rounds."""
+    found = set()
+    for record in records:
+        is_final = record.check == TIMING and record.round == 0 and record.outcome not in EXAMINED
+        numbers = range(rounds) if is_final else (record.round,)
+        found |= {(record.backend_ref, record.case, record.check, number) for number in numbers}
+    return frozenset(found)
+
+
+def resume_command(command: Iterable[str], path: Path) -> str:
+    """Return the command that resumes the run of ``command`` with run file ``path``."""
+    words = list(command)
+    for name in ("--output", "--resume"):
+        if name in words:
+            index = words.index(name)
+            del words[index : index + 2]
+    kept = [word for word in words if not word.startswith(("--output=", "--resume="))]
+    return shlex.join([*kept, "--resume", str(path)])
+
+
+# `--last-failed`: restricts a run to what failed in the newest kept run. Loads no torch.
+
+
+def only_failed(options: RunOptions, path: Path) -> RunOptions:
+    """Return ``options`` for the cases, backends, providers and functions that failed in the run of ``path``.
+
+    If ``options`` name backends or suites, only those of them remain. All remaining cases run on all remaining
+    backends, with the checks of ``options``; if these name none, with those that failed.
+
+    Raises:
+        SelectionError: nothing failed, or nothing that ``options`` name.
+        RunFileError: the run cannot be read.
+    """
+    run = read_run(path)
+    # A candidate that was given as a Python object has no name to give on the command line.
+    short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
+    if not short:
+        raise SelectionError(f"--last-failed: everything passed in the newest run, {path}; leave the option out")
+    short = [each for each in short if _is_named(each, run.header.suite_ref(each.suite), options)]
+    if not short:
+        raise SelectionError(f"--last-failed: these backends and suites passed in the newest run, {path}")
+    cases = [each for each in short if each.check != UTILITIES]
+    functions = [each for each in short if each.check == UTILITIES]
+    suites = tuple(dict.fromkeys(run.header.suite_ref(each.suite) for each in cases))
+    names = [
+        each.case_id for each in functions if any(fnmatchcase(each.case_id, own) for own in options.functions or "*")
+    ]
+    return replace(
+        options,
+        backends=tuple(dict.fromkeys(each.backend_ref for each in cases)),
+        providers=tuple(dict.fromkeys(each.backend_ref for each in functions)),
+        suites=suites or options.suites,
+        keys=tuple(dict.fromkeys(each.case for each in cases)),
+        checks=options.checks or tuple(dict.fromkeys(each.check for each in short)),
+        functions=tuple(names),
+    )
+
+
+def _is_named(record: Record, suite: str, options: RunOptions) -> bool:
+    """Return whether ``options`` include the backend and the suite of ``record``; ``suite``: its reference."""
+    backends, suites = {record.backend, record.backend_ref}, {record.suite, suite, split_variant(suite)[0]}
+    return not (
+        (options.backends and backends.isdisjoint(options.backends))
+        or (options.suites and suites.isdisjoint(options.suites))
+    )

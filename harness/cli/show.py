@@ -1,21 +1,118 @@
-"""``attncheck show``: describes one case, in words and pictures, or as YAML. Loads no torch."""
+"""The commands ``show``, ``list`` and ``new``."""
 
+import keyword
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from enum import Enum
+from enum import Enum, StrEnum
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attncheck.errors import SelectionError
-from attncheck.harness.cli import completion
-from attncheck.harness.cli import run_arguments as arguments
+from attncheck.errors import QuestionError, SelectionError, unwritable
+from attncheck.harness.cli import common
+from attncheck.harness.cli import options as arguments
+from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from attncheck.cases.model import Case
-    from attncheck.reference.spec import RequestSpec
+    from attncheck.reference.spec import BatchSpec
+
+# Draws an attention mask as characters. Loads no torch.
+#
+# `#`: visible. `.`: hidden. `+`: a cell of several rows or keys, some of them visible.
+
+_HIDDEN, _SOME, _VISIBLE = ".+#"
+
+MOST_LINES = 16
+"""Maximum number of lines of a picture; if there are more rows, each line shows several."""
+
+
+def num_keys(layer: LayerSpec, request: RequestSpec) -> int:
+    """Return the number of keys of a request: of the encoder in cross attention, else ``seq_len``."""
+    is_cross = layer.attn_type == AttentionType.ENCODER_DECODER
+    return (request.encoder_len or 0) if is_cross else request.total_len
+
+
+def num_rows(path: PathSpec, request: RequestSpec) -> int:
+    """Return the number of rows that a request computes: the last ones in a fast prefill, else all new tokens."""
+    options = path.options
+    return min(options.rows, request.query_len) if isinstance(options, FastPrefillOptions) else request.query_len
+
+
+def visible_keys(layer: LayerSpec, position: int, keys: int) -> range:
+    """Return which of ``keys`` keys the row at ``position`` sees, not counting what a tree mask hides.
+
+    >>> visible_keys(LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, sliding_window=3), 5, 9)
+    range(3, 6)
+    """
+    first, end = 0, keys
+    left, right = layer.window
+    if layer.is_causal:
+        end = min(end, position + 1)
+    if right >= 0:
+        end = min(end, position + right + 1)
+    if left >= 0:
+        first = max(first, position - left)
+    if layer.attn_chunk_size is not None:
+        chunk = position // layer.attn_chunk_size
+        first = max(first, chunk * layer.attn_chunk_size)
+        end = min(end, (chunk + 1) * layer.attn_chunk_size)
+    return range(first, max(first, end))
+
+
+def hidden_nodes(path: PathSpec, row: int) -> list[int]:
+    """Return the draft tokens of a tree that ``row`` must not see: all but itself and its ancestors.
+
+    Empty without a tree.
+    """
+    if not isinstance(path.options, TreeOptions):
+        return []
+    parents, node = path.options.parents, row
+    seen = {row}
+    while (node := parents[node]) >= 0:
+        seen.add(node)
+    return [other for other in range(len(parents)) if other not in seen]
+
+
+def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int) -> list[str]:
+    """Return the lines of the picture, at most ``width`` characters wide; rows run downwards, keys to the right.
+
+    The first line has the number of rows and keys, and how many of them a character covers.
+    """
+    keys, rows = num_keys(layer, request), num_rows(path, request)
+    tall, wide = -(-rows // MOST_LINES), max(-(-keys // width), 1)
+    scale = f", a character is {tall} x {wide}" if tall * wide > 1 else ""
+    lines = [f"{plural(rows, 'row')} x {plural(keys, 'key')}{scale}"]
+    start = keys - rows  # the rows are aligned to the end of the keys
+    for top in range(0, rows, tall):
+        block = range(top, min(top + tall, rows))
+        seen = [visible_keys(layer, start + row, keys) for row in block]
+        hidden = [[start + node for node in hidden_nodes(path, row)] for row in block]
+        cells = (range(left, min(left + wide, keys)) for left in range(0, keys, wide))
+        lines.append("".join(_character(cell, seen, hidden) for cell in cells))
+    return lines
+
+
+def _character(cell: range, seen: Sequence[range], hidden: Sequence[Sequence[int]]) -> str:
+    """Return the character for the keys of ``cell``; ``seen``, ``hidden``: the visible and hidden keys of each row."""
+    count = 0
+    for own, nodes in zip(seen, hidden, strict=True):
+        common = range(max(own.start, cell.start), min(own.stop, cell.stop))
+        count += len(common) - sum(node in common for node in nodes)
+    if not count:
+        return _HIDDEN
+    return _VISIBLE if count == len(cell) * len(seen) else _SOME
+
+
+# `attncheck show`: describes one case, in words and pictures, or as YAML. Loads no torch.
 
 SHOWN_REQUESTS = 12
 """Maximum rows of the table of requests."""
@@ -29,7 +126,7 @@ _ALWAYS = ("dtype", "block_size", "layout")
 
 
 def show(
-    case: Annotated[str, typer.Argument(metavar="CASE", help="Its id or suite/id.", autocompletion=completion.cases)],
+    case: Annotated[str, typer.Argument(metavar="CASE", help="Its id or suite/id.", autocompletion=common.cases)],
     suite: arguments.Suites = None,
     settings: arguments.Settings = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the case as a complete case file.")] = False,
@@ -39,7 +136,7 @@ def show(
     Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
     the others are listed.
     """
-    from attncheck.harness.cli.output import terminal_width
+    from attncheck.harness.cli.common import terminal_width
 
     found = _find(case, suite or [], settings or [])
     if as_yaml:
@@ -115,7 +212,6 @@ def _word(value: object) -> str:
 
 
 def _requests(case: "Case") -> list[str]:
-    from attncheck.harness.cli.mask_picture import num_keys
     from attncheck.reports.terminal.columns import table
 
     size, rows = case.cache.block_size, []
@@ -134,7 +230,6 @@ def _requests(case: "Case") -> list[str]:
 
 def _masks(case: "Case", width: int) -> list[str]:
     """Return a picture of the mask for up to :data:`SHOWN_MASKS` distinct requests, largest first."""
-    from attncheck.harness.cli.mask_picture import draw_mask, num_keys, num_rows
     from attncheck.reports.analysis.phrases import plural
 
     path = case.batch.path
@@ -153,3 +248,217 @@ def _masks(case: "Case", width: int) -> list[str]:
         lines += ["", *draw_mask(case.layer, path, request, width)]
     left_out = len(different) - len(drawn)
     return [*lines, *(["", f"not drawn: {plural(left_out, 'more mask')}"] if left_out else [])]
+
+
+# `attncheck list`: names of backends, suites, cases and checks. Loads no torch and no backend.
+
+
+class Listable(StrEnum):
+    """What can be listed."""
+
+    BACKENDS = "backends"
+    SUITES = "suites"
+    CASES = "cases"
+    CHECKS = "checks"
+
+
+def list_names(
+    what: Annotated[Listable | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="List only these suites, or their cases, separated by commas. May be repeated. Default: all built-in "
+            "suites; for cases, smoke.",
+            autocompletion=common.suites,
+        ),
+    ] = None,
+    case: arguments.Cases = None,
+    keywords: arguments.Keywords = None,
+) -> int:
+    """List the names of backends, suites, cases or checks.
+
+    `attncheck doctor` shows which backends can run on this machine.
+    """
+    if what is None and (suite or case or keywords):
+        what = Listable.CASES
+    tables = {Listable.BACKENDS: _backends, Listable.SUITES: lambda: _suites(suite or []), Listable.CHECKS: _checks}
+    if what == Listable.CASES:
+        _cases(suite or [], case or [], keywords or "")
+    elif what is not None:
+        tables[what]()
+    else:
+        for number, (name, table) in enumerate(tables.items()):
+            typer.echo(("\n" if number else "") + name)
+            table()
+    return 0
+
+
+def _print(rows: list[list[str]]) -> None:
+    from tabulate import tabulate
+
+    from attncheck.harness.cli.common import terminal_width
+
+    lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
+    folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
+    typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
+
+
+def _backends() -> None:
+    from attncheck.backends.registry import FAMILIES, ONLY_NAMED, builtin_names, entry_points
+
+    rows = [[name, "built in"] for name in builtin_names()]
+    rows += [[name, "built in; run when named"] for name in sorted(ONLY_NAMED - FAMILIES.keys())]
+    rows += [[name, f"built in; run when one is named, such as {example}"] for name, example in FAMILIES.items()]
+    rows += [[name, f"entry point {point.value}"] for name, point in sorted(entry_points().items())]
+    _print(rows)
+
+
+def _suites(names: list[str]) -> None:
+    from attncheck.cases.loader import load_suite, suite_names
+    from attncheck.harness.run.selection import split_commas
+    from attncheck.reports.analysis.phrases import plural
+
+    suites = [load_suite(name) for name in split_commas(names) or suite_names()]
+    _print([[suite.name, plural(len(suite), "case"), suite.description] for suite in suites])
+
+
+def _cases(suites: list[str], patterns: list[str], keywords: str) -> None:
+    from attncheck.harness.run.selection import select_cases
+
+    for found in select_cases(suites or ["smoke"], patterns, keywords=keywords).cases:
+        typer.echo(f"{found.key}  {_batch(found.batch)}")
+
+
+def _batch(batch: "BatchSpec") -> str:
+    """Return the batch as a string of the batch grammar, or a summary if the grammar cannot express it."""
+    from attncheck.cases.grammar import format_batch
+    from attncheck.errors import SpecError
+
+    try:
+        return format_batch(batch.requests)
+    except SpecError:
+        return f"{batch.num_requests} requests, {batch.num_tokens} new tokens, up to {batch.max_seq_len} long"
+
+
+def _checks() -> None:
+    from attncheck.reference.spec import CHECKS
+
+    rows = []
+    for name, info in CHECKS.items():
+        rows += [[name, info.establishes], ["", f"does not detect: {info.cannot_see}"]]
+        if info.by_default == "nowhere":
+            rows.append(["", f"runs only if it is named, as by --check {name}"])
+        elif info.by_default == "on CUDA":
+            rows.append(["", "needs a CUDA device"])
+    _print(rows)
+
+
+# `attncheck new backend`: writes a small correct backend and its test, as a start. Loads no torch and no backend.
+#
+# The files are templates of `harness/cli/templates` with the name filled in.
+
+
+class BackendKind(StrEnum):
+    """Form of the backend."""
+
+    FUNCTION = "function"
+    CLASSES = "classes"
+    VLLM = "vllm"
+
+
+TEMPLATES = {BackendKind.FUNCTION: "function.py", BackendKind.CLASSES: "classes.py", BackendKind.VLLM: "vllm_class.py"}
+
+
+def new_backend(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the module.")],
+    kind: Annotated[
+        BackendKind,
+        typer.Option(help="One function, classes of attncheck's contract, or a class of the installed vLLM."),
+    ] = BackendKind.FUNCTION,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write into.")] = Path(),
+) -> int:
+    """Write a small correct backend, NAME.py, and its test, test_NAME.py.
+
+    Replace the kernel in NAME.py by your own. Existing files are not overwritten.
+    """
+    from attncheck.backends.registry import INSTALL_VLLM
+
+    texts = template_files(kind, name)
+    paths = [output / file for file in texts]
+    if there := [str(path) for path in paths if path.exists()]:
+        raise QuestionError(f"{' and '.join(there)}: there already; nothing was written")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, texts.values(), strict=True):
+            with path.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+    except OSError as error:
+        raise unwritable(f"--output {output}: {error.filename}", error) from error
+    typer.echo(f"written: {', '.join(map(str, paths))}")
+    typer.echo(f"  {shlex.join(['attncheck', 'run', '--backend', backend_ref(kind, name, output)])}")
+    typer.echo(f"  {shlex.join(['pytest', str(paths[1])])}")
+    if kind == BackendKind.VLLM and find_spec("vllm") is None:
+        typer.echo(f"vLLM is not installed here: {INSTALL_VLLM}, or import attncheck.backends.contract in its place")
+    return 0
+
+
+def backend_ref(kind: BackendKind, name: str, folder: Path) -> str:
+    """Return the argument of ``--backend`` for a backend written into ``folder``."""
+    place = folder / f"{name}.py"
+    typed = place if place.parent.name else f"./{place}"
+    return f"{'vllm:' if kind == BackendKind.VLLM else ''}{typed}:{_class_name(name)}"
+
+
+def template_files(kind: BackendKind, name: str) -> dict[str, str]:
+    """Return two files by name: the backend of ``kind`` called ``name``, and its test.
+
+    Raises:
+        QuestionError: ``name`` is not a valid module name, is taken, or would hide an installed module.
+    """
+    template, test = (_template(file) for file in (TEMPLATES[kind], "examined.py"))
+    if kind == BackendKind.VLLM:
+        test = test.replace('f"{', 'f"vllm:{')
+    if reason := _name_reason(name, template):
+        raise QuestionError(f"a backend cannot be called {name!r}: {reason}")
+    return {f"{name}.py": _named(template, name), f"test_{name}.py": _named(test, name)}
+
+
+def _template(file: str) -> str:
+    return (files("attncheck.harness.cli") / "templates" / file).read_text(encoding="utf-8")
+
+
+def _named(template: str, name: str) -> str:
+    """Return the template, which is for a backend called ``mine``, for the backend ``name``."""
+    words = {"mine": name, "Mine": _class_name(name), "MINE": name.upper()}
+    return re.sub(r"(?<![A-Za-z0-9])(mine|Mine|MINE)(?![A-Za-z0-9])", lambda match: words[match[1]], template)
+
+
+def _class_name(name: str) -> str:
+    """Return the class name for a module name: ``MyKernel`` for ``my_kernel``."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def _name_reason(name: str, template: str) -> str:
+    """Return why ``name`` cannot be used; empty if it can."""
+    from attncheck.backends.registry import known_names
+
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+        return "it names a Python module, of letters, digits and underscores, a letter first"
+    if keyword.iskeyword(name) or keyword.iskeyword(_class_name(name)):
+        return "it is a word of Python's"
+    if name in known_names():
+        return f"that is a registered backend; taken are {', '.join(known_names())}"
+    if _class_name(name) != "Mine" and re.search(rf"\b{_class_name(name)}\b", template):
+        return f"its class would be called {_class_name(name)}, as another name in the file"
+    if _is_installed(name):
+        return f"{name}.py would hide an installed module of that name"
+    return ""
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether ``import name`` finds a module outside the current folder, which ``python -m`` searches too."""
+    if (spec := find_spec(name)) is None:
+        return False
+    places = (spec.origin, *(spec.submodule_search_locations or ()))
+    return all(Path(place).parent != Path.cwd() for place in places if place)

@@ -1,34 +1,240 @@
-"""``attncheck run --watch``: examines again after each save, previously failed cases first.
-
-A spare process, which has loaded torch and the checks but no backend, waits for the save. A save during a round ends
-the round. Syntax errors and other reasons why nothing could be examined are shown, and watching continues.
-"""
+"""The command ``run --watch``: run again after each save."""
 
 import contextlib
+import importlib.util
+import os
+import re
+import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import typer
 
+from attncheck.backends.registry import BUILTIN, entry_points
 from attncheck.errors import QuestionError, SelectionError
-from attncheck.harness.cli.output import show_printed, terminal_width
-from attncheck.harness.cli.run_execution import FinishedRun, execute_run
+from attncheck.harness.cli.common import show_printed, terminal_width
+from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.cli.run import FinishedRun, execute_run
 from attncheck.harness.cli.run_files import open_run
-from attncheck.harness.cli.run_options import RunOptions
-from attncheck.harness.cli.watch_terminal import CLEAR, Keys, RoundLines, terminal_keys
-from attncheck.harness.cli.watched_files import WatchedFiles
 from attncheck.harness.run.selection import Selection
-from attncheck.harness.workers.first_messages import preparation_of
-from attncheck.harness.workers.worker_process import WorkerProcess
+from attncheck.harness.workers.process import WorkerProcess, preparation_of
 from attncheck.reports.analysis.phrases import plural, title
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
-from attncheck.reports.terminal.watch import render_round
+from attncheck.reports.terminal.watch import render_record, render_round
+
+# Finds the files that `attncheck run --watch` watches, and detects changes. Loads no torch and no backend.
+
+_LIBRARIES = ("triton", "xformers", "flash_attn", "flashinfer")
+_IMPORT = re.compile(rf"^\s*(?:import|from)\s+({'|'.join(_LIBRARIES)})\b", re.MULTILINE)
+_INTERPRETED = "TRITON_INTERPRET"
+"""A file that contains this variable may set it, which has no effect once triton is imported."""
+
+_MOST_FOLDERS = 200
+"""Maximum watched folders of one package; those nearest its top come first."""
+
+State = dict[Path, tuple[int, int]]
+"""For each file, its modification time in nanoseconds and its size in bytes."""
+
+
+class WatchedFiles:
+    """The Python files in the folder or package of each backend, and other files by name.
+
+    ``refs``: references of backends. ``others``: case files, and the expectation file.
+    """
+
+    def __init__(self, refs: Iterable[str], others: Iterable[Path] = ()) -> None:
+        self.named = tuple(dict.fromkeys(file for ref in refs if (file := file_of(ref)) is not None))
+        self._others = tuple(others)
+        self._folders = tuple(dict.fromkeys(folder for file in self.named for folder in _folders_of(file)))
+        self._accepted = self.state()
+
+    def state(self) -> State:
+        """Return the state of all existing files."""
+        found: State = {}
+        for path in (*self._sources(), *self.named, *self._others):
+            try:
+                status = path.stat()
+            except OSError:  # an editor may be replacing the file
+                continue
+            found[path] = (status.st_mtime_ns, status.st_size)
+        return found
+
+    def changed(self) -> tuple[Path, ...]:
+        """Return the files that were added, removed or changed since :meth:`accept`."""
+        now = self.state()
+        return tuple(path for path in {**self._accepted, **now} if self._accepted.get(path) != now.get(path))
+
+    def accept(self) -> None:
+        """Take the current state as unchanged."""
+        self._accepted = self.state()
+
+    def libraries(self) -> tuple[str, ...]:
+        """Return the kernel libraries that the watched sources import.
+
+        Triton is left out if a source contains TRITON_INTERPRET, which must be set before triton is imported.
+        """
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in self.state() if path.suffix == ".py"]
+        found = {name for text in texts for name in _IMPORT.findall(text)}
+        if any(_INTERPRETED in text for text in texts):
+            found.discard("triton")
+        return tuple(name for name in _LIBRARIES if name in found)
+
+    def _sources(self) -> Iterator[Path]:
+        for folder in self._folders:
+            try:
+                with os.scandir(folder) as entries:
+                    names = [entry.name for entry in entries if entry.name.endswith(".py")]
+            except OSError:
+                continue
+            yield from (folder / name for name in names)
+
+
+def file_of(ref: str) -> Path | None:
+    """Return the file of a backend without importing it, or None if that needs an import."""
+    name, _, argument = ref.partition(":")
+    if name == "vllm" and argument:
+        return file_of(argument)
+    place = ref if ref.endswith(".py") else ref.rpartition(":")[0] or ref
+    if place.endswith(".py"):
+        return Path(place)
+    if name in BUILTIN:
+        place = BUILTIN[name].partition(":")[0]
+    elif (point := entry_points().get(name)) is not None:
+        place = point.module
+    return _module_file(place.split("."))
+
+
+def _module_file(parts: Sequence[str]) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin)
+    if len(parts) > 1:
+        path = path.parent.joinpath(*parts[1:])
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def _folders_of(file: Path) -> list[Path]:
+    """Return the folder of ``file``, and if it belongs to a package also the folders below."""
+    found = [file.parent]
+    if not (file.parent / "__init__.py").is_file():
+        return found
+    for each in found:  # the loop appends to found
+        if len(found) >= _MOST_FOLDERS:
+            break
+        try:
+            inner = sorted(path for path in each.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+        except OSError:
+            continue
+        found += inner
+    return found[:_MOST_FOLDERS]
+
+
+# Terminal output and keys of `attncheck run --watch`.
+
+CLEAR = "\033[H\033[2J\033[3J"
+"""Escape sequence that clears a terminal and its scrollback."""
+
+_CLEAR_LINE = "\r\033[K"
+
+_FIRST_LINES = 6
+"""Of this many first records of a round, those of previously failed cases are printed."""
+
+Keys = Callable[[float], str]
+"""Function that waits up to the given seconds, and returns the key pressed or an empty string."""
+
+
+class RoundLines:
+    """Prints the first verdicts of a round as they arrive, and on a terminal the number of examined cases.
+
+    ``first``: the cases that failed before. ``at_verdict`` is called after the first record, ``first_s`` seconds after
+    the save.
+    """
+
+    def __init__(
+        self,
+        began: float,
+        since: str,
+        first: tuple[str, ...],
+        at_verdict: Callable[[], None],
+        *,
+        is_terminal: bool,
+    ) -> None:
+        self.since, self.first_s = since, 0.0
+        self._is_terminal, self._total = is_terminal, 0
+        self._cases: set[tuple[str, str]] = set()
+        self.records: list[Record] = []
+        self._began, self._first, self._at_verdict = began, first, at_verdict
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the save."""
+        return time.monotonic() - self._began
+
+    @property
+    def _line_start(self) -> str:
+        return _CLEAR_LINE if self._is_terminal else ""
+
+    def begin(self, header: RunHeader) -> None:
+        """Set the number of cases from the header."""
+        self._total = len(header.cases) * len(header.backends)
+
+    def see(self, record: Record) -> None:
+        """Print the record if it is the first one, or among the first ones and of a case that failed before."""
+        is_first = not self.records
+        self.records.append(record)
+        if is_first or (record.case in self._first and len(self.records) <= _FIRST_LINES):
+            typer.echo(f"{self._line_start}{self.elapsed:.1f} s after the {self.since}: {render_record(record)}")
+        if self._is_terminal:
+            self._cases.add((record.backend, record.case))
+            typer.echo(f"{self._line_start}{len(self._cases)} of {self._total} cases", nl=False)
+        if is_first:
+            self.first_s = self.elapsed
+            self._at_verdict()
+
+
+@contextlib.contextmanager
+def terminal_keys() -> Iterator[Keys]:
+    """Yield a function that waits for a key, without Enter; if stdin is no terminal, the function only waits."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def read(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(descriptor)
+        yield read
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+# `attncheck run --watch`: examines again after each save, previously failed cases first.
+#
+# A spare process, which has loaded torch and the checks but no backend, waits for the save. A save during a round ends
+# the round. Syntax errors and other reasons why nothing could be examined are shown, and watching continues.
 
 _POLL_S = 0.05
 """Seconds between two checks of the files."""

@@ -1,21 +1,221 @@
-"""Construct the impl and the metadata builder of a backend, with the arguments that a model runner passes."""
+"""Construct a backend's builder and layer from a case, with the configuration that they read."""
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from attncheck.backends.caches.codecs import KVCacheCodec
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
 from attncheck.backends.declarations import is_chunked
 from attncheck.backends.dtypes import DTYPES, cache_dtype
 from attncheck.backends.impl import set_current_vllm_config
-from attncheck.harness.driver.latent_views import LatentImplView, latent_keywords
-from attncheck.harness.driver.vllm_config import LayerStub, vllm_config
-from attncheck.harness.problem.output_quantisation import output_codes
 from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.queries import token_tree
+from attncheck.harness.problem.storage import UpProjections, output_codes
 from attncheck.reference import create_fast_prefill_custom_backend
-from attncheck.reference.spec import FastPrefillOptions
+from attncheck.reference.spec import (
+    CacheSpec,
+    FastPrefillOptions,
+    LayerSpec,
+    MLASpec,
+    PathSpec,
+    SpecDecodeOptions,
+    TreeOptions,
+)
+
+# The config that a builder reads and the layer that `forward` reads, with only the attributes the contract names.
+#
+# Reading any other attribute of a config fails with its name, so that a backend that relies on one fails at once.
+
+
+class ConfigNode:
+    """Attributes given at construction. Reading any other raises AttributeError with its name and the known ones."""
+
+    def __init__(self, path: str, **values: object) -> None:
+        self._path = path
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = ", ".join(sorted(key for key in self.__dict__ if not key.startswith("_")))
+        raise AttributeError(f"{self._path} has no {name!r}: the contract provides {known}")
+
+
+def vllm_config(
+    layer: LayerSpec,
+    cache: CacheSpec,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_tokens: int,
+    num_blocks: int = 0,
+    path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
+    capture_sizes: tuple[int, ...] = (),
+    layers: Mapping[str, "LayerStub"] = MappingProxyType({}),
+) -> ConfigNode:
+    """Return the ``vllm_config`` that a builder reads, for one layer, cache and execution path.
+
+    ``num_blocks``: pages of the pool. ``capture_sizes``: token counts of the graphs that will be captured, ascending.
+    ``layers``: the layers constructed so far, by name.
+    """
+    model = ConfigNode(
+        "vllm_config.model_config",
+        dtype=dtype,
+        max_model_len=max_model_len,
+        get_num_attention_heads=lambda _parallel_config: layer.num_heads,
+        get_num_kv_heads=lambda _parallel_config: layer.num_kv_heads,
+        get_head_size=lambda: layer.head_size,
+    )
+    return ConfigNode(
+        "vllm_config",
+        model_config=model,
+        cache_config=ConfigNode(
+            "vllm_config.cache_config",
+            block_size=cache.block_size,
+            cache_dtype=cache.kv_cache_dtype,
+            kv_cache_layout=cache.layout,
+            num_gpu_blocks=num_blocks or 1,  # as in vLLM: 1 without a pool
+        ),
+        scheduler_config=ConfigNode(
+            "vllm_config.scheduler_config", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens
+        ),
+        parallel_config=ConfigNode(
+            "vllm_config.parallel_config",
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        compilation_config=ConfigNode(
+            "vllm_config.compilation_config",
+            cudagraph_capture_sizes=list(capture_sizes),
+            max_cudagraph_capture_size=max(capture_sizes, default=0),
+            static_forward_context=dict(layers),
+        ),
+        speculative_config=_speculative_config(path),
+    )
+
+
+def _speculative_config(path: PathSpec) -> ConfigNode | None:
+    """Return the config of a path that verifies drafts, with the tree of drafts if it has one; None for other paths."""
+    match path.options:
+        case SpecDecodeOptions(num_speculative_tokens=drafts):
+            tree = None
+        case TreeOptions(parents=parents):
+            drafts, tree = len(parents) - 1, token_tree(parents)
+        case _:
+            return None
+    return ConfigNode("vllm_config.speculative_config", num_speculative_tokens=drafts, speculative_token_tree=tree)
+
+
+class LayerStub:
+    """The ``AttentionLayer`` that ``forward`` takes: scales as float32 tensors, and their host copies."""
+
+    impl: Any
+    """The impl that runs the layer, set once it is constructed; builders find it by the layer's name."""
+
+    def __init__(self, cache: CacheSpec, device: torch.device) -> None:
+        self._q_scale, self._q_scale_float = _scale(cache.q_scale, device)
+        self._k_scale, self._k_scale_float = _scale(cache.k_scale, device)
+        self._v_scale, self._v_scale_float = _scale(cache.v_scale, device)
+        self._prob_scale, _ = _scale(1.0, device)
+
+
+def _scale(scale: float | tuple[float, ...], device: torch.device) -> tuple[Tensor, float]:
+    """Return a scale's tensor (one element, or one per KV head) and its host copy, which is NaN for per-head scales."""
+    values = scale if isinstance(scale, tuple) else (scale,)
+    tensor = torch.tensor(values, dtype=torch.float32, device=device)
+    return tensor, float(values[0]) if len(values) == 1 else math.nan
+
+
+# Translate between heads and the arguments that impls and codecs of latent attention (MLA) take.
+#
+# The rest of the harness works with heads: latent rows as keys `[n, 1, L]`, rotary parts as values `[n, 1, E]`, and
+# outputs `[n, H, V]`.
+
+
+class KVBProj:
+    """The fused up-projection, called like a model's linear layer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, latent: Tensor) -> tuple[Tensor, None]:
+        """Project ``[n, kv_lora_rank]`` to ``[n, num_heads * (qk_nope_head_dim + v_head_dim)]``; the bias is None."""
+        # Sum in float32 and round once, so that a backend's error contains only its own arithmetic.
+        return torch.nn.functional.linear(latent.float(), self.weight.float()).to(latent.dtype), None
+
+
+def latent_keywords(mla: MLASpec, weights: UpProjections, device: torch.device) -> dict[str, Any]:
+    """Return the keywords that an MLA impl's constructor takes after its ten positional arguments."""
+    return {
+        "q_lora_rank": None,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "qk_head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "kv_b_proj": KVBProj(weights.fused().to(device)),
+    }
+
+
+class LatentImplView:
+    """An impl of latent attention behind an interface of heads; other attributes are those of the impl."""
+
+    def __init__(self, impl: Any, act_dtype: torch.dtype) -> None:
+        self._impl = impl
+        if hasattr(impl, "process_weights_after_loading"):
+            impl.process_weights_after_loading(act_dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._impl, name)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        **keywords: Any,
+    ) -> object:
+        """Call the impl with ``output [tokens, H, V]`` as ``[tokens, H * V]`` in the same memory."""
+        latent = None if key is None else key[:, 0]
+        return self._impl.forward(
+            layer, query, latent, value, kv_cache, attn_metadata, output=output.flatten(1), **keywords
+        )
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Pass the impl latent rows ``[n, L]`` and rotary parts ``[n, 1, E]``, as in :meth:`forward`."""
+        self._impl.do_kv_cache_update(layer, key[:, 0], value, kv_cache, slot_mapping)
+
+
+class LatentCodecView:
+    """A codec of a latent cache behind an interface of heads."""
+
+    def __init__(self, codec: KVCacheCodec) -> None:
+        self.codec = codec
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store ``key [n, 1, L]`` and ``value [n, 1, E]`` at ``slots``."""
+        self.codec.write(kv_cache, slots, key[:, 0], value[:, 0])
+
+    def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``key [n, 1, L]`` and ``value [n, 1, E]`` at ``slots``."""
+        latent, rotary = self.codec.read(kv_cache, slots)
+        return latent[:, None], rotary[:, None]
+
+
+# Construct the impl and the metadata builder of a backend, with the arguments that a model runner passes.
 
 LAYER, SHARED_LAYER = "layer.1", "layer.0"
 """Names of the layer under test, and of the layer whose cache it reads if it has none of its own."""

@@ -1,34 +1,216 @@
-"""Drive one backend through one problem as a model runner does, using only the contract.
+"""A backend that is driven through steps like by a model runner."""
 
-A :class:`Session` constructs impl, builder and cache once. Every :meth:`Session.run` refills the cache, passes fresh
-tensors and returns an observation. It catches whatever the backend raises, and records the stage.
-"""
-
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
-from attncheck.harness.driver.construction import LAYER, construct_builder, construct_impl
+from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
-from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of, num_builders
-from attncheck.harness.driver.kv_pool import KVPool, same_bytes
 from attncheck.harness.driver.observation import Observation, Raised, printable
-from attncheck.harness.driver.output_buffers import read_result
-from attncheck.harness.driver.persistent_inputs import copied_calls
-from attncheck.harness.driver.pool_filling import new_pool
-from attncheck.harness.driver.results import CallResult, merged, observed, placed
-from attncheck.harness.driver.step import Step, make_step, request_order
-from attncheck.harness.driver.turn import Fill, OtherLayer, PreparedStep, Turn
-from attncheck.harness.driver.vllm_config import LayerStub
+from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, observed, placed, read_result
+from attncheck.harness.driver.pool import KVPool, new_pool, same_bytes
+from attncheck.harness.driver.step import (
+    ForwardCall,
+    Step,
+    changed_inputs,
+    copied_calls,
+    forward_calls_of,
+    make_step,
+    num_builders,
+    request_order,
+)
 from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.storage import output_codes
+from attncheck.reference.spec import StridesSpec
+
+# Inputs of a step, and the state of one session's part in a running step.
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Contents of the memory that a backend must not depend on, and other variations of a step's inputs.
+
+    ``poison``: value in foreign slots, or only in ``regions`` if given; None leaves stale rows there. ``padding``:
+    value of the padding rows of query, key and value. ``loose``: the maxima of the metadata that are loose upper
+    bounds. ``strides``: memory layout of the operands; None for the case's own. ``rows``: keys and values that replace
+    the problem's; the step takes its new rows from them.
+    """
+
+    poison: float | None = None
+    regions: tuple[str, ...] | None = None
+    padding: float = float("nan")
+    loose: tuple[str, ...] = ()
+    rows: tuple[Tensor, Tensor] | None = None
+    strides: StridesSpec | None = None
+
+
+@dataclass(frozen=True)
+class OtherLayer:
+    """A further layer of a step, which runs ``problem`` over the same requests.
+
+    ``role``: its name in messages. ``shares_cache``: it reads the cache of the session's own layer and writes nothing,
+    whatever keys it is given. ``has_own_group``: its cache has another shape, so it has pages and a builder of its own.
+    Otherwise the same builder serves it over the same pages.
+    """
+
+    problem: Problem
+    role: str
+    shares_cache: bool = False
+    has_own_group: bool = False
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step and its calls, of which the backend gets copies. ``facts``: the fields of the fill that they depend on."""
+
+    step: Step
+    calls: tuple[ForwardCall, ...]
+    facts: tuple[str, tuple[str, ...], StridesSpec | None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A session's part of a step that has begun.
+
+    ``pristine``: the original calls. ``calls``: the copies that the backend gets. ``before``: the cache's memory before
+    the first call. ``has_images``: whether the cache's memory and the inputs are compared afterwards. ``results``:
+    results of the calls made so far.
+    """
+
+    step: Step
+    pristine: tuple[ForwardCall, ...]
+    calls: tuple[ForwardCall, ...]
+    kv_cache: Tensor | None
+    before: Tensor | None
+    has_images: bool
+    results: list[CallResult] = field(default_factory=list)
+
+
+# Call a backend's `forward` as a model's layer does, and collect the result.
+#
+# The sessions of a case, of a CUDA graph and of a timed step all bind their arguments here.
+
+
+@dataclass(frozen=True)
+class OutputBuffers:
+    """The buffers that a call of ``forward`` writes its result to.
+
+    ``lse`` is None if the backend does not declare ``lse``. ``scale``: float32, one element; None unless the layer's
+    output is quantised.
+    """
+
+    out: GuardedBuffer
+    lse: GuardedBuffer | None
+    scale: Tensor | None
+
+    def refill(self, num_rows: int) -> None:
+        """Mark all buffers as unwritten, for a call of ``num_rows`` real rows."""
+        self.out.refill(num_rows)
+        if self.lse is not None:
+            self.lse.refill(num_rows)
+
+    def handed_out(self) -> dict[str, Tensor]:
+        """Return the output keywords of ``forward``; the buffers are aliases of the same memory."""
+        keywords = {"output": self.out.handed_out()}
+        if self.lse is not None:
+            keywords["output_lse"] = self.lse.handed_out()
+        if self.scale is not None:
+            keywords["output_scale"] = self.scale
+        return keywords
+
+
+@dataclass(frozen=True)
+class BackendLayer:
+    """A backend's impl and the layer object that holds it.
+
+    ``writes``: whether the layer stores the keys it is given.
+    """
+
+    backend: type[AttentionBackend]
+    impl: Any
+    attn_layer: LayerStub
+    writes: bool = True
+
+    def output_buffers(self, problem: Problem, call: ForwardCall) -> OutputBuffers:
+        """Return new buffers for the result of ``call``, on its device."""
+        device, shape = call.query.device, (len(call.query), problem.layer.num_heads)
+        codes, lse, scale = output_codes(problem.layer), None, None
+        dtype = problem.dtype if codes is None else codes.dtype
+        out = GuardedBuffer((*shape, problem.output_size), call.num_rows, dtype, device, call.output_form)
+        if "lse" in self.backend.features:
+            lse = GuardedBuffer(shape, call.num_rows, torch.float32, device, call.output_form)
+        if codes is not None:
+            scale = torch.tensor([codes.scale], dtype=torch.float32, device=device)
+        return OutputBuffers(out, lse, scale)
+
+    def store_new_rows(self, pool: KVPool, step: Step) -> None:
+        """Write the new rows of ``step`` to the cache, if the layer stores keys and its impl has no writer."""
+        if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
+            slots = step.slot_mapping.clone()
+            pool.write(slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone())
+
+    def bind(
+        self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers
+    ) -> Callable[[], object]:
+        """Return ``forward`` with all arguments bound, to be called under ``torch.no_grad()``.
+
+        ``kv_cache``: None if there is no cache. Calling the result runs the backend's code alone, and does not wait for
+        the device.
+        """
+        impl, attn_layer, slots = self.impl, self.attn_layer, call.common.slot_mapping
+        query, key, value = call.query, call.key, call.value
+        if kv_cache is None:
+            kv_cache = torch.empty(0, dtype=query.dtype, device=query.device)
+        # An alias, so that a backend that changes the tensor object leaves ours alone.
+        cache = kv_cache.detach()
+        enter = partial(impl.forward, attn_layer, query, key, value, cache, metadata, **buffers.handed_out())
+        if self.backend.forward_includes_kv_cache_update or not self.writes or metadata is None or key is None:
+            return enter  # with no Python frame in between, which would add to a timing
+
+        def forward() -> object:
+            impl.do_kv_cache_update(attn_layer, key, value, cache, slots)
+            return enter()
+
+        return forward
+
+    def enter(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
+        """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device."""
+        forward = self.bind(call, kv_cache, metadata, buffers)
+        with torch.no_grad():
+            return forward()
+
+    def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
+        """Return the result of ``call``: the output buffer, or ``returned`` if the contract allows another tensor."""
+        out, lse = buffers.out, buffers.lse
+        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
+        if rows is out.rows:
+            unwritten = out.unwritten_rows()
+            if (ignored := getattr(self.impl, "ignored_result", "")) and bool(unwritten[: call.num_rows].any()):
+                protocol = (*protocol, ignored)
+        else:
+            unwritten = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        return CallResult(
+            call=call,
+            output=rows,
+            lse=None if lse is None else lse.rows,
+            unwritten=unwritten,
+            lse_unwritten=None if lse is None else lse.unwritten_rows(),
+            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+            protocol=protocol,
+        )
+
+
+# Drive one backend through one problem as a model runner does, using only the contract.
+#
+# A :class:`Session` constructs impl, builder and cache once. Every :meth:`Session.run` refills the cache, passes fresh
+# tensors and returns an observation. It catches whatever the backend raises, and records the stage.
 
 
 class Session:
@@ -137,7 +319,7 @@ class Session:
     def _is_merged(self) -> bool:
         return is_merged(self.problem.case.batch, self.backend.features)
 
-    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:  # noqa: B008 (frozen)
+    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
         """Run one step over a freshly filled cache.
 
         ``images``: keep the cache's memory before and after, and look for changed inputs.
@@ -153,7 +335,7 @@ class Session:
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
         return self.finish(turn)
 
-    def begin(self, fill: Fill = Fill(), *, images: bool = True) -> Turn:  # noqa: B008 (frozen)
+    def begin(self, fill: Fill = Fill(), *, images: bool = True) -> Turn:
         """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError."""
         prepared = self._prepared(fill)
         kv_cache = self._filled_cache(prepared.step, fill)
@@ -303,3 +485,80 @@ class Session:
 
     def _forward(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
         return self.layer_of(call).enter(call, kv_cache, metadata, buffers)
+
+
+# Run one step over several layers or micro-batches, in the order in which a model builds and calls them.
+#
+# Sessions over the same builder and batch share one metadata object. Every builder builds before the first layer runs;
+# that of the sessions without a role builds first. A builder that builds its calls one by one builds the next call
+# after every layer has run the current one.
+
+T = TypeVar("T")
+
+_DEPTH = 3
+"""Levels of nested objects within the metadata that are compared: the common metadata, and plans."""
+
+
+def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> list[Observation]:
+    """Run one step in which each of ``sessions`` makes its calls, in order; return their observations.
+
+    ``changes``: a list that receives each metadata field that a call of ``forward`` changed, with the layer that
+    changed it. Raises StageError, whose stage includes the session's role.
+    """
+    turns = [(session, _named(session, partial(session.begin, images=False))) for session in sessions]
+    built: dict[object, Iterator[tuple[ForwardCall, Any]]] = {}
+    for session, turn in sorted(turns, key=lambda pair: pair[0].role != ""):
+        if _batch_of(session) not in built:
+            built[_batch_of(session)] = iter(_named(session, partial(session.built, turn.calls)))
+    for number in range(max(len(turn.calls) for _, turn in turns)):
+        made = {batch: next(calls, None) for batch, calls in built.items()}
+        for session, turn in turns:
+            if (pair := made[_batch_of(session)]) is None:
+                continue
+            call, metadata = replace(turn.calls[number], common=pair[0].common), pair[1]
+            before = {} if changes is None else _contents(metadata)
+            _named(session, partial(session.take, turn, call, metadata))
+            if changes is not None:
+                who = session.role or "the layer"
+                changes += [f"forward of {who} changes {name}" for name in _changed(before, _contents(metadata))]
+    return [session.finish(turn) for session, turn in turns]
+
+
+def _batch_of(session: Session) -> object:
+    """Return a key that is equal for two sessions if they share one metadata object."""
+    return id(session.builder), id(session.problem.block_table)
+
+
+def _named(session: Session, enter: Callable[[], T]) -> T:
+    try:
+        return enter()
+    except StageError as failure:
+        if not session.role:
+            raise
+        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {session.role}")) from failure
+
+
+def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> dict[str, object]:
+    """Return the values of an object's fields and of nested objects, by dotted name; tensors are copied."""
+    if isinstance(metadata, Tensor):
+        return {name: metadata.detach().clone()}
+    members = getattr(metadata, "__dict__", None)
+    if not isinstance(members, Mapping) or isinstance(metadata, type) or not depth:
+        return {name: metadata}
+    held: dict[str, object] = {name: type(metadata)}
+    for key, value in members.items():
+        held |= _contents(value, f"{name}.{key}", depth - 1)
+    return held
+
+
+def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Return the names of the values that differ; if a whole object was replaced, only its own name."""
+    names = dict.fromkeys((*before, *after))
+    differ = [n for n in names if n not in before or n not in after or _differ(before[n], after[n])]
+    return [name for name in differ if name.rpartition(".")[0] not in differ]
+
+
+def _differ(was: object, now: object) -> bool:
+    if isinstance(was, Tensor) and isinstance(now, Tensor):
+        return was.dtype != now.dtype or not torch.equal(was, now)
+    return was is not now and not (type(was) is type(now) and bool(was == now))

@@ -1,21 +1,94 @@
-"""The tensors and metadata that a model runner passes to a backend for one problem.
+"""The inputs of a step: common metadata, operands of ``forward``, and buffers that persist between steps."""
 
-They follow vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have
-slot -1 and rows of NaN.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.driver.operand_strides import operand_views
+from attncheck.backends.declarations import is_chunked, is_merged
+from attncheck.harness.problem.pages import key_places
 from attncheck.harness.problem.problem import Problem
-from attncheck.reference import CommonAttentionMetadata
-from attncheck.reference.spec import FastPrefillOptions, StrideForm, StridesSpec
+from attncheck.reference import (
+    CommonAttentionMetadata,
+    UBatchSlice,
+    make_local_attention_virtual_batches,
+    split_attn_metadata,
+)
+from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions, StrideForm, StridesSpec
+
+# Lay out query, key, value and output in memory: the same values with other strides and gaps.
+#
+# A model's layer passes slices of one fused tensor, so a kernel that assumes a stride reads the wrong rows.
+
+_ROOM = 16
+"""Elements of each gap. Kernels that load several elements at once stay aligned."""
+
+_ODD = 7
+"""Stride of a dimension of size 1, which no correct kernel uses."""
+
+
+def operand_views(rows: Sequence[Tensor], strides: StridesSpec) -> tuple[Tensor, ...]:
+    """Return query, key and value (``[T, H, D]`` each) with the same values, in the memory layout of ``strides``.
+
+    Fused operands with equal row counts are slices of one tensor. Gaps hold NaN, except those of fused operands, which
+    hold the other operands or zeros.
+    """
+    forms: list[StrideForm] = [strides.query, strides.key, strides.value]
+    views = [x if form == "fused" else _copied(x, form) for x, form in zip(rows, forms, strict=True)]
+    fused = [i for i, form in enumerate(forms) if form == "fused"]
+    for count in {len(rows[i]) for i in fused}:
+        group = [i for i in fused if len(rows[i]) == count]
+        for i, view in zip(group, _fused([rows[i] for i in group]), strict=True):
+            views[i] = view
+    return tuple(views)
+
+
+def empty_rows(
+    shape: Sequence[int], form: StrideForm, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return an uninitialised tensor of ``shape`` (rows first) in the layout ``form``, and all its memory, flat."""
+    count, *sizes = shape
+    width = 1
+    for size in sizes:
+        width *= size
+    offset, room = (0, 0) if form == "contiguous" else (_ROOM, _ROOM)
+    if form in ("padded", "fused"):
+        memory = torch.empty(count * (width + _ROOM), dtype=dtype, device=device)
+        return memory.view(count, width + _ROOM)[:, :width].unflatten(1, sizes), memory
+    memory = torch.empty(offset + count * width + room, dtype=dtype, device=device)
+    rows = memory[offset : offset + count * width]
+    if form == "transposed" and sizes:
+        heads, *inner = sizes
+        return rows.view(heads, count, *inner).transpose(0, 1), memory
+    rows = rows.view(count, *sizes)
+    if form == "odd":
+        steps = [_ODD if size == 1 else step for size, step in zip(rows.shape, rows.stride(), strict=True)]
+        rows = rows.as_strided(rows.shape, steps)
+    return rows, memory
+
+
+def _copied(rows: Tensor, form: StrideForm) -> Tensor:
+    copy, memory = empty_rows(rows.shape, form, rows.dtype, rows.device)
+    memory.fill_(torch.nan)
+    return copy.copy_(rows)
+
+
+def _fused(group: Sequence[Tensor]) -> list[Tensor]:
+    """Return slices of one tensor, with a gap of zeros after the last, so that a single operand is strided, too."""
+    widths = [rows.shape[1] * rows.shape[2] for rows in group]
+    whole = torch.cat([*(rows.flatten(1) for rows in group), group[0].new_zeros(len(group[0]), _ROOM)], dim=1)
+    parts = whole.split([*widths, _ROOM], dim=1)
+    return [part.unflatten(1, rows.shape[1:]) for part, rows in zip(parts, group, strict=False)]
+
+
+# The tensors and metadata that a model runner passes to a backend for one problem.
+#
+# They follow vLLM's conventions: padding requests have query length 0, `seq_lens` 0 and null pages; padding tokens have
+# slot -1 and rows of NaN.
 
 _LOOSE = 7
 """By how much a loose maximum exceeds the batch's true one, if the step has room for it."""
@@ -265,3 +338,365 @@ def _slice_of_wider(table: Tensor, gap: int) -> Tensor:
     part = wider[: len(table), : table.shape[1]]
     part.copy_(table)
     return part
+
+
+# Split one step into the calls of `forward` that its execution path needs, each with its own metadata.
+#
+# ======================  =====================================================================================
+# path                    calls
+# ======================  =====================================================================================
+# most                    one
+# `local`               one; over virtual requests, one for each chunk, unless the backend declares `local` or
+#                         the chunk is not a whole number of pages
+# `cascade`             one with `common_prefix_len` if the backend declares `cascade`, else two to merge
+# `split_kv`, `dcp`   one for each part of the keys, merged by their LSE
+# `micro_batch`         one for each micro-batch; their rows are placed one after another
+# ======================  =====================================================================================
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """The inputs of one ``build`` and one ``forward``.
+
+    rows: int64 ``[num_rows]``, on the host; the step's row at each real row of the query. Padding rows come after
+    these. nth: int64 ``[num_rows]``, on the host; the row's index among the rows of its request in this call. position:
+    int64 ``[num_rows]``, on the host; its position among the keys of the call. The first ``num_key_rows`` rows of key
+    and value are real. builder: index of the session's builder that makes the metadata. output_form: memory layout of
+    the output.
+    """
+
+    common: CommonAttentionMetadata
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    rows: Tensor
+    nth: Tensor
+    position: Tensor
+    num_key_rows: int
+    common_prefix_len: int = 0
+    carries_sinks: bool = True
+    builder: int = 0
+    output_form: StrideForm = "contiguous"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the query, without padding."""
+        return len(self.rows)
+
+
+def num_builders(problem: Problem) -> int:
+    """Return how many builders the problem needs: one for each micro-batch, all built before the first call is made."""
+    options = problem.case.batch.path.options
+    return 1 + len(options.cuts) if isinstance(options, MicroBatchOptions) else 1
+
+
+def forward_calls_of(step: Step, features: frozenset[str], threshold: int | None = None) -> tuple[ForwardCall, ...]:
+    """Return the calls of a step, in order, for a backend that declares ``features``; the metadata are fresh copies.
+
+    ``threshold``: the builder's ``reorder_batch_threshold``, by which the requests of the step are ordered. A call
+    whose requests are pieces of the step's requests is ordered by it, too.
+    """
+    case = step.problem.case
+    if isinstance(case.batch.path.options, MicroBatchOptions):
+        return micro_batches_of(step, case.batch.path.options.cuts, threshold)
+    if is_merged(case.batch, features):
+        parts = range(len(step.problem.parts))
+        return tuple(_whole(step, step.common_metadata(part), carries_sinks=part == 0) for part in parts)
+    if case.batch.path.name == "cascade":
+        prefix = min(request.shared_prefix for request in case.batch.requests)
+        return (_whole(step, step.common_metadata(), common_prefix_len=prefix),)
+    if is_chunked(case.layer, case.cache, case.batch, features):
+        chunk = case.layer.attn_chunk_size or 0
+        virtual = make_local_attention_virtual_batches(chunk, step.common_metadata(), case.cache.block_size)
+        nth, position = _places(virtual)
+        call = replace(_whole(step, step.loosened(virtual)), nth=nth, position=position)
+        return (_ordered(call, threshold),)
+    return (_whole(step, step.common_metadata()),)
+
+
+def _whole(
+    step: Step, common: CommonAttentionMetadata, *, common_prefix_len: int = 0, carries_sinks: bool = True
+) -> ForwardCall:
+    requests = [step.problem.requests[i] for i in step.order]
+    request, nth = key_places([request.rows for request in requests])
+    first = torch.tensor([request.first_position for request in requests])
+    return ForwardCall(
+        common=common,
+        query=step.query,
+        key=step.key,
+        value=step.value,
+        rows=torch.arange(step.num_rows),
+        nth=nth,
+        position=nth + first[request],
+        num_key_rows=step.num_key_rows,
+        common_prefix_len=common_prefix_len,
+        carries_sinks=carries_sinks,
+        output_form=step.output_form,
+    )
+
+
+def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = None) -> tuple[ForwardCall, ...]:
+    """Return one call for the rows between each two cuts; the last one includes the padding.
+
+    ``threshold``: as in :func:`forward_calls_of`.
+    """
+    common = step.common_metadata()
+    starts, num_tokens = common.query_start_loc_cpu.tolist(), len(step.query)
+    if not step.problem.layer.is_causal:
+        # These cuts lie between requests; move them to the same requests in the order of the step.
+        ends = list(itertools.accumulate(request.query_len for request in step.problem.requests))
+        cuts = tuple(starts[1 + ends.index(cut)] for cut in cuts)
+    slices = []
+    for first, end in itertools.pairwise((0, *cuts, num_tokens)):
+        is_last = end == num_tokens
+        first_request = sum(start <= first for start in starts[1:])
+        end_request = common.num_reqs if is_last else sum(start < end for start in starts[:-1])
+        slices.append(UBatchSlice(slice(first_request, end_request), slice(first, end)))
+    calls = []
+    for index, (piece, metadata) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
+        tokens = piece.token_slice
+        real = max(0, min(tokens.stop, step.num_rows) - tokens.start)
+        nth, position = _places(metadata)
+        calls.append(
+            ForwardCall(
+                common=step.loosened(metadata),
+                query=step.query[tokens],
+                key=None if step.key is None else step.key[tokens],
+                value=None if step.value is None else step.value[tokens],
+                rows=torch.arange(tokens.start, tokens.start + real),
+                nth=nth,
+                position=position,
+                num_key_rows=0 if step.key is None else real,
+                builder=index,
+                output_form=step.output_form,
+            )
+        )
+    return tuple(_ordered(call, threshold) for call in calls)
+
+
+def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Return, for every row of the requests, its index within its request and its position."""
+    query_lens = common.query_start_loc_cpu.diff().long()
+    first_rows, computed = common.query_start_loc_cpu[:-1].long(), common.num_computed_tokens_cpu.long()
+    nth = torch.arange(int(query_lens.sum())) - first_rows.repeat_interleave(query_lens)
+    return nth, nth + computed.repeat_interleave(query_lens)
+
+
+def _ordered(call: ForwardCall, threshold: int | None) -> ForwardCall:
+    """Return the call with requests of at most ``threshold`` rows first, then longer ones, then padding requests."""
+    if threshold is None:
+        return call
+    starts = call.common.query_start_loc_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    order = sorted(range(len(query_lens)), key=lambda i: (query_lens[i] == 0, query_lens[i] > threshold))
+    if order == list(range(len(order))):
+        return call
+    tokens = torch.cat([torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in order])
+    common, rows = call.common, torch.cat([tokens, torch.arange(len(tokens), len(call.query))])
+    ordered_starts = (
+        torch.tensor([0, *(query_lens[i] for i in order)]).cumsum(0).to(call.common.query_start_loc_cpu.dtype)
+    )
+    return replace(
+        call,
+        common=replace(
+            common,
+            query_start_loc=ordered_starts.to(common.query_start_loc.device, copy=True),
+            query_start_loc_cpu=ordered_starts,
+            seq_lens=_taken(common.seq_lens, order),
+            seq_lens_cpu=_taken(common.seq_lens_cpu, order),
+            num_computed_tokens_cpu=_taken(common.num_computed_tokens_cpu, order),
+            block_table_tensor=_taken(common.block_table_tensor, order),
+            slot_mapping=_taken(common.slot_mapping, rows),
+        ),
+        query=_taken(call.query, rows),
+        key=None if call.key is None else _taken(call.key, rows),
+        value=None if call.value is None else _taken(call.value, rows),
+        rows=call.rows[tokens],
+        nth=call.nth[tokens],
+        position=call.position[tokens],
+    )
+
+
+def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
+    return x[torch.as_tensor(index, device=x.device)]
+
+
+def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
+    """Yield the names of inputs and metadata fields that differ from ``pristine``.
+
+    Of query, key and value, only real rows are compared.
+    """
+    real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
+    for name, count in real.items():
+        was, now = getattr(pristine, name), getattr(call, name)
+        if was is not None and not _same_numbers(was[:count], now[:count]):
+            yield name
+    for field in fields(CommonAttentionMetadata):
+        if not _same(getattr(pristine.common, field.name), getattr(call.common, field.name)):
+            yield f"metadata.{field.name}"
+
+
+def _same_numbers(was: Tensor, now: Tensor) -> bool:
+    """Return whether two tensors are equal; NaN, which a step may contain, equals NaN."""
+    if was.shape != now.shape:
+        return False
+    if was.dtype == now.dtype and torch.equal(was, now):
+        return True
+    return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
+
+
+def _same(was: object, now: object) -> bool:
+    """Return whether two values of a field are equal, of the same type and, for tensors, on the same device."""
+    if type(was) is not type(now):
+        return False
+    if isinstance(was, Tensor) and isinstance(now, Tensor):
+        alike = (was.device, was.dtype, was.shape) == (now.device, now.dtype, now.shape)
+        return alike and torch.equal(was, now)
+    if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
+        return was.dtype == now.dtype and np.array_equal(was, now)
+    return was == now
+
+
+# Persistent input buffers of a model runner: every step uses the same addresses with new contents.
+#
+# Metadata are copied first; each layer's rows are copied when the layer runs.
+
+_ROWS = ("query", "key", "value")
+
+
+class PersistentInputs:
+    """Buffers of the size of ``largest``; a smaller call gets the front of each.
+
+    A tensor that does not fit keeps its own memory.
+    """
+
+    def __init__(self, largest: ForwardCall) -> None:
+        self._own = largest
+
+    @property
+    def host_twins(self) -> tuple[Tensor, ...]:
+        """The metadata tensors that the contract puts on the host."""
+        common = self._own.common
+        return common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu
+
+    def load(self, call: ForwardCall) -> ForwardCall:
+        """Copy the contents of ``call`` into these buffers; return the call over them."""
+        held = self.load_metadata(call)
+        self.load_rows(call)
+        return held
+
+    def load_metadata(self, call: ForwardCall) -> ForwardCall:
+        """Copy the metadata of ``call``; return the call over these buffers, whose rows keep their old contents."""
+        common: dict[str, Any] = {}
+        for name, new in _tensors_of(call.common):
+            own = getattr(self._own.common, name)
+            if isinstance(own, Tensor):
+                common[name] = _filled(own, new)
+        rows: dict[str, Any] = {name: _front_of(getattr(self._own, name), getattr(call, name)) for name in _ROWS}
+        return replace(call, common=replace(call.common, **common), **rows)
+
+    def load_rows(self, call: ForwardCall) -> None:
+        """Copy query, key and value of ``call`` into the buffers that :meth:`load_metadata` returned."""
+        for name in _ROWS:
+            own, new = getattr(self._own, name), getattr(call, name)
+            if own is not None and new is not None and _fits(own, new):
+                own[: len(new)].copy_(new)
+
+    def copy(self) -> ForwardCall:
+        """Return copies of the whole buffers."""
+        return map_tensors(self._own, Tensor.clone)
+
+    def changed_behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[str]:
+        """Yield the names of buffers that differ from ``earlier``, a :meth:`copy`, behind the front that ``call`` uses.
+
+        A call of fewer requests or rows must not write there.
+        """
+        for name in _ROWS:
+            if not _same_behind(getattr(earlier, name), getattr(self._own, name), getattr(call, name)):
+                yield name
+        for name, now in _tensors_of(self._own.common):
+            if not _same_behind(getattr(earlier.common, name), now, getattr(call.common, name)):
+                yield f"metadata.{name}"
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Return the :func:`span` of query, key, value and each metadata tensor, by name."""
+        named = {name: rows for name in _ROWS if (rows := getattr(self._own, name)) is not None}
+        named |= {f"metadata.{name}": tensor for name, tensor in _tensors_of(self._own.common)}
+        return {name: span(tensor) for name, tensor in named.items()}
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the address range ``[first, end)`` of the storage behind a tensor."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def map_tensors(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
+    """Return the call with ``change`` applied to every tensor, for instance to copy or to alias it."""
+    common: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors_of(call.common)}
+    rows: dict[str, Any] = {name: None if (x := getattr(call, name)) is None else change(x) for name in _ROWS}
+    return replace(call, common=replace(call.common, **common), **rows)
+
+
+def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
+    """Return copies of the calls of one step; tensors that share memory in ``calls`` share memory in the copies."""
+    memory: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        place = tensor.device, storage.data_ptr()
+        if place not in memory and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
+            whole = tensor.clone()
+            memory[place] = whole.untyped_storage()
+            return whole
+        if place not in memory:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).clone()
+            memory[place] = whole.untyped_storage()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return copy.set_(memory[place], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return tuple(_with_own_lengths(map_tensors(call, twin)) for call in calls)
+
+
+def _with_own_lengths(call: ForwardCall) -> ForwardCall:
+    """Return the call with a copy of ``encoder_seq_lens``, the only metadata field that is a NumPy array."""
+    lens = call.common.encoder_seq_lens
+    return call if lens is None else replace(call, common=replace(call.common, encoder_seq_lens=lens.copy()))
+
+
+def _tensors_of(common: Any) -> Iterator[tuple[str, Tensor]]:
+    for field in fields(common):
+        if isinstance(value := getattr(common, field.name), Tensor):
+            yield field.name, value
+
+
+def _fits(own: Tensor, new: Tensor) -> bool:
+    return len(new) <= len(own) and own.shape[1:] == new.shape[1:]
+
+
+def _front_of(own: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return new if own is None or new is None or not _fits(own, new) else own[: len(new)]
+
+
+def _same_behind(was: Tensor | None, now: Tensor | None, lent: Tensor | None) -> bool:
+    """Return whether two buffers hold equal bytes behind the front that ``lent`` covers."""
+    if was is None or now is None or lent is None or len(lent) == len(now) or not _fits(now, lent):
+        return True
+    behind = slice(len(lent), None)
+    return torch.equal(*(part[behind].contiguous().view(torch.uint8) for part in (was, now)))
+
+
+def _filled(own: Tensor, new: Tensor) -> Tensor:
+    """Return the front of ``own`` with the contents of ``new``, or ``new`` itself if it does not fit.
+
+    A narrower block table is widened by repeating its last column, whose pages no request of this step owns.
+    """
+    if new.ndim != own.ndim or any(n > o for n, o in zip(new.shape, own.shape, strict=True)):
+        return new
+    front = own[: len(new)]
+    if new.ndim == 2:
+        front[:, : new.shape[1]] = new
+        front[:, new.shape[1] :] = new[:, -1:]
+    else:
+        front.copy_(new)
+    return front

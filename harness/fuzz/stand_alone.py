@@ -13,8 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from attncheck.cases.model import Case
-from attncheck.harness.fuzz.examination import BackendProcess
-from attncheck.harness.fuzz.failures import Failure
+from attncheck.harness.fuzz.shrink import BackendProcess, Failure
 from attncheck.reports.run_file.records import Ended, Errored
 
 WRONG = "wrong: "

@@ -1,12 +1,9 @@
-"""A case as tensors, laid out as by a serving engine, and bitwise equal on every machine.
+"""The problem of a case: tensors, pages and requests that a backend is given."""
 
-A :class:`Problem` is the input alone: rows, keys and their slots in a pool of pages. All tensors are on the CPU; the
-driver copies them to the device.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,21 +11,110 @@ from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.draft_trees import ancestors
-from attncheck.harness.problem.latent import UpProjections
-from attncheck.harness.problem.layer_sizes import naive_layer
-from attncheck.harness.problem.page_layout import KeyPart, PageLayout, key_places, lay_out, no_pool
-from attncheck.harness.problem.queries import RequestGeometry
-from attncheck.harness.problem.random_stream import RandomStream
-from attncheck.harness.problem.rows import Rows, draw_rows, mix_rows, planted_inputs
+from attncheck.harness.problem.pages import (
+    KeyPart,
+    KeyPlaces,
+    PageLayout,
+    RandomStream,
+    key_places,
+    lay_out,
+    no_pool,
+    visible_span,
+)
+from attncheck.harness.problem.queries import CHANNELS, RequestGeometry, ancestors, needle_queries, sign
+from attncheck.harness.problem.sizes import SMALL_POOL, naive_layer, stored_sizes
+from attncheck.harness.problem.storage import Storage, UpProjections, key_storage, make_up_projections, value_storage
+from attncheck.reference import layer_params
 from attncheck.reference.spec import (
     AttentionType,
     CacheSpec,
     FastPrefillOptions,
     LayerSpec,
+    PaddingSpec,
     RequestSpec,
     TreeOptions,
 )
+
+# Queries, keys and values of a batch: drawn for a case, or taken from another batch of the same layer.
+
+DEFAULT_INPUTS = frozenset({"needles", "large_scores", "equal_scores", "coordinates", "views"})
+"""Input patterns planted if a case names none."""
+
+
+class Rows(NamedTuple):
+    """The rows of a batch in the layer's dtype, with the shapes of ``Problem``."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    up_projections: UpProjections | None
+
+
+def planted_inputs(case: Case) -> frozenset[str]:
+    """Return the names of the input patterns planted in the problems of ``case``."""
+    return DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
+
+
+def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, stream: RandomStream) -> Rows:
+    """Return new keys and values, and queries aligned to the keys. ``places``: request and position of each key."""
+    layer, inputs = case.layer, planted_inputs(case)
+    shape = len(places.request), layer.num_kv_heads
+    keys, values = (
+        _draw(stream, kind, places, (*shape, size), inputs, storage(layer, case.cache))
+        for kind, size, storage in zip(("key", "value"), stored_sizes(layer), (key_storage, value_storage), strict=True)
+    )
+    _share_prefixes(case, geometry, keys, values)
+    up_projections, naive = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
+    needles = keys if up_projections is None else up_projections.keys(keys, values)
+    if not len(keys):  # queries need a key even if no row sees one
+        needles = needles.new_ones(1, naive.num_kv_heads, naive.head_size)
+    options = case.batch.path.options
+    tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
+    query = needle_queries(naive, needles, geometry, case.cache.block_size, inputs, tree)
+    return Rows(query.to(DTYPES[layer.dtype]), keys, values, up_projections)
+
+
+def mix_rows(given: Rows, case: Case, geometry: Sequence[RequestGeometry], stream: RandomStream) -> Rows:
+    """Return as many rows as ``case`` needs, drawn from ``given``, the rows of a batch of the same layer and cache."""
+    num_rows, num_keys = (sum(sizes) for sizes in zip(*((r.rows, r.num_keys) for r in geometry), strict=True))
+    query, keys, values = (
+        rows.index_select(0, stream.integers(count, len(rows)))
+        for rows, count in ((given.query, num_rows), (given.keys, num_keys), (given.values, num_keys))
+    )
+    _share_prefixes(case, geometry, keys, values)
+    return Rows(query, keys, values, given.up_projections)
+
+
+def _draw(
+    stream: RandomStream,
+    kind: str,
+    places: KeyPlaces,
+    shape: tuple[int, int, int],
+    inputs: frozenset[str],
+    storage: Storage,
+) -> Tensor:
+    """Return rows in the layer's dtype that the cache can store exactly."""
+    rows = stream.uniform(*shape, dtype=torch.float64 if storage.is_fp8 else torch.float32)
+    if "coordinates" in inputs and shape[-1] >= CHANNELS:
+        sign(rows, kind, *places, storage.smallest)
+    return storage.storable(rows)
+
+
+def _share_prefixes(case: Case, geometry: Sequence[RequestGeometry], keys: Tensor, values: Tensor) -> None:
+    """Copy the rows of the longest shared prefix to all requests that share its pages, in place."""
+    shared = [spec.shared_prefix for spec in case.batch]
+    origin = geometry[shared.index(max(shared))].base
+    for n, request in zip(shared, geometry, strict=True):
+        if not n or request.base == origin:
+            continue
+        for rows in (keys, values):
+            rows[request.base : request.base + n] = rows[origin : origin + n].clone()
+
+
+# A case as tensors, laid out as by a serving engine, and bitwise equal on every machine.
+#
+# A :class:`Problem` is the input alone: rows, keys and their slots in a pool of pages. All tensors are on the CPU; the
+# driver copies them to the device.
 
 
 @dataclass(frozen=True)
@@ -254,3 +340,187 @@ def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
 
 def _starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
+
+
+# The requests of a problem arranged differently: reordered, a subset, in other pages, or under a wider block table.
+#
+# Rows and keys are the problem's own, so that its truth holds for them.
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a batch is composed of the requests of a problem.
+
+    ``which``: the requests, in order; a request may occur twice only with ``elsewhere``. ``elsewhere``: pages are drawn
+    again; repeated requests need a larger pool. ``spare_columns``: columns appended to the block table, whose entries
+    are the null page. ``padding``: None for the problem's padding.
+    """
+
+    which: tuple[int, ...]
+    elsewhere: bool = False
+    spare_columns: int = 0
+    padding: PaddingSpec | None = None
+
+    def rows_of(self, problem: Problem) -> Tensor:
+        """Return int64 ``[T]``: the problem's row at each row of the batch."""
+        own = [problem.requests[i] for i in self.which]
+        return _ranges([(request.first_row, request.rows) for request in own])
+
+
+def arranged(problem: Problem, how: Arrangement) -> Problem:
+    """Return the problem of such a batch, with the same rows and keys. Raise SpecError if the pool is too small."""
+    case, specs = problem.case, [replace(spec, count=1) for spec in problem.case.batch]
+    batch = replace(
+        case.batch,
+        requests=tuple(specs[i] for i in how.which),
+        padding=case.batch.padding if how.padding is None else how.padding,
+    )
+    # The case's own pool has no room for repeated requests if it fits the batch exactly.
+    is_repeated = len(set(how.which)) < len(how.which)
+    cache = replace(case.cache, num_blocks=None, first_block=None) if is_repeated else case.cache
+    other = replace(case, batch=batch, cache=cache)
+    own = [problem.requests[i] for i in how.which]
+    rows, keys = how.rows_of(problem), _ranges([(request.base, request.num_keys) for request in own])
+    layout = _selected(problem.layout, how.which, keys)
+    if problem.has_pool and how.elsewhere:
+        lengths = [request.num_keys for request in own]
+        stream = RandomStream(problem.seed, case.hash, "elsewhere", how.which)
+        layout = lay_out(other, lengths, key_places(lengths), stream)()
+    if problem.has_pool and how.spare_columns and not layout.parts:
+        spare = layout.block_table.new_zeros(len(own), how.spare_columns)
+        layout = replace(layout, block_table=torch.cat([layout.block_table, spare], dim=1))
+    placed = zip(place_requests(other), layout.pages, strict=True)
+    return replace(
+        problem,
+        case=other,
+        requests=tuple(Request(**vars(request) | {"pages": pages}) for request, pages in placed),
+        query=problem.query[rows],
+        keys=problem.keys[keys],
+        values=problem.values[keys],
+        layout=layout,
+    )
+
+
+def _selected(layout: PageLayout, which: Sequence[int], keys: Tensor) -> PageLayout:
+    """Return the layout of some requests, in their current pages."""
+    index = list(which)
+    return replace(
+        layout,
+        pages=tuple(layout.pages[i] for i in index),
+        block_table=layout.block_table[index],
+        key_slots=layout.key_slots[keys],
+        parts=tuple(
+            replace(part, table=part.table[index], lengths=tuple(part.lengths[i] for i in index))
+            for part in layout.parts
+        ),
+        part_of_key=None if layout.part_of_key is None else layout.part_of_key[keys],
+    )
+
+
+def _ranges(spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return int64: the concatenated ranges, each given by first number and count."""
+    return torch.cat([torch.arange(first, first + count) for first, count in spans])
+
+
+# Slots of the pool that must not affect any row of a step, and the plausible stale rows in them.
+#
+# The driver fills a pool with these rows. The explanation of a wrong output reads them at wrong slots.
+
+STALE_ROWS = 64
+"""Number of distinct stale rows: slot ``i`` of a region holds row ``i % STALE_ROWS``."""
+
+
+def stale_rows(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return keys ``[STALE_ROWS, Hkv, D]`` and values in the layer's dtype, as an earlier step could have left them."""
+    key, value = (_stale_rows(problem.layer.num_kv_heads, size, problem.dtype) for size in stored_sizes(problem.layer))
+    return key, value
+
+
+@lru_cache(maxsize=16)
+def _stale_rows(heads: int, size: int, dtype: torch.dtype) -> Tensor:
+    return RandomStream("stale rows").int8(STALE_ROWS, heads, size).to(dtype) / 64
+
+
+RowsInPool = Callable[[Tensor], tuple[Tensor, Tensor] | None]
+"""From slots, int64 ``[n]``, to the keys and values ``[n, Hkv, D]`` in them; None if a slot is outside the pool."""
+
+
+def rows_in_pool(problem: Problem) -> RowsInPool:
+    """Return the reader of the rows that attention finds in the pool.
+
+    Slots of a large pool that are not filled hold 0.
+    """
+    regions = list(foreign_slots(problem).values())
+    # Keys come first: they are written last, and searchsorted finds the first of equal slots.
+    filled, order = torch.cat([problem.key_slots, *regions]).sort(stable=True)
+    stale = [torch.arange(len(region)) % STALE_ROWS for region in regions]
+    source = torch.cat([torch.arange(len(problem.keys)) + STALE_ROWS, *stale])[order]
+    keys, values = (
+        torch.cat([old, own, own.new_zeros(1, *own.shape[1:])])
+        for old, own in zip(stale_rows(problem), (problem.keys, problem.values), strict=True)
+    )
+
+    def read(slots: Tensor) -> tuple[Tensor, Tensor] | None:
+        if bool(((slots < 0) | (slots >= problem.num_blocks * problem.cache.block_size)).any()):
+            return None
+        place = torch.searchsorted(filled, slots).clamp(max=len(filled) - 1)
+        index = torch.where(filled[place] == slots, source[place], STALE_ROWS + len(problem.keys))
+        return keys[index], values[index]
+
+    return read
+
+
+def foreign_slots(problem: Problem) -> dict[str, Tensor]:
+    """Return, by region name, the slots that must not affect any query row; regions are disjoint and not empty."""
+    if not problem.has_pool:
+        return {}
+    size = problem.cache.block_size
+    owned = problem.owned_slots
+    owned_pages = (owned // size).unique()
+    pages = _pages_of_interest(problem, owned_pages)
+    regions = {
+        "the null page": _slots(torch.tensor([0]), size),
+        "the unused tail of a last page": _difference(_slots(owned_pages, size), owned),
+        "pages of no request": _slots(_difference(pages[pages > 0], owned_pages), size),
+        "pages the window has left behind": _freed_slots(problem),
+    }
+    return {name: slots for name, slots in regions.items() if len(slots)}
+
+
+def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
+    if problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
+        return torch.arange(problem.num_blocks)
+    size = problem.cache.block_size
+    wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
+    wrapped.append(owned_pages * size % (1 << 32) // size)  # a slot number that overflows 32 bits
+    per_page = size * problem.layer.num_kv_heads * problem.layer.head_size
+    # Pages that an element offset overflowing 32 bits would reach, with keys and values separate or packed together.
+    wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
+    near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
+    return near[(near >= 0) & (near < problem.num_blocks)]
+
+
+def _freed_slots(problem: Problem) -> Tensor:
+    """Return the slots in whole pages before every row's window or chunk: a cache manager may have reused them."""
+    params, size = layer_params(naive_layer(problem.layer)), problem.cache.block_size
+    positions = torch.tensor([request.first_position for request in problem.requests])
+    lens = torch.tensor([request.num_keys for request in problem.requests])
+    first, _ = visible_span(params, positions, lens)
+    if not bool((first >= size).any()):
+        return lens[:0]
+    needed = [
+        problem.key_slots[request.base + start : request.base + request.num_keys]
+        for request, start in zip(problem.requests, (first // size * size).tolist(), strict=True)
+    ]
+    return _difference(problem.owned_slots, torch.cat(needed).sort().values)
+
+
+def _slots(pages: Tensor, size: int) -> Tensor:
+    return (pages[:, None] * size + torch.arange(size)).reshape(-1)
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return the elements of ``a`` that are not in ``b``; ``b`` must be sorted."""
+    if not len(b):
+        return a
+    return a[b[torch.searchsorted(b, a).clamp(max=len(b) - 1)] != a]

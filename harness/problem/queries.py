@@ -1,14 +1,6 @@
-"""Queries for which small faults change the output: the key each row and head is aligned to, and the score it gets.
+"""Queries whose output depends on every single key, and the keys and values that they need."""
 
-Random inputs hardly detect faults: with n keys of near-uniform weight a lost key changes the output by 1/n. So each
-query is parallel to one key (a *needle*) at the position of a typical off-by-one error, with a gain that gives this key
-about half of the softmax weight. The heads of a row have different needles. A needle that the row must not see has no
-effect on the right answer and dominates a wrong one. Some rows get very large scores, or all equal ones.
-
-Everything is computed in float64 from integers and rounded to few significant bits, so that it is bitwise equal on
-every machine.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,9 +8,125 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.visible_span import visible_span
+from attncheck.harness.problem.pages import visible_span
 from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec
+
+# Signatures: the request, position and head of a K or V row, encoded in the signs of its first channels.
+#
+# So a wrong read or write can be identified, not only detected. Magnitudes are kept: a row must use the whole mantissa
+# of its dtype, or a cache that rounds would go undetected. An invertible hash scrambles the bits, so that they look
+# random (constant channels in V would hide errors) and can still be decoded.
+
+CHANNELS = 32
+"""Channels of a signature; smaller head sizes have none."""
+
+SMALLEST = 2.0**-10
+"""Magnitude to which smaller signed channels are raised, so that the sign survives the narrowest dtype."""
+
+_MASK = 0xFFFFFFFF
+_FACTOR = 0x9E3779B1
+_INVERSE = pow(_FACTOR, -1, 1 << 32)
+_SALT = {"key": 0x243F6A88, "value": 0x85A308D3}
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The origin of a row, ``kind`` "key" or "value": request modulo 1024, position modulo 131072, head modulo 32."""
+
+    kind: str
+    request: int
+    position: int
+    head: int
+
+    def __str__(self) -> str:
+        kind = "K" if self.kind == "key" else "V"
+        return f"{kind} of request {self.request}, position {self.position}, KV head {self.head}"
+
+
+def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor, smallest: float | Tensor = SMALLEST) -> None:
+    """Set the signs of ``rows`` (``[n, Hkv, D]``) in place; ``requests`` and ``positions`` are int64 ``[n]``.
+
+    ``smallest``: the magnitude to which signed channels are raised, a number or one per head (``[Hkv, 1]``).
+    """
+    heads = torch.arange(rows.shape[1])
+    word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
+    code = _scramble(word ^ _SALT[kind])
+    is_set = np.unpackbits(code.numpy().astype("<u4")[..., None].view(np.uint8), axis=-1, bitorder="little")
+    size = torch.maximum(rows[..., :CHANNELS].abs(), torch.as_tensor(smallest, dtype=rows.dtype))
+    # Many times as fast as torch.where, whose branches are unpredictable.
+    rows[..., :CHANNELS] = torch.copysign(size, torch.from_numpy(is_set).to(rows.dtype) - 0.5)
+
+
+def decode(row: Tensor) -> tuple[Coordinate, ...]:
+    """Return the origins that the signs of one row (``[D]``) encode, as a key and as a value; empty for shorter rows.
+
+    Any pattern decodes to some origin: trust it only if the row of that origin equals the row that was read.
+    """
+    if len(row) < CHANNELS:
+        return ()
+    word = sum(1 << i for i, s in enumerate(row[:CHANNELS].tolist()) if s > 0)
+    for _ in range(2):
+        word = (word ^ word >> 16) * _INVERSE & _MASK
+    plain = {kind: word ^ salt for kind, salt in _SALT.items()}
+    return tuple(Coordinate(kind, w >> 22, w >> 5 & 131071, w & 31) for kind, w in plain.items())
+
+
+def _scramble(word: Tensor) -> Tensor:
+    """Return 32-bit words, held in int64, mixed invertibly."""
+    for _ in range(2):
+        word = word * _FACTOR & _MASK
+        word = word ^ (word >> 16)
+    return word
+
+
+# Trees of draft tokens: their visibility mask, and vLLM's notation for them.
+#
+# A tree is given by the parent of each new row. Row 0 is the root, the last verified token.
+
+
+def ancestors(parents: Sequence[int]) -> Tensor:
+    """Return bool ``[Q, Q]``: whether row ``m`` is row ``i`` itself or one of its ancestors. Parents precede children.
+
+    >>> ancestors((-1, 0, 0, 1)).int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 0, 1, 0],
+            [1, 1, 0, 1]], dtype=torch.int32)
+    """
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            seen[row] |= seen[parent]
+    return seen
+
+
+def token_tree(parents: Sequence[int]) -> str:
+    """Return the rows after the root as vLLM's ``speculative_token_tree``: the path of child indices to each row.
+
+    >>> token_tree((-1, 0, 0, 1))
+    '[(0,), (1,), (0, 0)]'
+    """
+    children = [0] * len(parents)
+    paths: list[tuple[int, ...]] = []
+    for parent in parents:
+        if parent < 0:
+            paths.append(())
+            continue
+        paths.append((*paths[parent], children[parent]))
+        children[parent] += 1
+    return str(paths[1:])
+
+
+# Queries for which small faults change the output: the key each row and head is aligned to, and the score it gets.
+#
+# Random inputs hardly detect faults: with n keys of near-uniform weight a lost key changes the output by 1/n. So each
+# query is parallel to one key (a *needle*) at the position of a typical off-by-one error, with a gain that gives this
+# key about half of the softmax weight. The heads of a row have different needles. A needle that the row must not see
+# has no effect on the right answer and dominates a wrong one. Some rows get very large scores, or all equal ones.
+#
+# Everything is computed in float64 from integers and rounded to few significant bits, so that it is bitwise equal on
+# every machine.
 
 _LARGE_SCORE = 4096.0
 _KEY_VARIANCE = 4 / 3

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.timing.clock import host_ns
-from attncheck.harness.checks.timing.device_state import device_state
-from attncheck.harness.checks.timing.sampling import Samples, samples_of
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.pytest_plugin.items import CheckItem
-from attncheck.harness.pytest_plugin.question import Question
-from attncheck.harness.run.evaluation import environment_of
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing.clock import Samples, device_state, host_ns, samples_of
+from attncheck.harness.pytest_plugin.items import CheckItem, Question
+from attncheck.harness.run.evaluate import environment_of
 from attncheck.reports.pytest_benchmark import MACHINE, benchmark_names, extra_info, machine_of
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.timings import StepPart

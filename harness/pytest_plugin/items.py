@@ -1,23 +1,241 @@
-"""pytest items: one check of one case of one backend each.
+"""Test items: a test for each case and check, examined by one run."""
 
-Items of the options are collected as suite, case, backend, check. Those of ``attncheck.backend_tests`` are collected as
-``NAME[CASE-CHECK]`` of their module.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+import torch
 
 from attncheck.cases.model import Case, Suite
-from attncheck.errors import InternalError, QuestionError
-from attncheck.harness.pytest_plugin.question import Question
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.selection import checks_of
+from attncheck.errors import InternalError, QuestionError, SelectionError
+from attncheck.harness.checks.timing.check import TimingCheck
+from attncheck.harness.cli.options import RunOptions, read_size
+from attncheck.harness.cli.run_files import make_dump_folder
+from attncheck.harness.pytest_plugin.plugin import BackendTests
+from attncheck.harness.run.evaluate import Examiner
+from attncheck.harness.run.expectations import Expectations, LocatedExpectation, load_expectations
+from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
+from attncheck.harness.run.preparation import PreparedRun, RunSettings, make_header, prepare_run, suite_device
+from attncheck.harness.run.selection import RunPlan, Selection, checks_of, select_cases
+from attncheck.harness.truth.shared_folder import truths_folder
+from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.limits import read_patterns
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
+from attncheck.reports.run_file.header import Environment, RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, Unavailable, Unsupported, XFailed
 from attncheck.reports.run_file.timings import TIMING
 from attncheck.reports.terminal.run import story
+
+if TYPE_CHECKING:
+    from attncheck.harness.pytest_plugin.benchmark import Benchmarks
+
+# Examines the backends of a set of pytest items.
+#
+# The first item of a case and a backend to run produces the records for all its selected checks. Each backend is
+# examined in a process of its own. It is examined in this process with `--attncheck-in-process`, or if the check
+# `timing` is selected, since pytest-benchmark takes the timings here.
+
+
+class ExaminedItem(Protocol):
+    """An item: one check of one case of the backend at ``index``."""
+
+    session: pytest.Session
+    case: Case
+    index: int
+    check: str
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A question with loaded backends. ``pool``: their processes, or None if they are loaded in this process."""
+
+    prepared: PreparedRun
+    pool: WorkerPool | None
+
+
+class Question:
+    """The suites, cases, checks and backends of ``options``. Reading :attr:`prepared` loads the backends.
+
+    ``collected``: the collected items, as case, index of the backend, check. ``answered``: those that ran.
+    ``backends``: the loaded backends, whether or not their processes have ended since.
+
+    Raises:
+        QuestionError: an unknown suite, case or check.
+    """
+
+    def __init__(self, config: pytest.Config, options: RunOptions) -> None:
+        self.config, self.options = config, options
+        self.selection: Selection = select_cases(options.suites, options.cases, options.checks, options.settings)
+        self.is_in_process = options.in_process or self.selection.is_timed
+        self.collected: set[tuple[str, int, str]] = set()
+        self.answered: set[tuple[str, int, str]] = set()
+        self.backends: tuple[BackendDescription, ...] = ()
+        self._opened: _Opened | QuestionError | None = None
+        self._stack = ExitStack()
+        self._examiner: Examiner | Supervisor | None = None
+        self._latest: tuple[tuple[str, int], list[Record]] | None = None
+        self._faults: dict[str, QuestionError] = {}
+
+    @cached_property
+    def device(self) -> str:
+        """The device of the examination; raises DeviceError if it is not there."""
+        return suite_device(self.selection.device_wishes, self.options.device)[0]
+
+    @property
+    def benchmark_session(self) -> Any:
+        """The session of pytest-benchmark, or None if that plugin is disabled."""
+        return getattr(self.config, "_benchmarksession", None)
+
+    @cached_property
+    def benchmarks(self) -> "Benchmarks":
+        """The sampler for the check ``timing`` in this process."""
+        from attncheck.harness.pytest_plugin.benchmark import Benchmarks
+
+        return Benchmarks(self.benchmark_session)
+
+    @property
+    def prepared(self) -> PreparedRun:
+        """The plan and the backends, which are loaded on the first read.
+
+        Raises:
+            QuestionError: a backend cannot be loaded, the device is not there, or timing is selected without
+                pytest-benchmark. Later reads raise the same error.
+        """
+        if self._opened is None:
+            try:
+                self._opened = self._open()
+                self.backends = self._opened.prepared.backends
+            except QuestionError as error:
+                self.close()
+                self._opened = error
+        if isinstance(self._opened, QuestionError):
+            raise self._opened.with_traceback(None)
+        return self._opened.prepared
+
+    def close(self) -> None:
+        """End the processes of the backends; the next item that runs starts new ones."""
+        self._stack.close()
+        self._examiner = None
+        if isinstance(self._opened, _Opened) and self._opened.pool is not None:
+            self._opened = None
+
+    def record_of(self, item: ExaminedItem) -> Record | QuestionError:
+        """Return the record of ``item``, or the error of its case.
+
+        Raises:
+            QuestionError: a backend cannot be loaded.
+        """
+        if item.check == TIMING:  # alone, so that no other check disturbs the timings
+            records = self._records(item, (TIMING,))
+        else:
+            pair = (item.case.key, item.index)
+            if self._latest is None or self._latest[0] != pair:
+                checks = [name for name in self.prepared.plan.checks_of(item.case) if name != TIMING]
+                self._latest = (pair, self._records(item, [name for name in checks if name in self._wanted(item)]))
+            records = self._latest[1]
+        self.answered.add((item.case.key, item.index, item.check))
+        found = next((record for record in records if record.check == item.check), None)
+        return found or self._faults.get(item.case.key) or QuestionError(f"{item.case.key}: no record of {item.check}")
+
+    def header(self, item: ExaminedItem) -> RunHeader:
+        """Return the run header for the selected items of this question."""
+        prepared = self.prepared
+        plan, infos = self._plan(item), [each.info for each in prepared.backends]
+        return make_header(prepared.selection, plan, infos, prepared.environment)
+
+    def _open(self) -> _Opened:
+        options = self.options
+        if self.selection.is_timed and self.benchmark_session is None:
+            reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
+            raise SelectionError(reason)
+        make_dump_folder(options.dump)
+        truths = truths_folder() if options.cache else None
+        settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
+        pool = None
+        if not self.is_in_process:
+            pool = self._stack.enter_context(WorkerPool(settings=options.worker_settings))
+        describing = _FewProcesses(pool) if pool and hasattr(self.config, "workerinput") else pool
+        prepared = prepare_run(self.selection, options.backends, settings, pool=describing, keeps_unavailable=True)
+        if pool is not None:
+            pool.keep_only(backend.ref for backend in prepared.backends)
+        return _Opened(prepared, pool)
+
+    def _wanted(self, item: ExaminedItem) -> set[str]:
+        mine = (each for each in item.session.items if getattr(each, "question", None) is self)
+        return {each.check for each in mine}  # type: ignore[attr-defined]
+
+    def _plan(self, item: ExaminedItem) -> RunPlan:
+        wanted = self._wanted(item)
+        return replace(self.prepared.plan, checks=tuple(check for check in BACKEND_CHECKS if check in wanted))
+
+    def _records(self, item: ExaminedItem, checks: Sequence[str]) -> list[Record]:
+        """Return the records of the item's case and backend, up to that of a check that lost the device."""
+        prepared, examiner, records = self.prepared, self._examiner, []
+        examiner = self._examiner = examiner or self._make_examiner(item)
+        num_faults = len(examiner.blind)
+        if isinstance(examiner, Supervisor):
+            records = list(examiner.examine_case(prepared.backends[item.index], item.case, tuple(checks)))
+        else:
+            try:
+                for record in examiner.records(item.case, prepared.plan.backends[item.index], checks=tuple(checks)):
+                    records.append(record)
+            except DeviceLostError as lost:
+                item.session.shouldfail = f"attncheck: {lost}"
+                records.append(lost.record)
+        for fault in examiner.blind[num_faults:]:
+            self._faults[item.case.key] = fault
+        return records
+
+    def _make_examiner(self, item: ExaminedItem) -> Examiner | Supervisor:
+        prepared, plan = self.prepared, self._plan(item)
+        if isinstance(self._opened, _Opened) and (pool := self._opened.pool) is not None:
+            return Supervisor(plan, prepared.backends, pool, prepared.environment)
+        clocks = None
+        if TIMING in (plan.checks or ()):
+            clocks = TimingCheck(torch.device(plan.device), plan.timing, self.benchmarks.sample)
+        return Examiner(plan, prepared.environment, clocks)
+
+
+class _FewProcesses:
+    """Wraps ``pool`` for a pytest-xdist worker, so that few backend processes run at once.
+
+    Each worker has processes of its own, and the memory of the host must suffice for all. Backends are described one
+    after another. Each process ends afterwards, except that of the first backend.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        """Return the device of the run, notes on the choice, and the environment on it."""
+        return self._pool.choose_device(wishes, wanted)
+
+    def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+        """Give the processes the run to examine."""
+        self._pool.begin(selection, plan, environment)
+
+    def describe(self, refs: Iterable[str]) -> list[BackendDescription | QuestionError]:
+        """Return the description of each of ``refs``, or the reason why it names no backend to examine."""
+        found: list[BackendDescription | QuestionError] = []
+        for ref in refs:
+            found += self._pool.describe([ref])
+            if len(found) > 1:
+                self._pool.discard(ref)
+        return found
+
+
+# pytest items: one check of one case of one backend each.
+#
+# Items of the options are collected as suite, case, backend, check. Those of `attncheck.backend_tests` are collected as
+# `NAME[CASE-CHECK]` of their module.
 
 ApplyExpectations = Callable[[Question, Record], Record]
 """Function that returns a record with the expected failures applied."""
@@ -179,3 +397,215 @@ class CheckItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, int, str]:
         """Return the line of the case in its YAML file, or the module of a module's test."""
         return self.place or (self.path, 0, self.name)
+
+
+# Hooks for a pytest session with attncheck items: collection, expected failures and the summary.
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Expected failures of one question. ``unmatched``, ``notes``: lines that apply before anything ran."""
+
+    expectations: Expectations
+    unmatched: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class PytestSession:
+    """Hooks of one pytest run, with a question for its options and one for each ``attncheck.backend_tests``.
+
+    Raises:
+        UsageError: an option is invalid, or the file of expected failures cannot be read.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.getoption
+        self._config = config
+        self._questions: list[Question] = []
+        self._expectations: dict[Question, _Expected] = {}
+        self._entries: tuple[LocatedExpectation, ...] = ()
+        self._unmet: list[str] = []
+        try:
+            self._options = RunOptions(
+                settings=tuple(option("attncheck_set")),
+                device=option("attncheck_device"),
+                case_timeout=option("attncheck_case_timeout"),
+                backend_timeout=option("attncheck_backend_timeout"),
+                memory_limit=read_size("--attncheck-memory-limit", option("attncheck_memory_limit")),
+                device_memory_limit=read_size(
+                    "--attncheck-device-memory-limit", option("attncheck_device_memory_limit")
+                ),
+                seed=option("attncheck_seed"),
+                dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
+                in_process=option("attncheck_in_process"),
+                pass_env=read_patterns(option("attncheck_pass_env")),
+                cache=not option("attncheck_no_cache"),
+            )
+            if option("attncheck_expect") is not None and not option("runxfail"):
+                self._entries = load_expectations(Path(option("attncheck_expect")))
+            if has_question(config):
+                checks = option("attncheck_check")
+                if option("attncheck_timing"):
+                    checks = [*(checks or DEFAULT_CHECKS), TIMING]
+                self._add(option("attncheck_backend"), option("attncheck_suite"), option("attncheck_case"), checks)
+        except QuestionError as error:
+            raise pytest.UsageError(f"attncheck: {error}") from error
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Load the backends of the options before collection; raise UsageError if one cannot be loaded."""
+        if not has_question(self._config):
+            return
+        question = self._questions[0]
+        try:
+            self._expected(question)
+        except QuestionError as error:
+            raise pytest.UsageError(f"attncheck: {error}") from error
+        if self._config.pluginmanager.hasplugin("dsession"):  # the workers of pytest-xdist examine, not this process
+            question.close()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Add the items of the options to those that the session collects from files."""
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed and has_question(self._config):
+            root = Root.from_parent(collector, name="attncheck", nodeid="attncheck")
+            root.question, root.apply = self._questions[0], self._apply
+            report.result = [*(report.result or []), root]
+        return report
+
+    def module_items(self, module: pytest.Collector, name: str, tests: BackendTests) -> list[CheckItem]:
+        """Return the items of ``tests``, assigned to ``name`` in a module.
+
+        Raises:
+            CollectError: an argument of ``backend_tests`` is invalid.
+        """
+        try:
+            question = self._add((tests.backend,), tests.suites, tests.cases, tests.checks)
+        except QuestionError as error:
+            raise module.CollectError(f"{name}: {error}") from error
+        return list(module_items(module, name, question, self._apply))
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Sort the items of the options by backend, so that only one backend's process works at a time."""
+        places = [place for place, item in enumerate(items) if isinstance(item, CheckItem) and item.getparent(Root)]
+        ours = [item for place in places if isinstance(item := items[place], CheckItem)]
+        if ours and not ours[0].question.is_in_process:
+            for place, item in zip(places, sorted(ours, key=lambda item: item.index), strict=True):
+                items[place] = item
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail the session if an expectation was not met.
+
+        Do nothing in a pytest-xdist worker, which has only some of the records.
+        """
+        if hasattr(self._config, "workerinput"):
+            return
+        every = self._expectations.values()
+        lines = [
+            line
+            for question, found in self._expectations.items()
+            for line in found.expectations.unmet(stopped_early=question.collected != question.answered)
+            # An entry may be about another question.
+            if line not in found.unmatched or all(line in other.unmatched for other in every)
+        ]
+        self._unmet = list(dict.fromkeys(lines))
+        if self._unmet and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print unmet expectations, and backends that cannot run here: pytest does not explain their skips."""
+        for line in self._unmet:
+            terminalreporter.write_line(f"attncheck: error: {line}", red=True)
+        every = self._expectations.values()
+        unseen = [
+            line
+            for found in every
+            for line in found.expectations.unseen()
+            if line not in found.notes or all(line in other.notes for other in every)
+        ]
+        for line in dict.fromkeys(unseen):
+            terminalreporter.write_line(f"attncheck: {line}")
+        missing = {
+            backend.name: phrases.printable("; ".join(backend.unavailable_reasons))
+            for question in self._questions
+            for backend in question.backends
+            if backend.unavailable_reasons
+        }
+        for name, reasons in missing.items():
+            terminalreporter.write_line(f"attncheck: {name} cannot run here: {reasons}")
+
+    @pytest.hookimpl
+    def pytest_unconfigure(self) -> None:
+        """End the remaining processes."""
+        for question in self._questions:
+            question.close()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Return a scheduler that keeps a case and backend on one worker, unless the user chose another ``--dist``."""
+        if config.getoption("dist") not in ("load", "loadgroup") or not has_question(config):
+            return None
+        return pair_scheduling()(config, log)
+
+    def _add(
+        self, backends: Sequence[str], suites: Sequence[str], cases: Sequence[str], checks: Sequence[str]
+    ) -> Question:
+        options = replace(
+            self._options, backends=tuple(backends), suites=tuple(suites), cases=tuple(cases), checks=tuple(checks)
+        )
+        question = Question(self._config, options)
+        self._questions.append(question)
+        if question.selection.is_timed and not self._config.pluginmanager.hasplugin("attncheck-machine"):
+            from attncheck.harness.pytest_plugin.benchmark import Machine
+
+            self._config.pluginmanager.register(Machine(question), "attncheck-machine")
+        return question
+
+    def _apply(self, question: Question, record: Record) -> Record:
+        return self._expected(question).apply(record)
+
+    def _expected(self, question: Question) -> Expectations:
+        if question not in self._expectations:
+            prepared = question.prepared
+            plan = prepared.plan
+            expectations = Expectations(
+                self._entries,
+                cases=prepared.selection.all_cases,
+                selected=prepared.selection.cases,
+                backends=[backend.name for backend in prepared.backends],
+                checks=sorted({check for case in plan.cases for check in plan.checks_of(case)}),
+                today=datetime.now(UTC).date(),
+            )
+            unmatched, notes = expectations.unmet(stopped_early=True), expectations.unseen()
+            self._expectations[question] = _Expected(expectations, tuple(unmatched), tuple(notes))
+        return self._expectations[question].expectations
+
+
+def has_question(config: pytest.Config) -> bool:
+    """Return whether the options request items."""
+    return bool(config.getoption("attncheck_suite") or config.getoption("attncheck_backend"))
+
+
+def pair_scheduling() -> Any:
+    """Return a pytest-xdist scheduler class that runs all checks of one case and backend on the same worker.
+
+    The ``xdist_group`` mark requests the same, but works only with ``--dist loadgroup``, and not with all releases of
+    pytest and pytest-xdist (pytest 9.2 ignores the changes of pytest-xdist 3.8 to node ids).
+    """
+    base: Any = import_module("xdist.scheduler").LoadGroupScheduling  # pytest-xdist has no types
+
+    class PairScheduling(base):  # type: ignore[misc]
+        """Balances load by case and backend; other tests are scheduled one by one, or by their group."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("attncheck::"):
+                return nodeid.partition("@")[0].rpartition("::")[0]
+            return str(super()._split_scope(nodeid))
+
+    return PairScheduling

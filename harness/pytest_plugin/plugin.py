@@ -1,20 +1,62 @@
-"""Entry point of the pytest plugin: adds the options, and loads nothing else until items are requested.
-
-Every pytest run on a machine with attncheck imports this module, so it must not import torch, pydantic or anything else
-that is slow. ``session`` imports them once an option requests items, or a module has ``attncheck.backend_tests``.
-"""
+"""The pytest plugin: options, collection and reports."""
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 if TYPE_CHECKING:
-    from attncheck.harness.pytest_plugin.session import PytestSession
+    from attncheck.harness.pytest_plugin.items import PytestSession
+
+# `attncheck.backend_tests`: the checks of a backend as tests of a module. Light to import, for test modules.
+
+
+@dataclass(frozen=True)
+class BackendTests:
+    """What the tests of one name in a module examine; the pytest plugin collects one item per case and check.
+
+    Each field has the meaning of the option of ``attncheck run`` of that name; empty selects the option's default.
+    """
+
+    backend: str
+    suites: tuple[str, ...]
+    cases: tuple[str, ...]
+    checks: tuple[str, ...]
+
+
+def backend_tests(
+    backend: str,
+    suite: str | Sequence[str] = "smoke",
+    *,
+    cases: str | Sequence[str] = (),
+    checks: str | Sequence[str] = (),
+) -> BackendTests:
+    """Return the checks of ``backend``; assigned to ``NAME`` in a module, pytest collects them as ``NAME[CASE-CHECK]``.
+
+    >>> test_mine = backend_tests("./mine.py:Mine", suite="smoke", checks="numerics")
+
+    Args:
+        backend: a name or reference (``"torch_sdpa"``, ``"./mine.py:Mine"``); paths are relative to the current folder.
+        suite: names of built-in suites, or paths of case files.
+        cases: patterns on ``suite/id`` or on the id. Default: every case.
+        checks: names of checks. Default: all that apply except ``timing``.
+    """
+    return BackendTests(backend, _listed(suite), _listed(cases), _listed(checks))
+
+
+def _listed(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+# Entry point of the pytest plugin: adds the options, and loads nothing else until items are requested.
+#
+# Every pytest run on a machine with attncheck imports this module, so it must not import torch, pydantic or anything
+# else that is slow. `session` imports them once an option requests items, or a module has `attncheck.backend_tests`.
 
 MARKER = "attncheck: one check of one case of one backend, collected by attncheck"
-_TESTS_MODULE = "attncheck.harness.pytest_plugin.backend_tests"
+_TESTS_MODULE = "attncheck.harness.pytest_plugin.plugin"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -137,7 +179,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 def _session(config: pytest.Config) -> "PytestSession":
     """Return the plugin that collects the items; register it at the first call."""
-    from attncheck.harness.pytest_plugin.session import PytestSession
+    from attncheck.harness.pytest_plugin.items import PytestSession
 
     name = "attncheck-session"
     if not config.pluginmanager.hasplugin(name):

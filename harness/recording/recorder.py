@@ -1,20 +1,230 @@
-"""Keeps as many batches of an engine as a time limit allows, and counts them many at once.
-
-An exception here ends the recording, never the engine's step.
-"""
+"""Record the batches that an engine gives to its layers."""
 
 import copy
 import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from attncheck.harness.recording.metadata_batch import Snapshot, batch_of, take_snapshot
-from attncheck.harness.recording.traffic import LayerKind, Lengths, Traffic
+import numpy as np
+
+from attncheck.errors import SpecError
+from attncheck.harness.recording.traffic import Batch, LayerKind, Lengths, Traffic, shared_prefix
+from attncheck.reference.spec import AttentionType, CacheSpec, DType, KVCacheDType, LayerSpec, MLASpec
+
+# Reads a batch from the attention metadata that a model runner passes to a builder.
+#
+# Only tensors in host memory are read, so that nothing synchronises with a device. During the step they are only
+# copied.
+
+_NO_BATCH_WORD = (
+    "mm_req_doc_ranges",
+    "dcp_local_seq_lens",
+    "encoder_seq_lens",
+    "rswa_prefix_lens",
+    "num_logits_indices",
+)
+"""Fields of the metadata that change the correct result if they are set, and that no case key expresses."""
+
+
+class Snapshot(NamedTuple):
+    """Copies of a batch's metadata, taken during its step because the engine reuses the buffers for the next batch.
+
+    ``starts``, ``totals``: ``query_start_loc`` and ``seq_lens``. ``pages``: the used part of the block table, or None
+    if host memory has no copy of it.
+    """
+
+    starts: Lengths
+    totals: Lengths
+    pages: Lengths | None
+    table_width: int
+    table_stride: int
+    num_actual_tokens: int
+    causal: bool
+
+    @property
+    def size(self) -> int:
+        """Total number of elements."""
+        return self.starts.size + self.totals.size + (0 if self.pages is None else self.pages.size)
+
+
+def take_snapshot(metadata: Any, host_table: Lengths | None, block_size: int) -> Snapshot | str:
+    """Return a snapshot of vLLM's ``CommonAttentionMetadata``, or the reason why no case describes the batch.
+
+    ``host_table``: the block table in host memory, or None; without it shared prefixes are not detected.
+    """
+    given = vars(metadata)  # reading a property could synchronise with the device
+    for name in _NO_BATCH_WORD:
+        value = given.get(name)
+        if any(value.values()) if isinstance(value, dict) else value is not None:
+            return f"no case describes {name}"
+    causal = given.get("causal", True)
+    if not isinstance(causal, bool):
+        return "no case describes causal for each request"
+    starts = _on_host(given, "query_start_loc_cpu", "query_start_loc")
+    totals = _on_host(given, "seq_lens", "seq_lens_cpu_upper_bound", "_seq_lens_cpu", "seq_lens_cpu")
+    if starts is None or totals is None:
+        return "the lengths are on the device alone"
+    table, columns = given.get("block_table_tensor"), -(-int(metadata.max_seq_len) // block_size)
+    return Snapshot(
+        starts=starts.copy(),
+        totals=totals.copy(),
+        pages=None if host_table is None else host_table[: starts.size - 1, :columns].copy(),
+        table_width=0 if table is None else table.shape[1],
+        table_stride=0 if table is None else table.stride(0),
+        num_actual_tokens=int(metadata.num_actual_tokens),
+        causal=causal,
+    )
+
+
+def batch_of(snapshot: Snapshot, block_size: int, *, cascade: int, drafts: int, graph_mode: str) -> Batch | None:
+    """Return the batch of a snapshot, or None if no request has a new token.
+
+    ``cascade``, ``drafts``, ``graph_mode``: see :class:`~attncheck.harness.recording.traffic.Batch`.
+    """
+    query_lens = np.diff(snapshot.starts)
+    live = np.flatnonzero(query_lens)
+    if not live.size:
+        return None
+    padded = query_lens.size - live.size
+    seq_lens, query_lens = snapshot.totals[live], query_lens[live]
+    pages_shared, has_null_pages = 0, False
+    sharers: tuple[int, ...] = ()
+    if snapshot.pages is not None and snapshot.pages.size:
+        pages = snapshot.pages[live]
+        has_null_pages = not pages[:, 0].all()
+        pages_shared, sharers = shared_prefix(pages, (seq_lens - query_lens) // block_size)
+    return Batch(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        padding_requests=padded,
+        padding_tokens=max(0, snapshot.num_actual_tokens - int(snapshot.starts[-1])),
+        table_width=snapshot.table_width,
+        table_stride=snapshot.table_stride,
+        prefix=pages_shared * block_size,
+        sharers=sharers,
+        has_null_pages=has_null_pages,
+        cascade=cascade,
+        drafts=drafts,
+        causal=snapshot.causal,
+        graph_mode=graph_mode,
+    )
+
+
+def _on_host(given: dict[str, Any], *names: str) -> Lengths | None:
+    for name in names:
+        tensor = given.get(name)
+        if tensor is not None and tensor.device.type == "cpu":
+            lengths: Lengths = tensor.numpy()
+            return lengths
+    return None
+
+
+# Describes the layers of an engine by the keys of a case, read once from vLLM's layer objects.
+#
+# No weights are read: of ALiBi slopes and sinks, only whether the layer has them.
+
+_KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "EncoderOnlyAttention", "MLAAttention")
+"""vLLM layer classes whose attention a case can describe; other classes change the mask or the keys."""
+
+_LAYOUTS = {"NHD": "NHD", "LBNHC": "NHD", "HND": "HND", "LBHNC": "HND"}
+"""Layout of a case by vLLM's current or former name."""
+
+_NO_LAYER_WORD = {
+    "use_alibi_sqrt": "square-root ALiBi",
+    "use_mm_prefix": "prefix ranges of images",
+    "use_sparse": "chosen keys",
+    "non_causal_multi_token_decode": "decodes that see later keys",
+}
+"""Attributes of a layer that change the correct result, and that no case key expresses."""
+
+
+def layer_kinds(
+    layers: Iterable[Any], config: Any, block_size: int
+) -> tuple[tuple[tuple[LayerKind, int], ...], dict[str, int]]:
+    """Return the kinds of ``layers`` with their numbers, and reasons why others cannot be described, with theirs.
+
+    ``config``: the engine's ``VllmConfig``. ``block_size``: tokens per page of the kernels.
+    """
+    kinds: Counter[LayerKind] = Counter()
+    left_out: Counter[str] = Counter()
+    for layer in layers:
+        try:
+            kinds[_kind(layer, config, block_size)] += 1
+        except SpecError as error:
+            left_out[error.reason] += 1
+    return tuple(kinds.items()), dict(left_out)
+
+
+def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
+    """Return the kind of one layer.
+
+    Raises:
+        SpecError: no case can describe the layer.
+    """
+    name = type(layer).__name__
+    if name not in _KNOWN_LAYERS:
+        raise _unsayable("layers of the class", name)
+    for attribute, words in _NO_LAYER_WORD.items():
+        if getattr(layer, attribute, False):
+            raise _unsayable("layers with", words)
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    if dtype not in get_args(DType):
+        raise _unsayable("layers of dtype", dtype)
+    impl, sizes = layer.impl, {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads}
+    common: dict[str, Any] = {**sizes, "head_size": layer.head_size, "dtype": dtype}
+    if name == "MLAAttention":
+        mla = MLASpec(
+            kv_lora_rank=layer.kv_lora_rank,
+            qk_nope_head_dim=layer.qk_nope_head_dim,
+            qk_rope_head_dim=layer.qk_rope_head_dim,
+            v_head_dim=layer.v_head_dim,
+        )
+        described = LayerSpec(**common, mla=mla)
+    else:
+        size_v = getattr(layer, "head_size_v", layer.head_size)
+        described = LayerSpec(
+            **common,
+            head_size_v=None if size_v == layer.head_size else size_v,
+            attn_type=AttentionType(str(getattr(layer.attn_type, "value", layer.attn_type))),
+            sliding_window=getattr(layer, "sliding_window", None),
+            logits_soft_cap=getattr(impl, "logits_soft_cap", None) or None,
+            alibi=getattr(impl, "alibi_slopes", None) is not None,
+            sinks=getattr(impl, "sinks", None) is not None,
+            attn_chunk_size=getattr(layer, "attention_chunk_size", None),
+            kv_sharing=getattr(layer, "kv_sharing_target_layer_name", None) is not None,
+        )
+    scale = float(getattr(layer, "scale", getattr(impl, "scale", described.softmax_scale)))
+    if abs(scale / described.softmax_scale - 1) > 1e-6:
+        described = LayerSpec(**{**vars(described), "scale": scale})
+    return LayerKind(described, _cache(layer, config, block_size, has_cache=described.has_cache))
+
+
+def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> CacheSpec:
+    if not has_cache:
+        return CacheSpec()
+    kept = str(layer.kv_cache_dtype)
+    if kept not in get_args(KVCacheDType):
+        raise _unsayable("layers with a cache of", kept)
+    layout = _LAYOUTS.get(str(getattr(config.cache_config, "kv_cache_layout", None)), "NHD")
+    cache: dict[str, Any] = {"block_size": block_size, "layout": layout, "kv_cache_dtype": kept}
+    if kept.startswith("fp8"):
+        cache |= {f"{name}_scale": float(getattr(layer, f"_{name}_scale_float", 1.0)) for name in ("k", "v")}
+    return CacheSpec(**cache)
+
+
+def _unsayable(what: str, which: str) -> SpecError:
+    return SpecError(f"no case describes {what} {which}", field="layer", value=which, allowed="other layers")
+
+
+# Keeps as many batches of an engine as a time limit allows, and counts them many at once.
+#
+# An exception here ends the recording, never the engine's step.
 
 LOGGER = logging.getLogger("attncheck")
 

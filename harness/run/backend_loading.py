@@ -13,9 +13,8 @@ from attncheck.errors import BackendLoadError, BackendUnavailableError, Question
 from attncheck.harness.checks.case_checks import import_checks
 from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
 from attncheck.harness.driver.observation import printable
-from attncheck.harness.run.backend_description import BackendDescription, missing_variables, unloadable
-from attncheck.harness.run.plan import UnavailableBackend
-from attncheck.harness.run.selection import DEFAULT_SUITES
+from attncheck.harness.run.outcomes import BackendDescription, missing_variables, unloadable
+from attncheck.harness.run.selection import DEFAULT_SUITES, UnavailableBackend
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo
 

@@ -1,27 +1,48 @@
-"""Applies expected failures to the records of a run.
+"""Expected failures: the file, which records they match, and how a run writes one.
 
-A record that failed as an entry expects, within its bound, becomes ``xfailed``. Beyond the bound its outcome stays, and
-a detail states by what the bound is exceeded. A record that passed although an entry expects a failure becomes
-``xpassed``, which fails the run.
+A file is a YAML list of entries::
 
-An entry also fails the run if it matches no case of the run's suites, if no record confirms it, or if its ``until`` is
-over. An entry with ``says`` is about a finding, which may occur in any matching case. A case that passes is not
-``xpassed``. A run without the finding only has a note, unless expectations are strict: then it fails.
+    - backend: Wrong              # the backend's name, as in reports
+      case: smoke/window-edge.*   # a pattern on suite/id, or on the id alone
+      check: numerics             # or * for any check
+      outcome: failed             # or errored, crashed, timed_out
+      reason: the window is one key too long
+      issue: https://example.org/issues/17   # optional
+      until: 2026-12-31           # optional: the last day on which the entry applies
 
-Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend gives
-a note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
+Optional keys restrict an entry to some records: ``needs`` (features and forms, as records name them), ``version`` (a
+pattern on the backend's version) and ``says`` (a pattern on the record's message). ``within`` bounds how much may be
+wrong. A record beyond the bound keeps its outcome::
+
+      within: {budgets: 30, rows: 5, heads: 2, values: [nan]}
 """
 
-from collections.abc import Iterable, Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from difflib import get_close_matches
-from typing import Protocol
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, Literal, Protocol
 
+import attncheck
 from attncheck.backends.registry import known_names
 from attncheck.cases.loader import suite_names
-from attncheck.harness.run.expectation_file import LocatedExpectation
-from attncheck.reports.analysis.phrases import plural, what_happened
+from attncheck.cases.validation import suggestion, validate
+from attncheck.cases.yaml_tree import Items, Place, Table, Tree, describe, parse_yaml, read_text
+from attncheck.errors import readable
+from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
+from attncheck.reports.analysis.findings import stated_cause
+from attncheck.reports.analysis.phrases import cut, one_line, plural, what_happened
+from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.run_file.records import (
+    BUDGET_SHARE,
+    OURSELVES,
     UTILITIES,
     Ended,
     Errored,
@@ -32,6 +53,208 @@ from attncheck.reports.run_file.records import (
     XPassed,
     without_outcome,
 )
+from attncheck.reports.run_file.store import Run
+
+WrongValue = Literal["nan", "inf", "finite", "unwritten"]
+"""Kinds of wrong values, as counted in the figures of a record."""
+
+_COUNTED: Mapping[WrongValue, str] = MappingProxyType(
+    {"nan": "rows_nan", "inf": "rows_inf", "finite": "rows_finite_wrong", "unwritten": "rows_unwritten"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Limits on how wrong a result may be. ``values``: the kinds of wrong values allowed, or None for any."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    budgets: float | None = field(default=None, metadata={"description": "largest error of the finite values"})
+    rows: int | None = field(default=None, metadata={"description": "most wrong rows"})
+    heads: int | None = field(default=None, metadata={"description": "most wrong heads"})
+    values: tuple[WrongValue, ...] | None = field(
+        default=None, metadata={"description": "sorts of wrong values: nan, inf, finite, unwritten"}
+    )
+
+    def excess(self, figures: Mapping[str, float | int]) -> str:
+        """Return a message about the first figure beyond the bound; empty if there is none."""
+        measured = {
+            "budgets": figures.get("finite_budget_share", figures.get(BUDGET_SHARE)),
+            "rows": figures.get("rows_wrong"),
+            "heads": figures.get("heads_wrong"),
+        }
+        for name, value in measured.items():
+            most = getattr(self, name)
+            if most is not None and (value is None or not value <= most):
+                found = "the record has no such figure" if value is None else f"found {value:.3g}"
+                return f"{name}: at most {most:g}, and {found}"
+        if self.values is None:
+            return ""
+        if "rows_wrong" not in figures:
+            return "values: the record has no figures of wrong rows"
+        other = [sort for sort, name in _COUNTED.items() if sort not in self.values and figures.get(name)]
+        return f"values: {', '.join(self.values)} alone, and found {', '.join(other)}" if other else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """One entry of the file. ``case`` is a pattern (``*``, ``?``, ``[...]``) on ``suite/id`` or on the id."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    backend: str = field(metadata={"description": "name of the backend"})
+    case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
+    check: str = field(metadata={"description": "name of the check; *: any"})
+    outcome: Literal["failed", "errored", "crashed", "timed_out"] = field(
+        metadata={"description": "the expected outcome: failed, errored, crashed or timed_out"}
+    )
+    reason: str = field(metadata={"description": "why it is expected"})
+    needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})
+    version: str | None = field(default=None, metadata={"description": "pattern on the backend's version"})
+    says: str | None = field(default=None, metadata={"description": "pattern on the text of the record"})
+    within: Bound | None = field(default=None, metadata={"description": "how much may be wrong"})
+    until: str | None = field(default=None, metadata={"description": "last day on which it is expected, YYYY-MM-DD"})
+    issue: str | None = field(default=None, metadata={"description": "where it is followed up: an address, or text"})
+
+    @property
+    def explanation(self) -> str:
+        """The reason, followed by the issue if there is one."""
+        return f"{self.reason} ({self.issue})" if self.issue else self.reason
+
+    def has_expired(self, today: date) -> bool:
+        """Return whether ``today`` is after ``until``."""
+        return self.until is not None and date.fromisoformat(self.until) < today
+
+    def fits_case(self, suite: str, case_id: str) -> bool:
+        """Return whether the pattern matches this case."""
+        return fnmatchcase(f"{suite}/{case_id}", self.case) or fnmatchcase(case_id, self.case)
+
+    def is_about(self, record: Record) -> bool:
+        """Return whether the entry applies to the record's backend, version, case, check and needs."""
+        return (
+            record.backend == self.backend
+            and self.check in ("*", record.check)
+            and (self.version is None or fnmatchcase(record.backend_version, self.version))
+            and self.fits_case(record.suite, record.case_id)
+            and set(self.needs) <= set(record.needs)
+        )
+
+    def foresees(self, record: Failed | Errored | Ended) -> bool:
+        """Return whether the record failed as expected: with this outcome, and with a message that matches ``says``."""
+        if record.outcome != self.outcome:
+            return False
+        meaning = (record.meaning or "") if isinstance(record, Failed) else ""
+        return self.says is None or any(fnmatchcase(text, self.says) for text in (what_happened(record), meaning))
+
+    def excess(self, record: Failed | Errored | Ended) -> str:
+        """Return by what an expected failure exceeds the entry's bound; empty if it does not."""
+        if self.within is None:
+            return ""
+        return self.within.excess(record.figures if isinstance(record, Failed) else {})
+
+    @property
+    def suite(self) -> str:
+        """The part of the pattern for the suite; empty if the pattern is on the id."""
+        named, slash, _ = self.case.partition("/")
+        return named if slash else ""
+
+    def fits_suite(self, suite: str) -> bool:
+        """Return whether the pattern could match a case of this suite."""
+        return not self.suite or fnmatchcase(suite, self.suite)
+
+
+@dataclass(frozen=True)
+class LocatedExpectation:
+    """An expectation and its place in the file. ``former_check``: the check's old name if the file uses it."""
+
+    expectation: Expectation
+    place: Place
+    former_check: str = ""
+
+    def __str__(self) -> str:
+        wanted = self.expectation
+        where = f"{self.place.file}:{self.place.line}"
+        return readable(f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected")
+
+
+def expectation_file(wanted: Path) -> Path:
+    """Return ``wanted``, or attncheck's own file of that name (``vllm-cpu-attn``) if ``wanted`` does not exist."""
+    own = Path(attncheck.__file__).parent / "expected" / f"{wanted.name}.yaml"
+    return own if wanted.parent == Path() and not wanted.exists() and own.is_file() else wanted
+
+
+def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
+    """Read an expectation file.
+
+    A file without entries, or with only comments, gives an empty tuple.
+
+    Raises:
+        CaseFileError: with line and column, for anything but a list of complete entries with known checks.
+    """
+    file = str(path)
+    text = read_text(path)
+    if all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines()):
+        return ()
+    tree = parse_yaml(text, file)
+    if not isinstance(tree, Items):
+        raise tree.place.fault(
+            f"a list of expectations belongs here, and this is {describe(tree)}",
+            allowed="write - backend: ..., one entry after the other",
+        )
+    entries = []
+    for item in tree.items:
+        expectation = validate(Expectation, item, "an expectation")
+        former = expectation.check if expectation.check in FORMER_CHECKS else ""
+        if former:
+            expectation = replace(expectation, check=FORMER_CHECKS[former])
+        if expectation.check not in ("*", *CHECKS):
+            raise _place(item, "check").fault(
+                "unknown check", value=expectation.check, allowed=suggestion(expectation.check, [*CHECKS])
+            )
+        for need in expectation.needs:
+            _check_need(need, item)
+        if not expectation.reason.strip():
+            raise _place(item, "reason").fault("an expected failure needs a reason", allowed="say why it is known")
+        if expectation.until is not None:
+            _check_date(expectation.until, item)
+        entries.append(LocatedExpectation(expectation, item.place, former))
+    return tuple(entries)
+
+
+def _check_need(need: str, item: Tree) -> None:
+    """Raise CaseFileError if no record can have this need."""
+    place = _place(item, "needs")
+    key, is_form, _ = need.partition("=")
+    if is_form and key not in FORMS:
+        raise place.fault("cases have no such form", value=need, allowed=suggestion(key, FORMS))
+    if not is_form and need not in FEATURES:
+        raise place.fault("unknown feature", value=need, allowed=suggestion(need, [*FEATURES]))
+
+
+def _check_date(text: str, item: Tree) -> None:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        fault = _place(item, "until").fault("until must be a date", value=text, allowed="write YYYY-MM-DD")
+        raise fault from None
+
+
+def _place(item: Tree, key: str) -> Place:
+    return item.entries[key].place if isinstance(item, Table) else item.place
+
+
+# Applies expected failures to the records of a run.
+#
+# A record that failed as an entry expects, within its bound, becomes `xfailed`. Beyond the bound its outcome stays, and
+# a detail states by what the bound is exceeded. A record that passed although an entry expects a failure becomes
+# `xpassed`, which fails the run.
+#
+# An entry also fails the run if it matches no case of the run's suites, if no record confirms it, or if its `until` is
+# over. An entry with `says` is about a finding, which may occur in any matching case. A case that passes is not
+# `xpassed`. A run without the finding only has a note, unless expectations are strict: then it fails.
+#
+# Entries for suites, backends, cases or checks outside this run are ignored. An unknown name of a suite or backend
+# gives a note, since it may belong to another run. It fails the run if it differs from a known name only in capitals.
 
 
 class HasNames(Protocol):
@@ -202,3 +425,126 @@ def _resembling(name: str, known: Sequence[str]) -> str | None:
     lower = {each.casefold(): each for each in known}
     found = get_close_matches(name.casefold(), lower, n=1)
     return lower[found[0]] if found else None
+
+
+# Writes the expectation file under which a given run would not have failed: one entry for each finding.
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_SHOWN = 100
+"""Maximum length of a comment, in characters."""
+
+Fallen = Failed | Errored | Ended | XFailed
+
+
+@dataclass(frozen=True)
+class FindingGroup:
+    """Records of one backend and check that failed in the same way; the first one is shown."""
+
+    records: tuple[Fallen, ...]
+
+    @property
+    def first(self) -> Fallen:
+        """The record whose message is shown."""
+        return self.records[0]
+
+    @property
+    def outcome(self) -> str:
+        """The outcome before expectations were applied."""
+        return _outcome(self.first)
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """The ``suite/id`` of every case, without duplicates."""
+        return tuple(dict.fromkeys(record.case for record in self.records))
+
+
+def groups(records: Iterable[Record]) -> tuple[FindingGroup, ...]:
+    """Return the failed records, expected or not, grouped by finding regardless of its figures.
+
+    Faults of attncheck itself are left out, since no expectation excuses them.
+    """
+    found: dict[tuple[str, ...], list[Fallen]] = {}
+    for record in records:
+        if isinstance(record, Fallen) and not (isinstance(record, Errored) and record.stage == OURSELVES):
+            reason = record.reason if isinstance(record, XFailed) else ""
+            key = (record.backend, record.check, _outcome(record), _pattern(_words(record)), reason)
+            found.setdefault(key, []).append(record)
+    return tuple(FindingGroup(tuple(members)) for members in found.values())
+
+
+def expectations_text(run: Run) -> str:
+    """Return a YAML file of expectations that excuses exactly the failures in ``run``.
+
+    The entry of a finding in one case names that case. The entry of a finding in several cases has a pattern on the
+    cases and ``says``, a pattern on their common message, so that it does not apply to cases that passed.
+    """
+    found = groups(run.records)
+    ways = Counter((group.first.backend, group.first.check, case) for group in found for case in group.cases)
+    ways.update({(record.backend, record.check, record.case) for record in run.records if isinstance(record, Passed)})
+    day = run.header.started[:10]
+    opening = [f"# Expected failures, from {one_line(run.path)}: {plural(len(found), 'finding')}."]
+    if not run.complete:
+        opening.append("# The run was cut off: a whole run may find more.")
+    # An entry without `says` needs a matching record. An earlier entry with `says` could consume that record.
+    placed = sorted(((group, _is_place(group, ways)) for group in found), key=lambda each: not each[1])
+    entries = [_entry(group, day, is_place=is_place) for group, is_place in placed]
+    return "\n".join([*opening, *(f"\n{entry}" for entry in entries)]) + "\n"
+
+
+def _is_place(group: FindingGroup, ways: Mapping[tuple[str, str, str], int]) -> bool:
+    """Return whether the group is one case with a single result; the rounds of a case may differ."""
+    first = group.first
+    return len(group.cases) == 1 and ways[first.backend, first.check, first.case] == 1
+
+
+def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
+    first, cases = group.first, group.cases
+    comments = [f"{plural(len(cases), 'case')}, such as {cases[0]}: {_happened(first)}"]
+    if isinstance(first, Failed) and first.meaning:
+        comments.append(stated_cause(first))
+    fields = {
+        "backend": first.backend,
+        "case": _case_pattern(cases),
+        "check": first.check,
+        "outcome": group.outcome,
+        **({} if is_place else {"says": _pattern(_words(first))}),
+        "reason": first.reason if isinstance(first, XFailed) else f"not explained yet; found by the run of {day}",
+    }
+    lines = [f"{name}: {json.dumps(_plain(value), ensure_ascii=False)}" for name, value in fields.items()]
+    comment_lines = [f"# {cut(one_line(comment), _SHOWN)}" for comment in comments]
+    return "\n".join([*comment_lines, f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
+
+
+def _case_pattern(cases: Sequence[str]) -> str:
+    """Return the shortest form that fits these ``suite/id``: the only one, their common prefix with ``*``, or ``*``."""
+    if len(cases) == 1:
+        return escape(cases[0])
+    if len({case.partition("/")[0] for case in cases}) > 1:
+        return "*"
+    low, high = min(cases), max(cases)
+    alike = (index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
+    return f"{escape(low[: next(alike, len(low))])}*"
+
+
+def _pattern(words: str) -> str:
+    """Return a pattern that matches ``words`` with any figures and addresses."""
+    without = without_figures(_ADDRESS.sub("#", escape(words)))
+    return re.sub(r"[*#]*#[*#]*", "*", _plain(without))
+
+
+def _words(record: Fallen) -> str:
+    """Return the text that ``says`` is matched against: the likely cause if there is one, else what happened."""
+    return (record.meaning if isinstance(record, Failed) else None) or _happened(record)
+
+
+def _happened(record: Fallen) -> str:
+    return record.summary if isinstance(record, XFailed) else what_happened(record)
+
+
+def _outcome(record: Fallen) -> str:
+    return record.underlying if isinstance(record, XFailed) else record.outcome
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` with ``?`` for each character that YAML rejects; in a pattern ``?`` matches any character."""
+    return "".join(character if character.isprintable() else "?" for character in text)

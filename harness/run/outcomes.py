@@ -1,17 +1,20 @@
-"""Turns findings, refusals and exceptions into records. No other module decides on an outcome.
+"""From findings to records: outcomes, descriptions of backends, and lost devices."""
 
-The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
 
 from attncheck.backends.declarations import needs_of
 from attncheck.cases.model import Case
+from attncheck.errors import AttncheckError, QuestionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.driver.observation import Raised
 from attncheck.reports.run_file import records
+from attncheck.reports.run_file.causes import raised_at
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import (
     Crashed,
     Ended,
@@ -22,7 +25,15 @@ from attncheck.reports.run_file.records import (
     TimedOut,
     Unavailable,
     Unsupported,
+    without_outcome,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+# Turns findings, refusals and exceptions into records. No other module decides on an outcome.
+#
+# The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
 
 OURSELVES = records.OURSELVES
 
@@ -183,3 +194,177 @@ def _identity(
         "round": circumstances.round,
         "needs": needs_of(case.layer, case.cache, case.batch, backend.features) if isinstance(case, Case) else (),
     }
+
+
+# Detects that a backend lost the device. Loads no torch when imported.
+#
+# After an illegal memory access every CUDA call of the process raises. The call that raises first may be one of the
+# harness. The check that ran is still recorded as `crashed`.
+
+_REMEDY = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
+
+
+class DeviceLostError(AttncheckError):
+    """A backend lost the device, so this process can no longer use it. ``record``: that of the check."""
+
+    def __init__(self, record: Crashed) -> None:
+        self.record = record
+        super().__init__(
+            f"backend {record.backend}, case {record.case}, {record.stage}: {record.cause}; "
+            "start a new process for what follows"
+        )
+
+
+def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> Iterator[Record]:
+    """Yield ``records`` of one case and backend, checking the device before each.
+
+    Raises:
+        DeviceLostError: the check of the next record lost the device, or left a CUDA error that the harness hit.
+    """
+    for record in records:
+        if (cause := _loss(device) or _error_met(record)) is not None:
+            raise DeviceLostError(_crashed_instead(record, cause))
+        yield record
+
+
+def is_device_error(error: Exception, device: "torch.device") -> bool:
+    """Return whether CUDA raised ``error`` or the device is lost; out of memory is neither."""
+    return _is_lasting(type(error).__name__, str(error)) or _loss(device) is not None
+
+
+def _loss(device: "torch.device") -> str | None:
+    """Return how the device was lost, with CUDA's message, or None if the device still works."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize(device if device.type == "cuda" else None)
+    except RuntimeError as error:
+        return None if _lacks_memory(str(error)) else f"the device was lost: {_first_line(error)}; {_REMEDY}"
+    return None
+
+
+def _error_met(record: Record) -> str | None:
+    """Return the CUDA error that a call of the harness hit, or None.
+
+    A library that ignores the status of its launch leaves the error for the next torch call to raise.
+    """
+    if not isinstance(record, Errored) or record.stage != OURSELVES:
+        return None
+    if not _is_lasting(record.error_type, record.message):
+        return None
+    words = record.traceback.rpartition(f"{record.error_type}: ")[2]  # message has no line breaks left
+    return f"a CUDA error was left behind: {_first_line(words)}; {_REMEDY}"
+
+
+def _is_lasting(error_type: str, message: str) -> bool:
+    return error_type == "AcceleratorError" and not _lacks_memory(message)
+
+
+def _lacks_memory(message: str) -> bool:
+    return "out of memory" in message
+
+
+def _first_line(error: object) -> str:
+    return next(iter(str(error).splitlines()), "no message")
+
+
+def _crashed_instead(record: Record, cause: str) -> Crashed:
+    """Return the record of the same check as ``crashed``, with the line of the backend that raised, if there is one."""
+    kept = {name: value for name, value in without_outcome(record).items() if name in Crashed.model_fields}
+    stage, place = f"check {record.check}", ""
+    if isinstance(record, Errored) and record.stage != OURSELVES:
+        stage = f"{stage}, in {record.stage}"
+        place = raised_at(record.traceback).replace(", in ", " in ")  # as the fault handler writes it
+    return Crashed(**kept, stage=stage, cause=cause, output=place and f"{place}\n")
+
+
+# Descriptions of backends, which may be loaded in other processes. Loads no torch.
+
+
+@dataclass(frozen=True)
+class LoadError:
+    """An exception raised while a backend was loaded. ``message`` includes the backend's name.
+
+    ``stage`` is attncheck itself if its own code raised, perhaps because the backend left the process broken.
+    """
+
+    error_type: str
+    message: str
+    stage: str = IMPORT
+    traceback: str = ""
+
+
+class BackendDescription(BaseModel):
+    """What a backend declares about itself.
+
+    ``unavailable_reasons``: why it cannot run on the run's device on this machine; empty if it can.
+    ``is_loaded``: False if it could not be loaded, for these reasons or because of ``failure``.
+    ``default_suite``: the suite used if the user names none.
+    ``page_sizes``: the page sizes it accepts, in tokens. ``page_multiples``: bases of which it accepts every multiple.
+    ``layouts``: the cache layouts it accepts. Each of these three is empty if unknown.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+    info: BackendInfo
+    is_loaded: bool = True
+    is_mla: bool = False
+    default_suite: str = "smoke"
+    page_sizes: tuple[int, ...] = ()
+    page_multiples: tuple[int, ...] = ()
+    layouts: tuple[str, ...] = ()
+    unavailable_reasons: tuple[str, ...] = ()
+    failure: ProcessEnd | LoadError | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return self.info.name
+
+    @property
+    def ref(self) -> str:
+        """The reference to give to ``--backend``."""
+        return self.info.ref
+
+    @property
+    def version(self) -> str:
+        """The version; empty if unknown."""
+        return self.info.version
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features that it declares; empty if unknown."""
+        return frozenset(self.info.features)
+
+    @property
+    def reason(self) -> str:
+        """Why the backend could not be loaded or cannot run here; empty if it can."""
+        match self.failure:
+            case ProcessEnd(cause=reason) | LoadError(message=reason):
+                return reason
+            case None:
+                return "; ".join(self.unavailable_reasons)
+
+
+def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -> BackendDescription:
+    """Return the description of a backend that cannot be loaded on this machine, with the reasons."""
+    info = BackendInfo(name=name, ref=ref, version=version)
+    return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
+
+
+def unloaded(ref: str, failure: ProcessEnd | LoadError) -> BackendDescription:
+    """Return the description of a backend whose own code failed during loading; its name is derived from ``ref``."""
+    place, _, name = ref.rpartition(":")
+    info = BackendInfo(name=name if place else Path(ref).stem, ref=ref, version="")
+    return BackendDescription(info=info, is_loaded=False, failure=failure)
+
+
+def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``required`` that ``environment`` lacks or has with another value."""
+    return {name: value for name, value in required.items() if environment.get(name) != value}
+
+
+DescribeBackends = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
+"""Function from references to descriptions, in order; a QuestionError if a reference names no backend to examine."""

@@ -1,26 +1,29 @@
-"""Prepares a run: from a selection of cases to the plan, the backends and the environment.
+"""Prepare a run: GPUs, backends, their cases, and the header of the run file."""
 
-The command line, the process of a backend, ``attncheck.examine`` and the pytest plugin all prepare runs here, so that
-they report the same errors. The caller chooses what examines the plan. Loads no torch if the backends have processes of
-their own.
-"""
-
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Protocol
 
+from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case, Suite
 from attncheck.cases.outline import keys_of, shape_of
-from attncheck.errors import QuestionError
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
-from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends
-from attncheck.harness.run.page_choice import fit_pages
-from attncheck.harness.run.plan import RunPlan, UnavailableBackend
-from attncheck.harness.run.selection import Selection, check_seed, default_cases, default_suites
-from attncheck.harness.run.sharding import Shard
+from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.outcomes import IMPORT, BackendDescription, DescribeBackends, LoadError, unloadable
+from attncheck.harness.run.selection import (
+    RunPlan,
+    Selection,
+    Shard,
+    UnavailableBackend,
+    check_seed,
+    default_cases,
+    default_suites,
+    fit_pages,
+)
 from attncheck.reference.spec import BACKEND_CHECKS, default_checks
 from attncheck.reports.run_file.header import (
     BackendInfo,
@@ -33,6 +36,217 @@ from attncheck.reports.run_file.header import (
 )
 from attncheck.reports.run_file.store import now
 from attncheck.reports.run_file.timings import TIMING
+
+# Finds the GPUs of one kind, for processes that each use one of them. Loads no torch when imported.
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """Properties that GPUs of one kind share. ``memory``: in bytes."""
+
+    name: str
+    capability: str
+    memory: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, compute capability {self.capability}, {self.memory / 2**30:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU for one process. ``variables``: environment variables that make it the only GPU visible to the process."""
+
+    uuid: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def gpus_alike(device: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """Return the GPUs of the same kind as GPU 0, and a note on each other GPU; none unless ``device`` is ``cuda``."""
+    if device != "cuda":
+        return (), ()
+    import torch
+
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    kinds = [GpuKind(each.name, f"{each.major}.{each.minor}", each.total_memory) for each in found]
+    variables = gpu_variables(len(found), os.environ, is_hip=torch.version.hip is not None)
+    gpus = tuple(
+        Gpu(str(getattr(each, "uuid", "")), alone)
+        for each, kind, alone in zip(found, kinds, variables, strict=False)
+        if kind == kinds[0]
+    )
+    notes = tuple(
+        f"GPU {index} ({kind}) is not used: it is not of the kind of GPU 0 ({kinds[0]})"
+        for index, kind in enumerate(kinds)
+        if kind != kinds[0]
+    )
+    return gpus, notes
+
+
+def gpu_variables(count: int, environment: Mapping[str, str], *, is_hip: bool) -> list[dict[str, str]]:
+    """Return, for each of ``count`` GPUs visible under ``environment``, variables that make it the only visible one.
+
+    ROCm reads both variables. Its ``ROCR_VISIBLE_DEVICES`` is applied before them, and does not change.
+    """
+    names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if is_hip else ("CUDA_VISIBLE_DEVICES",)
+    given = next((environment[name] for name in names if name in environment), None)
+    entries = list(map(str, range(count))) if given is None else [each.strip() for each in given.split(",")]
+    return [dict.fromkeys(names, entry) for entry in entries[:count]]
+
+
+def refuse_other_gpu(device: str, uuid: str | None, environment: Environment) -> None:
+    """Raise QuestionError unless GPU ``uuid`` is the only visible one and its environment equals ``environment``.
+
+    ``uuid``: None accepts any GPU and any environment.
+    """
+    if uuid is None:
+        return
+    from attncheck.harness.run.evaluate import environment_of
+
+    gpus, _ = gpus_alike(device)
+    seen = [gpu.uuid for gpu in gpus]
+    if seen != [uuid]:
+        raise QuestionError(f"the process sees the GPUs {', '.join(seen)}, and has to use {uuid} alone")
+    here, there = environment_of(device).model_dump(), environment.model_dump()
+    for name, value in here.items():
+        if value != there[name]:
+            raise QuestionError(f"{name} on GPU {uuid} is {value!r}, and {there[name]!r} in the run")
+
+
+# Selects the device of a run and the backends to examine on it. Loads no torch when imported.
+#
+# The command line, the pytest plugin and `attncheck.examine` all choose here, so that they report the same errors. The
+# choice uses the descriptions of backends, which may be loaded in other processes. A backend that cannot run here is
+# never dropped silently: it stays in the run with its reasons, or is refused with them if the user named it.
+
+
+def choose_device(wanted: str | None) -> str:
+    """Return ``wanted`` if this machine has it; if ``wanted`` is None, return ``cuda`` if there is a GPU, else ``cpu``.
+
+    Raises:
+        DeviceError: no such kind of device, or this machine or this torch does not have it.
+    """
+    import torch
+
+    if wanted is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(wanted, "no such device; give cpu, cuda or cuda:N") from error
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise DeviceError(wanted, "attncheck examines on cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        is_built = torch.backends.cuda.is_built()
+        built = "finds no GPU" if is_built else "is built without CUDA"
+        cure = "check the driver with nvidia-smi" if is_built else "install a torch that is built for CUDA"
+        raise DeviceError(wanted, f"torch {torch.__version__} {built}; give --device cpu, or {cure}")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(wanted, f"this machine has {torch.cuda.device_count()} GPUs, counted from 0")
+    return str(device)
+
+
+def suite_device(wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the device of the run and notes; if the user names none, the first of the suites' ``wishes`` is used.
+
+    Raises:
+        DeviceError: the device that the user named is not there. A suite's device that is not there only gives a note.
+    """
+    if wanted is not None or not wishes:
+        return choose_device(wanted), ()
+    try:
+        return choose_device(wishes[0]), ()
+    except DeviceError as error:
+        best = choose_device(None)
+        return best, (f"the suite names {error}: examined on {best} instead",)
+
+
+def first_refs(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
+    """Return ``refs``, or if empty the default backends of the suites, or if there are none the built-in backends."""
+    wishes = [name for suite in suites for name in suite.default_backends]
+    return tuple(dict.fromkeys(refs or wishes or registry.builtin_names()))
+
+
+def choose_backends(
+    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], describe: DescribeBackends
+) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
+    """Return the backends of a run, and notes on the choice.
+
+    They are those of ``refs``. If ``refs`` is empty, they are the default backends of the suites; the built-in ones are
+    added if none of these can run here. If the suites have none either, they are the built-in ones. Unless ``refs``
+    names
+    them, built-in backends are included only if ``cases`` have layers of the kind they serve (empty: any kind).
+
+    A backend that cannot run here stays in the run, with its reasons. So does one that cannot be loaded, unless
+    ``refs``
+    names it. A backend whose own code fails during loading stays too, and its cases get that outcome.
+
+    Raises:
+        QuestionError: one of ``refs`` is an unknown name or violates the contract; all of them raise while they are
+            imported; two backends have the same name.
+    """
+    first = first_refs(refs, suites)
+    found = describe(first)
+    if refs:
+        for each in found:
+            if isinstance(each, QuestionError):
+                raise each
+        failures = [None if isinstance(each, QuestionError) else each.failure for each in found]
+        raised = [each for each in failures if isinstance(each, LoadError) and each.stage == IMPORT]
+        if len(raised) == len(found):  # nothing is left to examine
+            raise QuestionError("\n".join(failure.message for failure in raised))
+    descriptions = list(map(_or_unloaded, first, found))
+    notes: list[str] = []
+    has_wishes = not refs and any(suite.default_backends for suite in suites)
+    if has_wishes and all(each.unavailable_reasons for each in descriptions):
+        others = [name for name in registry.builtin_names() if name not in first]
+        defaults, notes = _serving(list(map(_or_unloaded, others, describe(others))), cases)
+        notes.insert(0, "none of the backends that the suite names can run here: the built-in ones run as well")
+        descriptions += defaults
+    elif not refs and not has_wishes:
+        descriptions, notes = _serving(descriptions, cases)
+    names = [each.name for each in descriptions]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise SelectionError(f"two of the backends are called {name!r}; examine them in two runs")
+    return tuple(descriptions), tuple(notes)
+
+
+def refuse_unavailable(descriptions: Sequence[BackendDescription]) -> None:
+    """Raise SelectionError for the first backend that cannot run here, with its reasons."""
+    for each in descriptions:
+        if each.unavailable_reasons:
+            raise SelectionError(str(BackendUnavailableError(each.name, each.unavailable_reasons)))
+
+
+def _serving(
+    descriptions: Sequence[BackendDescription], cases: Sequence[Case]
+) -> tuple[list[BackendDescription], list[str]]:
+    """Return the backends that serve the kinds of layers in ``cases``, and notes on the others."""
+    kinds = {case.layer.mla is not None for case in cases} or {True, False}
+    notes = []
+    for is_mla in (True, False):
+        names = [each.name for each in descriptions if each.is_mla == is_mla and is_mla not in kinds]
+        if names:
+            what = "no case has" if is_mla else "every case has"
+            notes.append(f"not examined, since {what} a latent cache: {', '.join(names)}")
+    return [each for each in descriptions if each.is_mla in kinds], notes
+
+
+def _or_unloaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:
+    """Return ``found``, or the description of an unavailable backend if ``found`` is an error.
+
+    The user did not name this backend, so its error does not end the run: a case file may list foreign backends.
+    """
+    return unloadable(ref, ref, (str(found),)) if isinstance(found, QuestionError) else found
+
+
+# Prepares a run: from a selection of cases to the plan, the backends and the environment.
+#
+# The command line, the process of a backend, `attncheck.examine` and the pytest plugin all prepare runs here, so that
+# they report the same errors. The caller chooses what examines the plan. Loads no torch if the backends have processes
+# of their own.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +335,7 @@ def prepare_run(
     """
     chooser = chooser or pool
     if chooser is None:
-        from attncheck.harness.run.evaluation import environment_of
+        from attncheck.harness.run.evaluate import environment_of
 
         device, notes = suite_device(selection.device_wishes, settings.device)
         environment = environment or environment_of(device)

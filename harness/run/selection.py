@@ -1,20 +1,225 @@
-"""Resolves names to the suites, cases and checks of a run. Loads no torch.
+"""Which cases and checks a run examines: patterns, page sizes, shards, rounds and the plan of a backend."""
 
-The command line, the pytest plugin and ``attncheck.examine`` all select here, so that they report the same errors.
-"""
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import filter as fnmatch_filter
+from pathlib import Path
+from shlex import quote
+from typing import Literal, TypeVar
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-
+from attncheck.backends.declarations import FUNCTION_PATHS, needs_of
+from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.keys import with_defaults
-from attncheck.cases.loader import load_suite
+from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Case, Suite
-from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, matching_cases, split_commas
-from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, default_checks
+from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError, UnknownNameError, shorten
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, FORMER_CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
+
+# Resolves the names, shell patterns and keyword expressions that a user types to checks and cases. Loads no torch.
+#
+# A pattern without a match is an error. The message suggests a name that the same option accepts.
+
+_PARTS = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+")
+"""The parts between commas; commas inside brackets or braces do not separate."""
+
+
+def split_commas(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in ``words``, split at commas; the name of an existing file is not split.
+
+    >>> split_commas(["decode,smoke{layer.dtype: float16, cache.block_size: 32}", "[a,b]*"])
+    ('decode', 'smoke{layer.dtype: float16, cache.block_size: 32}', '[a,b]*')
+    """
+    parts = ([word] if Path(word).is_file() else _PARTS.findall(word) for word in words)
+    return tuple(part.strip() for own in parts for part in own if part.strip())
+
+
+def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the checks that ``words`` select: names or shell patterns, separated by commas.
+
+    A pattern selects the checks that match it and run by default on some device. If none matches, it selects the
+    others that do.
+
+    Raises:
+        UnknownNameError: no check has this name, or matches this pattern.
+        SelectionError: a word begins with ``!``.
+    """
+    chosen: list[str] = []
+    for word in split_commas(words):
+        word = FORMER_CHECKS.get(word, word)  # noqa: PLW2901 (the current name of a renamed check)
+        if word.startswith("!"):
+            raise SelectionError(f"check {shorten(word)}: to leave a check out, give --skip {word[1:]}")
+        matching = [word] if word in CHECKS else fnmatch_filter(CHECKS, word)
+        if not matching:
+            raise UnknownNameError("check", word, list(CHECKS))
+        chosen += [name for name in matching if name in default_checks("cuda")] or matching
+    return tuple(dict.fromkeys(chosen))
+
+
+def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str], named: str) -> Sequence[Case]:
+    """Return the cases that match ``pattern``. ``refs``: the suites they are from; ``named``: as the user named them.
+
+    Raises:
+        SelectionError: no case matches; the message suggests a pattern that does.
+    """
+    if found := select(cases, [pattern]):
+        return found
+    raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
+
+
+def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
+    """Suggest a similar name of one of ``cases``, a built-in suite with a match, or a command that lists the ids."""
+    if note := _why_left_out(pattern, refs):
+        return note
+    # Prefer a name that every suite has: a run without --suite uses only one of them for each backend.
+    suites = [[case for case in cases if case.suite == name] for name in dict.fromkeys(case.suite for case in cases)]
+    names = [{name for case in own for name in _names(case)} for own in suites]
+    for known in (set.intersection(*names), names[0], set.union(*names)):
+        if near := get_close_matches(pattern, sorted(known), n=1):
+            return f"did you mean {near[0]!r}?"
+    others = (name for name in suite_names() if name not in refs)
+    if found := next((name for name in others if select(load_suite(name), [pattern])), None):
+        return f"suite {found} has it: give --suite {found}"
+    return f"`attncheck list cases --suite {quote(refs[0])}` shows the ids"
+
+
+def _why_left_out(pattern: str, refs: Sequence[str]) -> str:
+    """Return the note on a case that matches ``pattern``, if the defaults of a suite in ``refs`` make it invalid."""
+    for ref in refs:
+        suite, braces, _ = ref.partition("{")
+        ids = {case.id for case in select(load_suite(suite), [pattern])} if braces else set()
+        if note := next((note for note in load_suite(ref).notes if note.partition(" ")[0] in ids), ""):
+            return note
+    return ""
+
+
+def _names(case: Case) -> list[str]:
+    """Return the names that select ``case``: its id with and without variants, each alone and after ``suite/``."""
+    parts = case.id.split(".")
+    ids = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return [*ids, *(f"{case.suite}/{name}" for name in ids)]
+
+
+def cases_by_keywords(cases: Sequence[Case], expression: str) -> tuple[Case, ...]:
+    """Return the cases for which ``expression`` is true.
+
+    An expression joins words by ``and``, ``or`` and ``not``, as in pytest's -k. A word is true for a case if it occurs
+    in ``suite/id``, in the description, or in what the case needs (``sliding_window``, ``head_size=64``). Case is
+    ignored.
+
+    Raises:
+        SelectionError: the expression is malformed, or true for no case.
+    """
+    from _pytest.mark.expression import Expression  # importing it takes 0.1 s
+
+    try:
+        compiled = Expression.compile(_as_word(expression))
+    except Exception as error:  # the class differs between versions of pytest
+        reason = getattr(error, "msg", None) or getattr(error, "message", None) or error
+        raise SelectionError(
+            f"-k {shorten(expression)}: {reason}; join words by and, or, not and parentheses, such as "
+            "'window and not fp8'"
+        ) from error
+    texts = {case.key: _searched(case) for case in cases}
+    words: set[str] = set()
+
+    def is_in(text: str, word: str) -> bool:
+        words.add(word)
+        return word.lower() in text
+
+    found = tuple(
+        case
+        for case in cases
+        if compiled.evaluate(lambda word, /, **_: is_in(texts[case.key], word))  # noqa: B023 (called here)
+    )
+    if found:
+        return found
+    known = {word for text in texts.values() for word in text.split()}
+    unknown = [word for word in sorted(words) if not any(word.lower() in text for text in texts.values())]
+    near = [each[0] for word in unknown if (each := get_close_matches(word.lower(), sorted(known), n=1))]
+    hint = f"; did you mean {near[0].replace(':', '=')!r}?" if near else ""
+    searched = f"matches no id, description or need of the {len(cases)} cases that the other options select"
+    raise SelectionError(f"-k {shorten(expression)} {searched}{hint}")
+
+
+def _searched(case: Case) -> str:
+    needs = " ".join(needs_of(case.layer, case.cache, case.batch, frozenset()))
+    return _as_word(f"{case.key} {case.description} {needs}").lower()
+
+
+def _as_word(text: str) -> str:
+    """Return ``text`` with ``:`` for ``=``, which pytest's expressions reserve for arguments of marks."""
+    return text.replace("=", ":")
+
+
+# Divides the cases of a run into shards of similar cost; shard 2/7 of a run has the same cases on every machine.
+#
+# Cases of one layer and cache stay in one shard, since they share one CUDA-graph level.
+
+_LEVEL = 3.0
+"""Cost of one CUDA-graph level relative to a small case (1.0), measured on a CPU."""
+
+_BYTES = 2**26
+"""Size in bytes that adds 1 to the cost of a case."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Shard ``number`` of ``count``; ``number`` starts at 1."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def cases(self, cases: Sequence[Case]) -> frozenset[str]:
+        """Return the keys of the cases in this shard; ``cases`` are those of the whole run.
+
+        Raises:
+            SelectionError: there are more shards than cases.
+        """
+        if self.count > len(cases):
+            raise SelectionError(f"--shard {self}: {len(cases)} cases are selected; give at most as many shards")
+        groups: dict[object, list[Case]] = {}
+        for case in cases:
+            layer = case.layer, replace(case.cache, num_blocks=None, first_block=None)
+            groups.setdefault(layer, []).append(case)
+        parts = list(groups.values()) if len(groups) >= self.count else [[case] for case in cases]
+        costs, members = [0.0] * self.count, [list[str]() for _ in range(self.count)]
+        for part in sorted(parts, key=_cost, reverse=True):  # a stable sort: equal costs keep their order
+            least = costs.index(min(costs))
+            costs[least] += _cost(part)
+            members[least] += [case.key for case in part]
+        return frozenset(members[self.number - 1])
+
+
+def read_shard(text: str | None) -> Shard | None:
+    """Return the shard that an option gives as ``2/7``, or None for None.
+
+    Raises:
+        SelectionError: the text is not of this form, or the number is out of range.
+    """
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise SelectionError(f"--shard {text}: give I/N with I from 1 to N, such as 2/7 for the second of seven shards")
+    return Shard(int(number), int(count))
+
+
+def _cost(cases: Sequence[Case]) -> float:
+    return _LEVEL + sum(1 + needed_bytes(case) / _BYTES for case in cases)
+
+
+# Resolves names to the suites, cases and checks of a run. Loads no torch.
+#
+# The command line, the pytest plugin and `attncheck.examine` all select here, so that they report the same errors.
 
 DEFAULT_SUITES = ("smoke", "interpreted")
 """Suites of a run that names none; each backend gets the one that its ``default_suite`` returns."""
@@ -292,3 +497,221 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
     if layer.mla is not None and case.strides is not None and case.strides.output == "transposed":
         reasons.append("strides.output 'transposed' of latent attention: an impl gets [tokens, heads * head size]")
     return tuple(reasons)
+
+
+# The plan of a run as plain data: cases, checks, device and settings. Loads no torch.
+
+
+@dataclass(frozen=True)
+class UnavailableBackend:
+    """A backend that cannot be loaded on this machine, and the reasons; all its cases are ``unavailable``."""
+
+    name: str
+    ref: str
+    reasons: tuple[str, ...]
+    version: str = ""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Always empty: the features are unknown without loading the backend."""
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run examines.
+
+    ``checks``: names of checks. If it is None, each case gets the checks it names, or all.
+    ``backends``: the backends that this process examines.
+    ``chosen``: the keys of a backend's cases, by its reference. A backend without an entry gets all cases.
+    ``timing``: settings of the check ``timing``.
+    ``rounds``: the number of processes of each backend that are timed, one after another.
+    ``shard``: the name of the shard, such as ``2/7``; empty if the run is not divided.
+    ``shard_keys``: the keys of the cases in the shard, or None if the run is not divided. CUDA-graph probes are divided
+    among all cases of the run, in any shard, so that merged shards equal an undivided run.
+    ``found``: the records that an earlier part of the run has: reference, case key, check and round.
+    ``shares_probes``: whether cases of one layer and cache divide the CUDA-graph probes among them. If not, each case
+    runs all of them.
+    ``truths``: the folder of stored truths, or None to compute all of them.
+    ``until_failure``: ``check`` stops each check of a backend at its first failure, ``backend`` stops the whole
+    backend. Empty runs everything.
+    """
+
+    cases: tuple[Case, ...]
+    backends: tuple[LoadedBackend | UnavailableBackend, ...] = ()
+    checks: tuple[str, ...] | None = None
+    device: str = "cpu"
+    seed: int = 0
+    dump: Path | None = None
+    chosen: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    shard: str = ""
+    shard_keys: frozenset[str] | None = None
+    timing: TimingSettings = field(default_factory=TimingSettings)
+    rounds: int = 1
+    found: frozenset[tuple[str, str, str, int]] = frozenset()
+    shares_probes: bool = True
+    truths: Path | None = None
+    until_failure: Literal["", "check", "backend"] = ""
+
+    def cases_of(self, ref: str) -> tuple[Case, ...]:
+        """Return the cases selected for the backend of this reference, in any shard."""
+        return tuple(case for case in self.cases if self.includes(ref, case))
+
+    def includes(self, ref: str, case: Case) -> bool:
+        """Return whether ``case`` is selected for the backend of this reference, in any shard."""
+        return ref not in self.chosen or case.key in self.chosen[ref]
+
+    def checks_left(self, ref: str, case: Case, number: int = 0) -> tuple[str, ...]:
+        """Return the checks of ``case`` that have no record yet for this backend in round ``number``."""
+        return tuple(check for check in self.checks_of(case) if (ref, case.key, check, number) not in self.found)
+
+    def is_in_shard(self, case: Case) -> bool:
+        """Return whether ``case`` is in this run's shard."""
+        return self.shard_keys is None or case.key in self.shard_keys
+
+    def examined_cases_of(self, ref: str) -> tuple[Case, ...]:
+        """Return the cases of :meth:`cases_of` that are in this run's shard."""
+        return tuple(case for case in self.cases_of(ref) if self.is_in_shard(case))
+
+    def checks_of(self, case: Case) -> tuple[str, ...]:
+        """Return the checks to run for ``case``, in the order of reports."""
+        return checks_of(case, self.checks, self.device)
+
+    def cases_with(self, ref: str, check: str) -> tuple[Case, ...]:
+        """Return the cases on which this backend runs ``check``, except those of function paths.
+
+        Empty if cases do not share probes.
+        """
+        if not self.shares_probes:
+            return ()
+        return tuple(
+            case
+            for case in self.cases_of(ref)
+            if check in self.checks_of(case)
+            and case.batch.path.name not in FUNCTION_PATHS
+            and not unanswered_reasons(case)
+        )
+
+
+# Rounds: which cases and checks each process of a backend gets, and in which order backends take turns.
+#
+# The check `timing` runs in rounds, each in a fresh process of the backend, because timings from one process are
+# correlated. All other checks run once, before the rounds and in other processes, so that they do not disturb the
+# timings.
+
+Question = tuple[Case, tuple[str, ...]]
+"""A case, and the checks to run on it; at least one."""
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class RoundQuestions:
+    """The cases and checks of a backend in one round; ``round`` goes into its records."""
+
+    questions: tuple[Question, ...]
+    round: int = 0
+
+
+def untimed_questions(plan: RunPlan, ref: str) -> RoundQuestions:
+    """Return all checks except ``timing`` for the cases of this backend."""
+    cases = plan.examined_cases_of(ref)
+    questions = ((case, tuple(name for name in plan.checks_left(ref, case) if name != TIMING)) for case in cases)
+    return RoundQuestions(tuple((case, checks) for case, checks in questions if checks))
+
+
+def timed_questions(plan: RunPlan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> RoundQuestions:
+    """Return the check ``timing`` for the cases of this backend, except those whose keys are in ``left_out``."""
+    cases = (case for case in plan.examined_cases_of(ref) if case.key not in left_out)
+    timed = (case for case in cases if TIMING in plan.checks_left(ref, case, number))
+    return RoundQuestions(tuple((case, (TIMING,)) for case in timed), number)
+
+
+def count_questions(plan: RunPlan, refs: Collection[str]) -> int:
+    """Return how many times the whole run gives a case to a process of a backend."""
+    once = sum(len(untimed_questions(plan, ref).questions) for ref in refs)
+    return once + sum(
+        len(timed_questions(plan, ref, number).questions) for ref in refs for number in range(plan.rounds)
+    )
+
+
+def rotated(items: Sequence[_Item], number: int) -> tuple[_Item, ...]:
+    """Return ``items`` rotated by ``number``, so that a different item comes first in each round.
+
+    >>> rotated("abc", 1), rotated("abc", 5)
+    (('b', 'c', 'a'), ('c', 'a', 'b'))
+    """
+    first = number % len(items) if items else 0
+    return (*items[first:], *items[:first])
+
+
+# Selects page sizes and cache layouts for suites whose defaults the backends of a run reject. Loads no torch.
+
+_SMALLEST = 16
+"""Smallest page size chosen for a backend that accepts multiples, in tokens."""
+
+
+def fit_pages(
+    selection: Selection, backends: Sequence[BackendDescription], suites: Mapping[str, str]
+) -> tuple[Selection, tuple[str, ...]]:
+    """Return ``selection`` with defaults that most of ``backends`` accept, and notes on the changes.
+
+    A suite does not change if every backend accepts its defaults. Values set by a case or by ``--set`` never change.
+    ``suites``: by reference, the only suite a backend is examined with; a backend without an entry gets every suite.
+    """
+    able = [each for each in backends if each.is_loaded and not each.unavailable_reasons]
+    refs, loaded, notes = list(selection.refs), list(selection.suites), list[str]()
+    for index, suite in enumerate(selection.suites):
+        examined = [each for each in able if suites.get(each.ref, suite.name) == suite.name]
+        examined = [each for each in examined if not each.is_mla] or examined
+        chosen = {key: _best(key, value, examined) for key, value in suite.page_defaults.items()}
+        changed = [f"{key}={value}" for key, value in chosen.items() if value != suite.page_defaults[key]]
+        if changed:
+            try:
+                ref = with_defaults(refs[index], changed)
+                loaded[index] = load_suite(ref)
+            except CaseFileError:  # the new defaults are invalid for this suite
+                chosen = dict(suite.page_defaults)
+            else:
+                refs[index] = ref
+        notes += _notes(suite, chosen, examined)
+    if tuple(refs) == selection.refs:
+        return selection, tuple(notes)
+    keys = {case.key for case in selection.cases}
+    cases = tuple(case for suite in loaded for case in suite.cases if case.key in keys)
+    return replace(selection, suites=tuple(loaded), refs=tuple(refs), cases=cases), tuple(notes)
+
+
+def _best(key: str, default: str, backends: Sequence[BackendDescription]) -> str:
+    """Return the value of ``key`` that most backends accept. Ties go to the default, then to the smallest size."""
+    if key == "cache.layout":
+        values = [default, *(layout for each in backends for layout in each.layouts)]
+    else:
+        sizes = {size for each in backends for size in each.page_sizes}
+        sizes |= {base * -(-_SMALLEST // base) for each in backends for base in each.page_multiples}
+        values = [default, *map(str, sorted(sizes))]
+    return max(values, key=lambda value: sum(_takes(each, key, value) for each in backends))
+
+
+def _takes(backend: BackendDescription, key: str, value: str) -> bool:
+    if key == "cache.layout":
+        return not backend.layouts or value in backend.layouts
+    sizes, multiples = backend.page_sizes, backend.page_multiples
+    is_unknown = not sizes and not multiples
+    return is_unknown or int(value) in sizes or any(int(value) % base == 0 for base in multiples)
+
+
+def _notes(suite: Suite, chosen: Mapping[str, str], backends: Sequence[BackendDescription]) -> list[str]:
+    notes, defaults = [], suite.page_defaults
+    changed = [key for key, value in chosen.items() if value != defaults[key]]
+    if changed:
+        what = ", ".join(f"{key}={chosen[key]} instead of {defaults[key]}" for key in changed)
+        names = [each.name for each in backends if not all(_takes(each, key, defaults[key]) for key in changed)]
+        notes.append(f"suite {suite.name}: {what}, for {', '.join(names)}; --set chooses others")
+    unfit = [each.name for each in backends if not all(_takes(each, key, value) for key, value in chosen.items())]
+    if unfit:
+        what = ", ".join(f"{key}={value}" for key, value in chosen.items())
+        notes.append(
+            f"suite {suite.name}: {', '.join(unfit)} does not take {what}; in a run of its own others are chosen"
+        )
+    return notes

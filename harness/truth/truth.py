@@ -1,40 +1,145 @@
-"""The right answer to a problem, the error budget around it, and a check that the case can notice wrong answers.
+"""The float64 truth of a problem: computed on a device, and kept in a cache."""
 
-The truth is computed without pages, from contiguous keys: a formulation independent of the paged one that backends are
-driven through. A backend may hold keys in other forms: as codes, as latent rows, or in parts whose results are merged.
-The functions below :func:`truth_of` return the exact meaning of such a form, and what a good kernel of the layer's
-dtype loses on it.
-"""
-
+import json
 import math
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
-from attncheck.harness.problem.layer_sizes import naive_layer
-from attncheck.harness.problem.output_quantisation import OutputCodes, output_codes, output_error
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.storage import key_storage, value_storage
-from attncheck.harness.truth.hypotheses import causal_toggle, toggles
-from attncheck.harness.truth.latent_forms import (
+from attncheck.harness.problem.sizes import naive_layer
+from attncheck.harness.problem.storage import OutputCodes, key_storage, output_codes, output_error, value_storage
+from attncheck.harness.truth.faults import (
     LATENT_ROUNDINGS,
     Answer,
     CacheRows,
     absorbed_rows,
     cache_rows,
+    causal_toggle,
     latent_answers,
     naive_rows,
+    scale_toggles,
+    toggles,
 )
-from attncheck.harness.truth.scale_hypotheses import scale_toggles
-from attncheck.harness.truth.tolerance import ROUNDINGS, Budget, budget_of, share_of_budget
-from attncheck.harness.truth.truth_device import all_cores, truth_device
-from attncheck.harness.truth.unpaged import UnpagedAttention
+from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder
+from attncheck.harness.truth.unpaged import ROUNDINGS, Budget, UnpagedAttention, budget_of, share_of_budget
 from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
 from attncheck.reference.spec import AttentionType
+
+# Choose where a truth is computed: on the device of the run, or on the host if that takes less time.
+#
+# A consumer GPU computes float64 at 1/64 of its float32 rate, so a host with many cores is faster. Times are estimated
+# from the case and the GPU's properties, never measured, so that equal machines make the same choice.
+
+_PER_CYCLE = {(6, 0): 32, (7, 0): 32, (8, 0): 32, (9, 0): 64, (10, 0): 64}
+"""Float64 multiply-adds per cycle of an SM, by compute capability, of data-centre GPUs (CUDA programming guide)."""
+
+_PER_CYCLE_OF_OTHERS = 2
+"""The same for every other GPU; some with a capability below 7 have 4."""
+
+_SHARE_OF_PEAK = 0.5
+"""Share of a GPU's peak float64 rate that attention in torch reaches; ``_HOST_RATE`` includes that of the host."""
+
+_USUAL_CLOCK_KHZ = 1_500_000
+"""Clock assumed if torch does not report it."""
+
+_HOST_RATE = 16e9
+"""Float64 operations per second of one core."""
+
+_BYTES_A_SECOND, _LATENCY = 10e9, 0.0002
+"""Bandwidth, and latency in seconds, of copying a truth from the host to the device."""
+
+
+class GpuProperties(Protocol):
+    """The fields read from ``torch.cuda.get_device_properties``; ``clock_rate`` (kHz) is read if it exists."""
+
+    major: int
+    minor: int
+    multi_processor_count: int
+
+
+def truth_device(case: Case, device: torch.device) -> torch.device:
+    """Return ``device``, or the CPU if it is estimated to deliver the truth of ``case`` to ``device`` sooner."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return device
+    properties = torch.cuda.get_device_properties(device)
+    on_host = host_seconds(case, _num_cores())
+    return torch.device("cpu") if on_host < device_seconds(case, properties) else device
+
+
+def device_seconds(case: Case, properties: GpuProperties) -> float:
+    """Return the estimated seconds of a truth on a GPU, without work that takes equally long on the host."""
+    per_cycle = _PER_CYCLE.get((properties.major, properties.minor), _PER_CYCLE_OF_OTHERS)
+    clock = 1000 * getattr(properties, "clock_rate", _USUAL_CLOCK_KHZ)
+    rate = 2 * per_cycle * properties.multi_processor_count * clock
+    return _operations(case, 2) / (_SHARE_OF_PEAK * rate)
+
+
+def host_seconds(case: Case, cores: int) -> float:
+    """Return the estimated seconds of a truth on ``cores`` cores, including its copies to a GPU.
+
+    Work that takes equally long on the GPU is left out.
+    """
+    layer = naive_layer(case.layer)
+    # Two float32 operations take as long as one of float64. Output, LSE and three budgets are copied.
+    operations = _operations(case, 2) + _operations(case, 1) / 2
+    num_bytes = 8 * case.batch.num_tokens * layer.num_heads * (layer.value_head_size + 4)
+    return operations / (_HOST_RATE * cores) + num_bytes / _BYTES_A_SECOND + _LATENCY
+
+
+def truth_notes(case: Case, device: torch.device) -> tuple[str, ...]:
+    """Return the notes of a record on where its truth was computed; empty if on ``device``."""
+    if truth_device(case, device) == device:
+        return ()
+    return ("the float64 truth was computed on the CPU: by estimate, this GPU takes longer",)
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Use every core of the host for torch's CPU operators."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_num_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _operations(case: Case, num_values: int) -> float:
+    """Return the multiplications and additions of one attention.
+
+    ``num_values``: 1 for the output alone, 2 for the output and its bound.
+    """
+    layer, is_cross = naive_layer(case.layer), case.layer.attn_type == AttentionType.ENCODER_DECODER
+    pairs = 0.0
+    for each in case.batch.requests:
+        num_keys = (each.encoder_len or 0) if is_cross else each.total_len
+        unseen = (each.query_len - 1) / 2 if layer.is_causal else 0
+        pairs += each.count * each.query_len * max(num_keys - unseen, 0)
+    return 2 * pairs * layer.num_heads * (layer.head_size + num_values * layer.value_head_size)
+
+
+# The right answer to a problem, the error budget around it, and a check that the case can notice wrong answers.
+#
+# The truth is computed without pages, from contiguous keys: a formulation independent of the paged one that backends
+# are driven through. A backend may hold keys in other forms: as codes, as latent rows, or in parts whose results are
+# merged. The functions below :func:`truth_of` return the exact meaning of such a form, and what a good kernel of the
+# layer's dtype loses on it.
 
 NOTICEABLE = 10.0
 """Budgets by which a change must move the truth to count as noticed."""
@@ -229,3 +334,143 @@ def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, p
 
     states = [state(part) for part in range(len(problem.parts))]
     return merge_many([out for out, _ in states], [lse for _, lse in states])
+
+
+# A cache of truths on disk, shared by the processes of a machine.
+#
+# An entry is a file named by a digest of all that the truth depends on: the case and the bytes of its inputs, seed,
+# tolerance, attncheck's sources, torch, machine and number of threads. It holds a checksum and plain float64 numbers,
+# so that loading it executes nothing. Entries that are damaged, or that belong to another user, are not used.
+
+SOURCES = ("cases", "harness/problem", "harness/truth", "reference", "backends/dtypes.py")
+"""Sources that compute truths, relative to the package; an edit to one invalidates all entries."""
+
+
+class TruthCache:
+    """Truths of problems on ``device``, read from ``folder`` or computed; all are computed if ``folder`` is None.
+
+    ``machine``: names what affects the rounding of float64 sums: versions, processor, device. ``stores``: whether
+    truths computed here are stored. Only a process without foreign code may store them, since a backend may change how
+    torch behaves in its process.
+    """
+
+    def __init__(
+        self, device: torch.device, folder: Path | None = None, *, machine: str = "", stores: bool = False
+    ) -> None:
+        self._device, self._machine = device, machine
+        self._folder = None if folder is None else SharedFolder(folder)
+        self._sources = ""
+        if self._folder is not None:
+            try:  # now rather than when a truth is stored, since the sources may be edited in between
+                self._sources = digest_of_sources()
+            except OSError:
+                self._folder = None
+        if self._folder is not None and self._folder.fault() is not None:
+            self._folder = None
+        self._stores = stores
+        self._until_trim = 0
+
+    def truth_of(self, problem: Problem, *, refuse_blindness: bool = True) -> Truth:
+        """Return the truth of ``problem``; see :func:`~attncheck.harness.truth.truth.truth_of`.
+
+        Raises:
+            BlindCaseError: as there; such a case has no entry.
+        """
+        folder = self._folder
+        if folder is None:
+            return _timed_truth_of(problem, self._device, refuse_blindness=refuse_blindness)
+        key = self._key(problem, refuse_blindness=refuse_blindness)
+        content = folder.read(key, _num_bytes(problem))
+        truth = _from_bytes(problem, content, self._device) if content else None
+        if truth is None:
+            truth = _timed_truth_of(problem, self._device, refuse_blindness=refuse_blindness)
+            if self._stores:
+                self._store(folder, key, truth)
+        return truth
+
+    def _store(self, folder: SharedFolder, key: str, truth: Truth) -> None:
+        content = _to_bytes(truth)
+        if self._until_trim <= 0:
+            folder.trim()
+            self._until_trim = MOST_BYTES // 16
+        self._until_trim -= len(content)
+        self._stores = folder.write(key, content)  # a full disk is not tried again
+
+    def _key(self, problem: Problem, *, refuse_blindness: bool) -> str:
+        case = problem.case
+        inputs = {
+            "case": case.hash,
+            "seed": problem.seed,
+            "tolerance": None if case.tolerance is None else case.tolerance.factor,
+            "refuse_blindness": refuse_blindness,
+            "machine": self._machine,
+            "torch": [str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()],
+            "device": self._device.type,
+            "sources": self._sources,
+        }
+        digest = sha256(json.dumps(inputs, sort_keys=True).encode())
+        for rows in (problem.query, problem.keys, problem.values):
+            digest.update(rows.flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def digest_of_sources() -> str:
+    """Return a digest of the files below :data:`SOURCES`. Raises OSError if one cannot be read."""
+    package = Path(__file__).resolve().parents[2]
+    digest = sha256()
+    for name in SOURCES:
+        place = package / name
+        for file in [place] if place.suffix else sorted(place.rglob("*.py")):
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(package)} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _shape(problem: Problem) -> tuple[int, int, int]:
+    """``T``, ``H``, ``Dv``."""
+    return sum(request.rows for request in problem.requests), problem.layer.num_heads, problem.output_size
+
+
+def _num_bytes(problem: Problem) -> int:
+    rows, heads, size = _shape(problem)
+    return 8 * (rows * heads * (size + 4) + 1)
+
+
+def _to_bytes(truth: Truth) -> bytes:
+    budget = truth.budget
+    parts = (
+        truth.out,
+        truth.lse,
+        budget.norm,
+        budget.peak,
+        budget.lse,
+        torch.tensor(truth.computed_s, dtype=torch.float64),
+    )
+    return torch.cat([part.double().flatten().cpu() for part in parts]).numpy().astype("<f8", copy=False).tobytes()
+
+
+def _from_bytes(problem: Problem, content: bytearray, device: torch.device) -> Truth | None:
+    """Return the truth that an entry holds, or None if its numbers cannot be those of a truth."""
+    rows, heads, size = _shape(problem)
+    numbers = torch.frombuffer(content, dtype=torch.float64)
+    computed_s, numbers = float(numbers[-1]), numbers[:-1].to(device)
+    out = numbers[: rows * heads * size].view(rows, heads, size)
+    lse, *allowed = numbers[rows * heads * size :].view(4, rows, heads)
+    if not (_may_be_truth(out, lse, numbers[-3 * rows * heads :]) and 0 <= computed_s < math.inf):
+        return None
+    codes = output_codes(problem.layer)
+    return Truth(params_of(problem), rows_of(problem, device), out, lse, Budget(*allowed), codes, computed_s)
+
+
+def _timed_truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool) -> Truth:
+    began = perf_counter()
+    truth = truth_of(problem, device, refuse_blindness=refuse_blindness)
+    return replace(truth, computed_s=perf_counter() - began)
+
+
+def _may_be_truth(out: Tensor, lse: Tensor, budgets: Tensor) -> bool:
+    """Return whether outputs are finite, no LSE is NaN or +inf, and all budgets are finite and above 0."""
+    inf = math.inf
+    (lowest, highest), (least, most) = out.aminmax(), budgets.aminmax()  # NaN if any number is
+    return bool((-inf < lowest) & (highest < inf) & (lse.max() < inf) & (least > 0) & (most < inf))

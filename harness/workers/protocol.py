@@ -24,10 +24,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.cases.model import Case
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.gpus import Gpu
-from attncheck.harness.workers.memory_limits import MemoryLimits
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.preparation import Gpu
+from attncheck.harness.workers.limits import MemoryLimits
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment, SurveyedBackend
 from attncheck.reports.run_file.records import Crashed, Record
@@ -72,7 +72,7 @@ class Assignment(_Message):
 
     ``cases``: the keys of all selected cases; None for every case. ``by_default``, ``is_short``: each backend gets the
     cases of :func:`~attncheck.harness.run.selection.default_cases`. ``shares_probes``: as in
-    :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as the run has read it; a suite file
+    :class:`~attncheck.harness.run.evaluate.RunPlan`. ``digests``: of each suite as the run has read it; a suite file
     that has changed since is refused. ``environment``: the run's circumstances, whose digest the records contain.
     ``timing``: settings of the check ``timing``. ``dump``, ``truths``: absolute paths. ``memory``: limits that the
     process enforces. ``gpu``: UUID of the GPU that the process must use, with exactly that environment; None for no

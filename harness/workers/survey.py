@@ -11,8 +11,14 @@ from importlib import import_module
 
 from attncheck.backends import registry
 from attncheck.errors import AttncheckError, BackendLoadError, BackendUnavailableError, QuestionError
-from attncheck.harness.workers.first_messages import WorkerError, chosen_device_of
-from attncheck.harness.workers.process_control import fork_worker
+from attncheck.harness.workers.limits import Limit
+from attncheck.harness.workers.process import (
+    ProcessEndedError,
+    WorkerError,
+    WorkerProcess,
+    chosen_device_of,
+    fork_worker,
+)
 from attncheck.harness.workers.protocol import (
     Begun,
     ChooseDevice,
@@ -22,9 +28,7 @@ from attncheck.harness.workers.protocol import (
     Surveyed,
     SurveyFamily,
 )
-from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import SurveyedBackend
 
 _LONGEST = 240

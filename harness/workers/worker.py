@@ -18,10 +18,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
-from attncheck.harness.run.gpus import gpus_alike, refuse_other_gpu
-from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.harness.workers.printed_output import flush_c_streams, mark_of
-from attncheck.harness.workers.process_control import STACK_SIGNAL
+from attncheck.harness.run.preparation import gpus_alike, refuse_other_gpu
+from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
+from attncheck.harness.workers.process import STACK_SIGNAL, flush_c_streams, mark_of
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -47,10 +46,9 @@ from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
     from attncheck.cases.model import Case
-    from attncheck.harness.run.backend_description import BackendDescription
-    from attncheck.harness.run.evaluation import Examiner
-    from attncheck.harness.run.plan import UnavailableBackend
-
+    from attncheck.harness.run.evaluate import Examiner
+    from attncheck.harness.run.outcomes import BackendDescription
+    from attncheck.harness.run.selection import UnavailableBackend
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _NEEDS_TERMINAL = "breakpoint() needs --in-process: the process of a backend has no terminal"
@@ -105,7 +103,7 @@ class WorkerPipes:
 
 
 def main(words: list[str]) -> None:
-    """Serve the run as the process of a backend; started by :mod:`attncheck.harness.workers.worker_process`.
+    """Serve the run as the process of a backend; started by :mod:`attncheck.harness.workers.process`.
 
     ``words``: the descriptors of the pipe to read and the pipe to write, and the process id of the run.
     """
@@ -174,7 +172,7 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
         from attncheck.backends.registry import BUILTIN
         from attncheck.harness.checks.case_checks import import_checks
         from attncheck.harness.run.backend_loading import describe_backend, load_backend, reasons_against
-        from attncheck.harness.run.evaluation import Examiner  # noqa: F401 (before the backend)
+        from attncheck.harness.run.evaluate import Examiner  # noqa: F401 (before the backend)
 
         prepare = pipes.receive()
         if not isinstance(prepare, Prepare):
@@ -225,8 +223,8 @@ def next_request(pipes: WorkerPipes) -> Request | None:
 
 
 def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
-    from attncheck.harness.run.backend_choice import suite_device
-    from attncheck.harness.run.evaluation import environment_of
+    from attncheck.harness.run.evaluate import environment_of
+    from attncheck.harness.run.preparation import suite_device
 
     try:
         device, notes = suite_device(request.wishes, request.wanted)
@@ -242,7 +240,7 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
     from pathlib import Path
 
     from attncheck.cases.loader import load_suite
-    from attncheck.harness.run.evaluation import Examiner
+    from attncheck.harness.run.evaluate import Examiner
     from attncheck.harness.run.preparation import RunSettings, prepare_run
     from attncheck.harness.run.selection import Selection, default_cases
 
@@ -275,7 +273,7 @@ def _examine(
     request: Examine,
     memory: MemoryLimits,
 ) -> None:
-    from attncheck.harness.run.lost_device import DeviceLostError
+    from attncheck.harness.run.outcomes import DeviceLostError
 
     def begin(stage: str) -> None:
         pipes.send(Begun(stage=stage, reference_s=examiner.reference_s))

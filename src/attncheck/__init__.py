@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from attncheck.backends.kernel import KernelParams, kernel_backend
     from attncheck.errors import ExaminationFailedError
     from attncheck.harness.api import Examination, examine
-    from attncheck.harness.checks.timing.settings import TimingSettings
-    from attncheck.harness.pytest_plugin.backend_tests import backend_tests
+    from attncheck.harness.checks.findings import TimingSettings
+    from attncheck.harness.pytest_plugin.plugin import backend_tests
     from attncheck.harness.recording.plugin import record
 
     __version__: str
@@ -36,8 +36,8 @@ _HOME = {
     "Examination": "attncheck.harness.api",
     "ExaminationFailedError": "attncheck.errors",
     "KernelParams": "attncheck.backends.kernel",
-    "TimingSettings": "attncheck.harness.checks.timing.settings",
-    "backend_tests": "attncheck.harness.pytest_plugin.backend_tests",
+    "TimingSettings": "attncheck.harness.checks.findings",
+    "backend_tests": "attncheck.harness.pytest_plugin.plugin",
     "examine": "attncheck.harness.api",
     "kernel_backend": "attncheck.backends.kernel",
     "record": "attncheck.harness.recording.plugin",

@@ -12,8 +12,8 @@ from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import KVCacheSpec
 from attncheck.backends.verification import contract_problems
-from attncheck.harness.driver.latent_views import latent_keywords
-from attncheck.harness.problem.latent import make_up_projections
+from attncheck.harness.driver.construction import latent_keywords
+from attncheck.harness.problem.storage import make_up_projections
 from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 

@@ -10,7 +10,7 @@ from mutations import answered, damaged, try_inputs
 from torch import Tensor
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.dump import dump_tensors
+from attncheck.harness.checks.interface import dump_tensors
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from mutations import answered, changed, obeyed, try_inputs
 
-from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.harness.run.expectations import load_expectations
 from attncheck.reports.run_file.records import Failed, Record
 
 EXPECTED = Path(__file__).parent.parent.parent / "docs" / "expected"

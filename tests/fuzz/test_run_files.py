@@ -15,7 +15,7 @@ import pytest
 from mutations import answered, damaged, obeyed, reshaped, try_inputs, written
 
 from attncheck.errors import QuestionError
-from attncheck.harness.run.expectation_writing import expectations_text
+from attncheck.harness.run.expectations import expectations_text
 from attncheck.reports.analysis.measured import measured_run, subjects
 from attncheck.reports.analysis.recommendation import known_needs, recommend
 from attncheck.reports.comparison.compare import compare_runs

@@ -22,8 +22,8 @@ from attncheck.errors import (
     SelectionError,
     UnknownNameError,
 )
-from attncheck.harness.run.evaluation import Examiner
-from attncheck.harness.run.lost_device import DeviceLostError
+from attncheck.harness.run.evaluate import Examiner
+from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 from attncheck.reports.run_file.records import (
     Crashed,

@@ -6,7 +6,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 
 FILE = Path(__file__).resolve().with_name("designs.py")
 DESIGNS = (

@@ -20,7 +20,7 @@ import yaml
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.registry import import_file
 from attncheck.harness.cli import app as cli
-from attncheck.harness.workers import time_limits
+from attncheck.harness.workers import limits
 from attncheck.reports.run_file.records import OURSELVES
 from attncheck.reports.run_file.store import read_run
 
@@ -142,7 +142,7 @@ def records_of(faults: list[Row], output: str, run: Execute) -> tuple[int, list[
 def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, run: Execute = cli.main) -> None:
     """Run the backends of ``faults`` twice, with the faults off and on, and compare each record."""
     if any(row.name == "import_hang" for row in faults):  # elsewhere a busy machine may need the usual minute
-        monkeypatch.setattr(time_limits, "LEAST_LOADING_S", 10.0)
+        monkeypatch.setattr(limits, "LEAST_LOADING_S", 10.0)
     before = processes_in(folder)
     monkeypatch.setenv("FAULT", "off")
     code, clean = records_of(faults, "clean.jsonl", run)

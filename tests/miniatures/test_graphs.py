@@ -13,8 +13,8 @@ import pytest
 from attncheck.backends.mutants import graphs
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.cudagraph.measurement import OVER_NUMBERS
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.checks.cudagraph.check import OVER_NUMBERS
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
 HERE = Path(__file__).resolve().parent

@@ -5,7 +5,7 @@ import pytest
 from attncheck.backends.mutants.catalogue import mutant_of
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, select
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
 NAMED = {

@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing import check
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing import measurement
-from attncheck.harness.checks.timing.clock import EventClock
-from attncheck.harness.checks.timing.device_api import DeviceApi
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.checks.timing.clock import DeviceApi, EventClock
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reports.run_file.timings import Ceilings
 
 FILE = Path(__file__).resolve().with_name("timing.py")
@@ -82,7 +81,7 @@ def no_ceilings(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """Clocks that count operators."""
-    monkeypatch.setattr(measurement, "clock_for", lambda _device: OperatorClock())
+    monkeypatch.setattr(check, "clock_for", lambda _device: OperatorClock())
 
 
 @cache
@@ -140,7 +139,7 @@ def test_work_on_another_stream_is_caught(monkeypatch):
         synchronize=synchronize,
         hold=lambda _ns: None,
     )
-    monkeypatch.setattr(measurement, "clock_for", lambda _device: EventClock("cuda", api))
+    monkeypatch.setattr(check, "clock_for", lambda _device: EventClock("cuda", api))
     found = examined(backend, case(), "timing")["timing"]
     assert found.outcome == "failed"
     assert "another stream" in found.meaning

@@ -9,10 +9,10 @@ from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import load, load_object
 from attncheck.cases.loader import load_suite
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing import check
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing import measurement
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference import AttentionParams, paged_attention
 from attncheck.reports.run_file.timings import Ceilings
 
@@ -57,7 +57,7 @@ class SteadyClock:
 def steady(monkeypatch):
     known = Ceilings(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11, dtype="float32")
     monkeypatch.setattr(timing, "measure_ceilings", lambda *_: known)
-    monkeypatch.setattr(measurement, "clock_for", lambda _device: SteadyClock())
+    monkeypatch.setattr(check, "clock_for", lambda _device: SteadyClock())
 
 
 @cache

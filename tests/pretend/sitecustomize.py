@@ -22,6 +22,6 @@ if "ATTNCHECK_PRETEND_CUDA" in os.environ:
 
     from pretend_cuda.recorder import PythonRecorder
 
-    from attncheck.harness.checks.cudagraph import cuda
+    from attncheck.harness.checks.cudagraph import recorder
 
-    entered.enter_context(patch.object(cuda, "CudaRecorder", lambda _device: PythonRecorder(device)))
+    entered.enter_context(patch.object(recorder, "CudaRecorder", lambda _device: PythonRecorder(device)))

@@ -34,11 +34,11 @@ def held_acts(acts: list[Act]) -> list[list[Act]]:
 def main(backend: str, suite: str) -> None:
     with present(SMALL) as device:
         import attncheck
-        from attncheck.harness.checks.cudagraph import cuda
-        from attncheck.harness.checks.timing.settings import TimingSettings
+        from attncheck.harness.checks.cudagraph import recorder
+        from attncheck.harness.checks.findings import TimingSettings
 
         settings = TimingSettings(min_samples=5, max_samples=5, kernels=True)
-        with patch.object(cuda, "CudaRecorder", lambda _device: PythonRecorder(device)):
+        with patch.object(recorder, "CudaRecorder", lambda _device: PythonRecorder(device)):
             examined = attncheck.examine(backend, suite, checks="timing", device="cuda", timing=settings)
         (record,) = examined.records
         held = [[asdict(act) for act in acts] for acts in held_acts(device.acts)]

@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
+from attncheck.harness.workers.limits import Limit
 from attncheck.harness.workers.survey import survey
-from attncheck.harness.workers.time_limits import Limit
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

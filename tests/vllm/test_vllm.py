@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, drawn_batches
-from attncheck.harness.providers.examination import examine_subject
-from attncheck.harness.providers.provider import load_provider
-from attncheck.harness.providers.questions import SubjectSetting
+from attncheck.harness.providers.examine import examine_subject
+from attncheck.harness.providers.provider import SubjectSetting, load_provider
 from attncheck.harness.providers.subjects import SUBJECTS
-from attncheck.harness.providers.vllm_departures import DEPARTURES
+from attncheck.harness.providers.vllm import DEPARTURES
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

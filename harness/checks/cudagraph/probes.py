@@ -1,13 +1,92 @@
-"""The probes that measure a CUDA-graph level: sequences of captures and steps as in a model runner.
+"""The probes: batches that are captured and replayed, and which of them a case needs."""
 
-A probe belongs to the level whose batches it plays. Probes are pure data for a given layer and cache; their lengths lie
-around the edges of pages, windows and chunks.
-"""
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, cycle
+from typing import Literal
 
-from collections.abc import Iterator
-
-from attncheck.harness.checks.cudagraph.probe import Bucket, Lengths, Probe, ProbeStep
 from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
+from attncheck.reports.analysis.phrases import plural
+
+# A probe as data: the graphs to capture, and the steps to run with them.
+
+Lengths = tuple[int, int]
+"""(query_len, seq_len) of one request."""
+
+
+DRAFT_UPDATE = "supports_draft_decode_metadata_update"
+"""vLLM's claim that ``update_draft_decode_metadata`` in a graph makes ``build`` between its replays unnecessary."""
+
+BLOCK_TABLE = "supports_update_block_table"
+"""vLLM's claim that ``update_block_table`` makes metadata right that were built from another block table."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape of one captured graph. ``query_len``: that of every request, or None for any that fit the tokens."""
+
+    num_reqs: int
+    num_tokens: int
+    query_len: int | None
+
+    @property
+    def dummy_query_lens(self) -> tuple[int, ...]:
+        """Query lengths at capture: the tokens divided equally, with the remainder added to the last request."""
+        each, rest = divmod(self.num_tokens, self.num_reqs)
+        return (*[each] * (self.num_reqs - 1), each + rest)
+
+    def part(self, number: int) -> "Bucket":
+        """Return the bucket of one of ``number`` micro-batches of equal size."""
+        return replace(self, num_reqs=self.num_reqs // number, num_tokens=self.num_tokens // number)
+
+    def __str__(self) -> str:
+        rows = "in all" if self.query_len is None else "each"
+        tokens = self.num_tokens if self.query_len is None else self.query_len
+        return f"{plural(self.num_reqs, 'request')} of {plural(tokens, 'token')} {rows}"
+
+
+@dataclass(frozen=True)
+class ProbeStep:
+    """One step. ``bucket``: the index of the graph's bucket, or None for a step without a graph.
+
+    ``draft_index``: build metadata by ``build_for_drafting`` with this index, or by ``build`` if None. ``gains_pages``:
+    first run a step of the same requests with one page less each, whose output is not judged.
+    """
+
+    requests: tuple[Lengths, ...]
+    bucket: int | None = 0
+    draft_index: int | None = None
+    gains_pages: bool = False
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Buckets to capture in order with one impl, then steps in order. ``establishes`` completes "shows that ...".
+
+    ``dummy_lens``: ``seq_lens`` at capture, either the query lengths or, as in older engines, the maximum. ``drafts``:
+    number of speculative tokens in the builder's config. ``num_builders``: number of builders that build each step from
+    the same common metadata, each with its own graphs. ``num_micro_batches``: number of parts of the batch, each with
+    its own builder; all metadata are built before one graph runs all parts. ``claim``: the claim that the
+    probe examines instead of its level, or "".
+    """
+
+    name: str
+    level: AttentionCGSupport
+    establishes: str
+    buckets: tuple[Bucket, ...]
+    turns: tuple[ProbeStep, ...]
+    dummy_lens: Literal["shortest", "longest"] = "shortest"
+    drafts: int = 0
+    claim: str = ""
+    num_builders: int = 1
+    num_micro_batches: int = 1
+
+
+# The probes that measure a CUDA-graph level: sequences of captures and steps as in a model runner.
+#
+# A probe belongs to the level whose batches it plays. Probes are pure data for a given layer and cache; their lengths
+# lie around the edges of pages, windows and chunks.
 
 SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 UNIFORM = AttentionCGSupport.UNIFORM_BATCH
@@ -253,3 +332,86 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
 
 def _decodes(*seq_lens: int) -> tuple[Lengths, ...]:
     return tuple((1, seq_len) for seq_len in seq_lens)
+
+
+# Assign probes to the layers and caches of a run, so that together they cover what a graph fault may depend on.
+#
+# A graph fault depends on a probe and often on one trait of a layer or cache, such as a window, a dtype or a page size.
+# So every pair of a trait and a probe is played on some layer, but not every probe on every layer. Of probes that
+# differ in one number only, each trait meets one. The first probes of each level also meet every pair of traits, such
+# as a window with pages of 32 tokens. Faults that need more traits are missed if no layer with all of them plays the
+# right probe.
+
+Trait = tuple[str, object]
+"""Name and value, such as ``("dtype", "float16")``."""
+
+
+def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
+    """Return the traits that select which code of a backend runs.
+
+    Numbers that only change values, such as a window size or a scale, are no traits. Head sizes and group sizes are no
+    traits either, because every layer plays at least one probe, and so does every size.
+    """
+    traits: set[Trait] = {
+        ("dtype", layer.dtype),
+        ("block_size", cache.block_size),
+        ("layout", cache.layout),
+        ("kv_cache_dtype", cache.kv_cache_dtype),
+    }
+    traits |= {(name, True) for name in layer.modifiers if name != "sliding_window"}
+    if layer.sliding_window is not None:
+        traits.add(("sliding_window", "left" if layer.is_causal else "both sides"))
+    is_on = {
+        "non_causal": not layer.is_causal,
+        "head_size_v": layer.value_head_size != layer.head_size,
+        "kv_sharing": layer.kv_sharing,
+        "sinks_dtype": layer.sinks_dtype is not None,
+        "mla": layer.mla is not None,
+        "output_quant": layer.output_quant is not None,
+        "scales per head": any(isinstance(scale, tuple) for scale in (cache.k_scale, cache.v_scale, cache.q_scale)),
+    }
+    return frozenset(traits | {(name, True) for name, holds in is_on.items() if holds})
+
+
+def plainest(traits: Sequence[frozenset[Trait]]) -> int:
+    """Return the index of the layer with the fewest traits. Break ties by the most common traits, then by order.
+
+    Other layers are expected to show the faults of this one, so it should have most in common with them.
+    """
+    layers = Counter(trait for own in traits for trait in own)
+    return min(range(len(traits)), key=lambda index: (len(traits[index]), -sum(layers[each] for each in traits[index])))
+
+
+def assign_probes(
+    traits: Sequence[frozenset[Trait]],
+    probes: Sequence[str],
+    paired: Collection[str] = (),
+    alike: Collection[Collection[str]] = (),
+) -> tuple[frozenset[str], ...]:
+    """Return the probes that each layer plays: all of them for the plainest layer, at least one for each other.
+
+    Each trait of a layer meets each probe, except that of each set in ``alike`` it meets one; a set's probes take
+    turns. Each pair of traits of a layer meets the probes in ``paired``. A layer without a probe gets one of
+    ``paired``, in turn. Among layers that add equally many traits to a probe, the one with the fewest probes gets it.
+    """
+    if not probes:
+        return (frozenset(),) * len(traits)
+    plain = plainest(traits)
+    assigned: list[set[str]] = [set() for _ in traits]
+    assigned[plain].update(probes)
+    pairs = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in traits]
+    sets = [[probe for probe in probes if probe in names] for names in alike]
+    sets += [[probe] for probe in probes if not any(probe in names for names in alike)]
+    for names in filter(None, sets):
+        turns = cycle(names)
+        owned: Sequence[frozenset[object]] = pairs if names[0] in paired else traits
+        missing = frozenset().union(*owned) - owned[plain]
+        while missing:
+            gains = [len(missing & own) for own in owned]
+            best = min(range(len(owned)), key=lambda index: (-gains[index], len(assigned[index])))
+            assigned[best].add(next(turns))
+            missing -= owned[best]
+    enough = [probe for probe in probes if probe in paired] or probes
+    for number, own in enumerate(own for own in assigned if not own):
+        own.add(enough[number % len(enough)])
+    return tuple(map(frozenset, assigned))

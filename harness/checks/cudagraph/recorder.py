@@ -1,18 +1,110 @@
-"""Interface of a graph recorder, which captures one ``forward`` and replays it in the same memory without its Python.
+"""Recorders of CUDA graphs: the interface, rehearsals before a capture, and real graphs."""
 
-:mod:`attncheck.harness.checks.cudagraph.cuda` captures a real ``torch.cuda.CUDAGraph``;
-:mod:`attncheck.harness.checks.cudagraph.emulation.emulated_recorder` records operators on a machine without a GPU.
-"""
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import gc
+import linecache
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from traceback import extract_tb, walk_tb
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Literal, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import InternalError
+from attncheck.harness.driver.foreign_code import collection_paused
+
+# Find the line of a backend that did something, by walking the stack or a traceback.
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Folders of libraries that a backend uses. A backend itself may be installed there, too."""
+
+_OURS = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
+"""Modules that only drive a backend: the harness, and the bridge to vLLM's backends."""
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of Python code. The text is created only when it is needed."""
+
+    code: CodeType
+    number: int
+
+    def __str__(self) -> str:
+        path = Path(self.code.co_filename)
+        roots = (*map(Path, reversed(_LIBRARIES)), Path.cwd())
+        shown = next((path.relative_to(root) for root in roots if path.is_relative_to(root)), path)
+        return f"{shown}:{self.number} in {self.code.co_name}"
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Where something happened. ``line``: the backend's line, or None if no frame belongs to a backend.
+
+    ``interpreted``: Triton's interpreter did it, which emulates a kernel.
+    """
+
+    line: SourceLine | None
+    interpreted: bool
+
+    def __str__(self) -> str:
+        return "" if self.line is None else str(self.line)
+
+
+def find_call_site(boundary: CodeType | None = None) -> CallSite:
+    """Return the call site of the caller, searching up to the frame that runs ``boundary``."""
+    return _innermost_own(_stack(sys._getframe(1), boundary))
+
+
+def call_site_of(error: BaseException) -> CallSite:
+    """Return the call site that raised ``error``."""
+    return _innermost_own(reversed(list(walk_tb(error.__traceback__))))
+
+
+def _stack(frame: FrameType | None, boundary: CodeType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None and frame.f_code is not boundary:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> CallSite:
+    """Return the innermost of ``frames`` that belongs to the backend. ``frames``: (frame, line), innermost first.
+
+    Frames of torch and of code that drives a backend are skipped. A frame of another installed library counts only if
+    no outer frame belongs to the backend: the backend is responsible for its library calls, but may itself be
+    installed.
+    """
+    library: CallSite | None = None
+    interpreted = False
+    for frame, line in frames:
+        module = str(frame.f_globals.get("__name__", ""))
+        root = module.partition(".")[0]
+        if root == "triton":
+            interpreted = True
+        elif root not in {"torch", "numpy"} and not f"{module}.".startswith(_OURS):
+            place = CallSite(SourceLine(frame.f_code, line), interpreted)
+            if not _is_library(frame.f_code.co_filename):
+                return place
+            library = library or place
+    return library or CallSite(None, interpreted)
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<frozen ") or any(filename.startswith(folder + os.sep) for folder in _LIBRARIES)
+
+
+# Interface of a graph recorder, which captures one `forward` and replays it in the same memory without its Python.
+#
+# :mod:`attncheck.harness.checks.cudagraph.recorder` captures a real `torch.cuda.CUDAGraph`;
+# :mod:`attncheck.harness.checks.cudagraph.emulation` records operators on a machine without a GPU.
 
 RecorderName = Literal["cuda", "emulated"]
 
@@ -134,10 +226,8 @@ class UnwatchedRecorder:
 def recorder_for(device: torch.device) -> Recorder:
     """Return a recorder of real graphs for a GPU, or the emulation for other devices."""
     if device.type == "cuda":
-        from attncheck.harness.checks.cudagraph.cuda import CudaRecorder
-
         return CudaRecorder(device)
-    from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+    from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 
     return EmulatedRecorder()
 
@@ -145,3 +235,354 @@ def recorder_for(device: torch.device) -> Recorder:
 def count_uses(tensor: Tensor) -> int:
     """Return the number of references to the storage of ``tensor``, including one or more from this call itself."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# Find where `forward` waits for the device, without a capture, and describe what was raised.
+#
+# Cannot see: waits in C++ code that does not use torch, which fail in a capture. An index by a host tensor is reported
+# as a host read although it is copied to the device.
+
+SYNCHRONISED = "called a synchronizing CUDA operation"
+"""Text of torch's error if its sync-debug mode forbids waiting for the device."""
+
+_WAITS = frozenset({"synchronize", "_cuda_synchronize"})
+"""C functions that wait for an event, a stream or the device but that the sync-debug mode allows."""
+
+_FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+_MOVES = frozenset({"to", "cuda"})
+
+
+def rehearse(forward: Callable[[], object]) -> Violation | None:
+    """Call ``forward`` with torch reporting a capture; return what a capture would not allow, or None."""
+    with _capturing_pretended():
+        return first_wait(forward)
+
+
+def first_wait(call: Callable[[], object]) -> Violation | None:
+    """Call ``call`` until it waits for the device; return what it did there, or what it raised, or None."""
+    host_copies: set[SourceLine] = set()
+    try:
+        with syncs_raise(), _calls_watched(host_copies):
+            call()
+    except Exception as error:  # noqa: BLE001 (whatever a backend raises)
+        return violation_of(error, host_copies)
+    return None
+
+
+@contextmanager
+def syncs_raise() -> Iterator[None]:
+    """Make torch raise if an operator waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns once that the mode does not see every wait
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _capturing_pretended() -> Iterator[None]:
+    """Make torch report that the stream is capturing, because many backends read on the host only if it is not."""
+    own = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = own
+
+
+@contextmanager
+def _calls_watched(host_copies: set[SourceLine]) -> Iterator[None]:
+    """Raise if a function waits that the sync-debug mode allows; add lines whose copy to the device raised.
+
+    Python's profile function sees every C function that is called, under any imported name. If another profiler is
+    active, it is left in place, and such waits fail in the capture instead.
+    """
+
+    def watch(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and getattr(called, "__name__", "") in _WAITS:
+            raise RuntimeError(SYNCHRONISED)
+        if event == "c_exception" and _copies_from_host(called):
+            host_copies.add(SourceLine(frame.f_code, frame.f_lineno))
+
+    if sys.getprofile() is not None:
+        yield
+        return
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _copies_from_host(called: object) -> bool:
+    """Return whether a C function that had to wait copies host memory to the device."""
+    name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
+    if name in _FROM_PYTHON:
+        return True
+    return isinstance(owner, Tensor) and (name == "copy_" if owner.is_cuda else name in _MOVES)
+
+
+def violation_of(error: BaseException, host_copies: Container[SourceLine] = ()) -> Violation:
+    """Return what ``error`` shows about ``forward``, with the backend's line that raised it.
+
+    ``host_copies``: lines at which a copy to the device had to wait.
+    """
+    waited = next((each for each in _chain(error) if SYNCHRONISED in str(each)), None)
+    if waited is not None:
+        place = call_site_of(waited)
+        lines = (SourceLine(frame.f_code, number) for frame, number in walk_tb(waited.__traceback__))
+        kind: ViolationKind = "host copy" if any(line in host_copies for line in lines) else "host read"
+        return Violation(kind, _expression(waited, place.line) or SYNCHRONISED, str(place))
+    first, *_ = str(error).strip().splitlines() or [""]
+    return Violation("error", f"{type(error).__name__}: {first}", str(call_site_of(error)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error``, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _expression(error: BaseException, line: SourceLine | None) -> str:
+    """Return the source of the call on ``line`` that raised ``error``, or the whole line if the call spans several."""
+    for (frame, number), summary in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=False):
+        if line == SourceLine(frame.f_code, number):
+            source = linecache.getline(summary.filename, number)
+            if summary.colno is None or summary.end_lineno != number:
+                return source.strip()
+            return source.encode()[summary.colno : summary.end_colno].decode()
+    return ""
+
+
+# Real CUDA graphs: warm up on a side stream, rehearse, and capture a `torch.cuda.CUDAGraph`.
+#
+# All graphs of a recorder share one memory pool, as in a serving engine. If the host waits for the device during a
+# capture, the capture fails, and the process may become unusable. The last warm-up is therefore a rehearsal in which
+# every synchronizing call raises, and a capture follows only if nothing raised. Imports on a machine without a GPU.
+#
+# A graph keeps using memory that was released after its capture, whatever the allocator stores there. So memory that a
+# graph may use is kept alive, and overwritten once the backend has released it. A graph that reads it then gives wrong
+# results every time, and a graph that writes it is detected. Integers are overwritten with 0, which is a valid index in
+# every table, so that no kernel reads out of bounds.
+
+WARM_UPS = 1
+"""Runs before the rehearsal. The first call may compile, tune or allocate, and so may wait for the device."""
+
+_NAN = 0xFF
+"""Byte that makes a NaN in every floating-point type if all bytes of a number have this value."""
+
+
+class ReleasedMemoryError(InternalError):
+    """A replay wrote to memory that was released after the capture and may now belong to another tensor."""
+
+
+@dataclass(eq=False)
+class MemoryBlock:
+    """The whole storage of a tensor, as bytes. ``value``: the byte that overwrites it."""
+
+    memory: Tensor
+    value: int
+    is_spoilt: bool = False
+
+    def spoil(self) -> None:
+        """Overwrite the block if it has no other user: NaN for floating-point tensors, zeros for others."""
+        if not self.is_spoilt and count_uses(self.memory) == count_uses(torch.empty(1)):
+            self.memory.fill_(self.value)
+            self.is_spoilt = True
+
+    def was_written(self) -> bool:
+        """Return whether the block was written to after it was overwritten."""
+        return self.is_spoilt and bool(self.memory.ne(self.value).any())
+
+
+class HeldMemory:
+    """Memory blocks by address. Graphs that use the same memory share a block, which lives as long as one of them."""
+
+    def __init__(self) -> None:
+        self._blocks: WeakValueDictionary[int, MemoryBlock] = WeakValueDictionary()
+
+    def of(self, tensors: Iterable[Tensor]) -> tuple[MemoryBlock, ...]:
+        """Return the blocks of ``tensors``, each once. The tensors themselves are not kept alive."""
+        found: dict[int, MemoryBlock] = {}
+        for tensor in tensors:
+            if tensor.layout == torch.strided and tensor.data_ptr():
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                block = MemoryBlock(memory, _NAN if tensor.is_floating_point() else 0)
+                found.setdefault(memory.data_ptr(), self._blocks.setdefault(memory.data_ptr(), block))
+        return tuple(found.values())
+
+
+class CudaRecording:
+    """A captured graph. ``blocks``: memory allocated before the capture that the graph may use."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[MemoryBlock, ...]) -> None:
+        self._graph = graph
+        self._blocks = blocks
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream and wait for it, so that its errors are raised here.
+
+        First overwrite released memory, so that reading it shows in the output. Raise :class:`ReleasedMemoryError` if
+        the graph writes to such memory.
+        """
+        for block in self._blocks:
+            block.spoil()
+        self._graph.replay()
+        torch.cuda.current_stream().synchronize()
+        if any(block.was_written() for block in self._blocks):
+            raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
+
+    def launch(self) -> None:
+        """Launch the graph on the current stream without waiting for it."""
+        self._graph.replay()
+
+    def reads(self, tensor: Tensor) -> bool | None:
+        """Return None, because a graph does not reveal the addresses that its kernels use."""
+        return None
+
+    def host_reads(self) -> tuple[str, ...]:
+        """Return nothing, because CUDA does not record reads of host memory."""
+        return ()
+
+    def hands_out_memory(self) -> bool:
+        """Return False, because a capture contains all work on its stream, including work that torch does not see."""
+        return False
+
+    def released(self) -> tuple[Released, ...]:
+        """Return nothing, because released memory is detected only at a replay; see :meth:`reads`."""
+        return ()
+
+
+@dataclass(frozen=True)
+class CaptureStream:
+    """The side stream that all recorders of a device share. cuBLAS keeps a workspace per stream (32 MiB on some GPUs).
+
+    ``unended``: graphs whose capture could not be ended. torch's host allocator keeps a pointer to such a graph for the
+    life of the process and queries it for its streams, so the graph must stay alive.
+    """
+
+    stream: torch.cuda.Stream
+    unended: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+
+
+@cache
+def capture_stream(device: torch.device) -> CaptureStream:
+    """Return the side stream of ``device``."""
+    return CaptureStream(torch.cuda.Stream(device))
+
+
+class CudaRecorder:
+    """Captures graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
+
+    name: RecorderName = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()  # once, not before each capture: it takes longer than a capture
+        self._device = device
+        self._side = capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = HeldMemory()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing, because a tensor's device shows whether it is on the host."""
+        return nullcontext()
+
+    def mark_host(self, *tensors: Tensor) -> None:
+        """Do nothing, because a tensor's device shows whether it is on the host."""
+
+    def record(self, prepare: Callable[[], Forward]) -> CudaRecording:
+        """Warm up, rehearse and capture, each with a new result of ``prepare`` on the current stream.
+
+        Raise :class:`CaptureError` for an exception in the rehearsal or the capture. Exceptions of ``prepare`` and of
+        warm-ups propagate.
+        """
+        with torch.cuda.device(self._device):
+            for _ in range(WARM_UPS):
+                forward = prepare()
+                with self._side_stream():
+                    forward()
+            if violation := self._rehearse(prepare()):
+                raise CaptureError((violation,))
+            torch.cuda.synchronize()  # so that errors of the warm-up's kernels are not raised in the capture
+            forward = prepare()
+            blocks = self._memory.of(tensors_within(forward))
+            graph = self._capture(forward)
+            if isinstance(graph, Violation):
+                raise CaptureError((graph,))
+            return CudaRecording(graph, blocks)
+
+    def _rehearse(self, forward: Forward) -> Violation | None:
+        with self._side_stream():
+            return rehearse(forward)
+
+    def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph | Violation:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        violation: Violation | None = None
+        try:
+            # Freeing an earlier graph or memory would invalidate the capture, so garbage collection is paused. torch
+            # itself waits for the device at the start of a capture; only forward must not wait.
+            with collection_paused(), torch.cuda.graph(graph, pool=self._pool, stream=self._side.stream):
+                try:
+                    with syncs_raise():
+                        forward()
+                except Exception as error:  # noqa: BLE001 (the capture must be ended first)
+                    violation = violation_of(error)
+        except Exception as error:  # noqa: BLE001 (the same)
+            self._recover(graph, current)
+            violation = violation or violation_of(error)
+        return violation or graph
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, current: torch.cuda.Stream) -> None:
+        """Clean up after a capture that could not be ended: torch leaves its stream current and its pool recording."""
+        torch.cuda.set_stream(current)
+        with suppress(RuntimeError):  # the pool may not be recording
+            torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            torch._C._cuda_releasePool(current.device_index, self._pool)  # torch calls this only after an ended capture
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side.unended.append(graph)
+        with suppress(RuntimeError):  # a lost device raises again at its next use
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        current, side = torch.cuda.current_stream(), self._side.stream
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            current.wait_stream(side)
+
+
+def tensors_within(root: object) -> list[Tensor]:
+    """Return every tensor reachable from ``root`` through closures, bound arguments, attributes and containers.
+
+    For functions only closures are followed, and classes and modules are skipped, because ``root`` does not own
+    globals.
+    """
+    found: list[Tensor] = []
+    seen = {id(root)}
+    pending = [root]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        if isinstance(item, type | ModuleType):
+            continue
+        held: list[object] | tuple[CellType, ...] = (
+            item.__closure__ or () if isinstance(item, FunctionType) else gc.get_referents(item)
+        )
+        for each in held:
+            if id(each) not in seen:
+                seen.add(id(each))
+                pending.append(each)
+    return found

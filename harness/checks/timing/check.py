@@ -1,36 +1,700 @@
-"""``timing``: how long one step takes, measured on inputs that are new in every call, with every output judged.
+"""The check ``timing``: times of a step that a backend cannot fake, and their finding."""
 
-Timed are ``forward`` with its cache write, ``build`` on the host, and the decodes and the prefills of a mixed batch
-alone. The check fails on times that no honest kernel has: a wrong output in any call, work that continues after the
-clock stopped, a replaced clock, or one shape that is much faster than its neighbours. Cannot see: how long the same
-kernel takes in another process, or a backend that attacks the interpreter of its process (threat model:
-``docs/timing.md``). Needs further runs of the backend.
-"""
-
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median
 
 import torch
 
+from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
 from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
+from attncheck.harness.checks.cudagraph.play import CapturedForward, capture_forward
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, recorder_for
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.checks.timing.clock import clock_for
-from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
-from attncheck.harness.checks.timing.device_state import state_under_load
-from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.measurement import Sampler, TimingConditions, TimingMeasurement, measure_overhead
-from attncheck.harness.checks.timing.roofline import measure_ceilings
-from attncheck.harness.checks.timing.sampling import Samples, sample
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.driver.foreign_code import call_backend
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.checks.timing.clock import (
+    GUARDS,
+    CacheFlush,
+    Clock,
+    EventClock,
+    HostClock,
+    Samples,
+    clock_for,
+    cuda_api,
+    do_nothing,
+    kernels_of,
+    median_interval,
+    replaced_clocks,
+    sample,
+    samples_of,
+    state_under_load,
+)
+from attncheck.harness.checks.timing.contents import (
+    AnswerJudge,
+    FreshContents,
+    TimedAnswer,
+    UntrustworthyTimeError,
+    copy_answer,
+    require_stored,
+)
+from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
+from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.driver.session import OutputBuffers, Session
+from attncheck.harness.driver.step import (
+    ForwardCall,
+    PersistentInputs,
+    Step,
+    changed_inputs,
+    forward_calls_of,
+    make_step,
+    map_tensors,
+    request_order,
+    span,
+)
+from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reports.run_file.timings import Ceilings, DeviceState, StepPart, Timing
+from attncheck.reference.spec import AttentionCGSupport, BatchSpec, PaddingSpec, RequestSpec
+from attncheck.reports.run_file.timings import (
+    Ceilings,
+    ClockName,
+    ClockOverhead,
+    DeviceState,
+    Kernel,
+    Latency,
+    StepPart,
+    Timing,
+)
+
+# Batches that are timed in addition to the case's own, and the comparison of their times.
+#
+# These are the decodes and the prefills of a mixed batch alone, and neighbours of nearly the same shape. Neighbours
+# reveal a batch that is fast only because the backend special-cases its shape. Cannot see: a special case that is less
+# than :data:`TOO_FAST` times as fast, or that covers the neighbours as well.
+
+DISTANCES = (1, 8)
+"""Numbers of tokens by which neighbours are shorter. One token breaks all alignment, which slows honest kernels too."""
+
+TOO_FAST = 2.0
+"""Ratio that all neighbours' times must exceed for the batch to count as special-cased."""
+
+NOTABLE = 1.25
+"""Ratio above which a note is added."""
+
+FEW_SAMPLES, MORE_SAMPLES = 3, 10
+"""Samples of each side: few to see that there is no difference, more to confirm one."""
+
+Take = Callable[[], int]
+
+
+def parts_of(problem: Problem) -> dict[StepPart, Problem]:
+    """Return the decodes and the prefills of a mixed batch, each without padding. Empty for any other batch."""
+    requests = problem.case.batch.requests
+    decodes = tuple(request for request in requests if request.query_len == 1)
+    prefills = tuple(request for request in requests if request.query_len > 1)
+    if not decodes or not prefills or not problem.has_pool:
+        return {}
+    found: dict[StepPart, Problem] = {}
+    parts: tuple[tuple[StepPart, tuple[RequestSpec, ...]], ...] = (("decode", decodes), ("prefill", prefills))
+    for name, own in parts:
+        part = _build(problem, name, own, PaddingSpec())
+        if part is not None:
+            found[name] = part
+    return found
+
+
+def neighbour_of(problem: Problem, distance: int) -> Problem | None:
+    """Return the batch with every context ``distance`` tokens shorter, or every query if no request has a context.
+
+    Return None if no request is long enough, or if the path allows no other query lengths. Query lengths of batches
+    with a context stay the same.
+    """
+    batch = problem.case.batch
+    shorter = tuple(_shorter(request, distance) for request in batch.requests)
+    if shorter == batch.requests and all(r.query_len > distance and not r.context_len for r in batch.requests):
+        if batch.path.name not in ("paged", "mla", "encoder_only", "local"):
+            return None
+        shorter = tuple(
+            replace(r, query_len=r.query_len - distance, seq_len=r.total_len - distance) for r in batch.requests
+        )
+    if shorter == batch.requests:
+        return None
+    return _build(problem, f"{distance}-shorter", shorter, batch.padding)
+
+
+def _shorter(request: RequestSpec, distance: int) -> RequestSpec:
+    left = request.context_len - distance
+    if left < max(1, request.shared_prefix):
+        return request
+    encoder_len = request.encoder_len
+    if encoder_len is not None and encoder_len > distance:
+        encoder_len -= distance
+    return replace(request, seq_len=request.total_len - distance, encoder_len=encoder_len)
+
+
+def _build(problem: Problem, name: str, requests: tuple[RequestSpec, ...], padding: PaddingSpec) -> Problem | None:
+    """Return such a batch over the problem's cache, or None if no problem can be built from it."""
+    case = problem.case
+    try:
+        batch = replace(case.batch, requests=requests, padding=padding)
+        cache = replace(case.cache, num_blocks=problem.num_blocks) if problem.has_pool else case.cache
+        changed: Case = replace(case, id=f"{case.id}.{name}", batch=batch, cache=cache)
+        return build_problem(changed, problem.seed)
+    except QuestionError:
+        return None
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """The time of a neighbour relative to the batch: the ratio of medians, and a lower bound of the ratio."""
+
+    distance: int
+    ratio: float
+    least: float
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether a note reports the neighbour."""
+        return self.least > NOTABLE
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the batch is faster than its shape explains."""
+        return self.least > TOO_FAST
+
+
+def compare(distance: int, own: Take, neighbour: Take) -> Neighbour:
+    """Compare alternating samples of both, which must be warmed up. Take more samples only if the first ones differ."""
+    owns, others = _in_turns(own, neighbour, FEW_SAMPLES)
+    if median(others) <= NOTABLE * median(owns):
+        return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
+    owns, others = _in_turns(own, neighbour, MORE_SAMPLES)
+    least = median_interval(others)[0] / max(1.0, median_interval(owns)[1])
+    return Neighbour(distance, median(others) / max(1.0, median(owns)), least)
+
+
+def _in_turns(own: Take, neighbour: Take, count: int) -> tuple[list[int], list[int]]:
+    pairs = [(own(), neighbour()) for _ in range(count)]
+    return [mine for mine, _ in pairs], [theirs for _, theirs in pairs]
+
+
+# Time one batch of one backend repeatedly, with new inputs in the same memory, and judge every output.
+#
+# The order is that of a model runner. Cache and metadata are ready, and `build` is timed on the host. Then the layer's
+# rows arrive, and the cache write and `forward` are timed together, with no code of the harness in between.
+
+Flusher = Callable[[], object]
+
+_EMPTY_CALLS = 15
+"""Number of latest empty calls whose median time is subtracted from each sample of a host clock."""
+
+_FEW = 0.1
+"""Share of calls in which the host may fall behind without a note, since so few hardly move a median."""
+
+
+@dataclass(frozen=True)
+class LentMemory:
+    """The memory that a backend is given in every call: inputs to read, and buffers to write."""
+
+    inputs: PersistentInputs
+    buffers: OutputBuffers
+
+
+@dataclass
+class LatestAnswer:
+    """The judge of a session's latest output, which must not change until the next call of any batch."""
+
+    judge: AnswerJudge | None = None
+
+    def start_next(self, judge: AnswerJudge | None) -> None:
+        """Check that the latest output has not changed, and make ``judge`` responsible for the next call.
+
+        Raise UntrustworthyTimeError if it has changed.
+        """
+        if self.judge is not None:
+            self.judge.require_unchanged()
+        self.judge = judge
+
+
+class TimedStep:
+    """A batch on a session's layer and cache. ``build_ns``: ``build`` times of all calls. May raise StageError."""
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        contents: FreshContents,
+        clock: Clock,
+        flush: Flusher,
+        latest: LatestAnswer,
+        memory: LentMemory | None = None,
+        recorder: Recorder | None = None,
+        overhead: ClockOverhead | None = None,
+    ) -> None:
+        """``latest``: shared by all steps of the session. ``memory``: that of a step of at least this size, to reuse.
+
+        ``recorder``: captures the graph whose replays are timed instead of ``forward``; None for no graph.
+        ``overhead``: what ``clock`` adds to each sample; None if nothing, or if the clock is the host's.
+        """
+        self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
+        self._backend, self._device, self._latest = session.backend, session.device, latest
+        problem = contents.bases[0].problem
+        self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
+        self._judge = AnswerJudge(name, contents, self._backend.conventions)
+        self._host = HostClock(clock.wait)
+        self._recorder, self._overhead = recorder, overhead
+        self._replay: CapturedForward | None = None
+        self._notes: tuple[str, ...] = ()
+        self.build_ns: list[int] = []
+        self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
+        _, call = self._fresh(problem)
+        if memory is None:
+            memory = LentMemory(PersistentInputs(call), session.layer.output_buffers(problem, call))
+        self.memory = memory
+
+    @property
+    def worst(self) -> float:
+        """The largest error so far, in budgets."""
+        return self._judge.worst
+
+    def take(self) -> int:
+        """Return the nanoseconds of one ``forward`` on inputs that no call has seen.
+
+        Raise StageError if the backend raised, and UntrustworthyTimeError if its output is not valid.
+        """
+        self._latest.start_next(self._judge)
+        contents = self._contents.next()
+        problem = contents.problem()
+        step, fresh = self._fresh(problem)
+        self._fill(problem, step)
+        call = self.memory.inputs.load_metadata(fresh)
+        lent = map_tensors(call, torch.Tensor.detach)
+        pristine = replace(fresh, common=_copied(call).common)
+        if self._recorder is not None and self._replay is None:
+            self._capture(self._recorder, call, fresh)
+        metadata = self._build(lent)
+        answer, forward_ns = self._forward(lent, fresh, metadata)
+        self._judge.judge(contents, step.row_order[fresh.rows].to(self._device), answer)
+        changed = ", ".join(changed_inputs(pristine, lent))
+        if changed:
+            raise UntrustworthyTimeError(
+                Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}")
+            )
+        if self._session.impl.brings_writer and step.key is not None and self._session.pool is not None:
+            require_stored(self._judge.name, self._session.pool, problem, self._contents)
+        return forward_ns
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes that a reader of the times needs."""
+        return (*self._notes, *self._judge.notes, *self._clock_notes())
+
+    @property
+    def clock_name(self) -> ClockName:
+        """The name of the clock that times ``forward``, or "graph" if replays of a graph are timed."""
+        return self._clock.name if self._replay is None else "graph"
+
+    def unjudged_call(self) -> Callable[[], object]:
+        """Return a function that runs one more ``forward`` on new inputs, for the profiler. It is not judged."""
+        self._latest.start_next(None)
+        problem = self._contents.next().problem()
+        step, fresh = self._fresh(problem)
+        self._fill(problem, step)
+        lent = map_tensors(self.memory.inputs.load_metadata(fresh), torch.Tensor.detach)
+        forward = self._session.layer.bind(lent, self._kv_cache, self._build(lent), self.memory.buffers)
+        self.memory.inputs.load_rows(fresh)
+
+        def call() -> object:
+            with torch.no_grad():
+                return call_backend("forward", forward)
+
+        return call
+
+    def finish(self) -> None:
+        """Judge the last output in full. Raise UntrustworthyTimeError if it has changed or is wrong."""
+        if self._latest.judge is self._judge:
+            self._judge.require_unchanged()
+        self._judge.finish()
+
+    def _clock_notes(self) -> Iterator[str]:
+        clock = self._clock
+        if not isinstance(clock, EventClock):
+            return
+        if clock.is_overlapped:
+            yield (
+                f"{self._judge.name}: the device was not held back, because work seemed to go on elsewhere on it after "
+                "the warm-up's calls; gaps between launches count"
+            )
+        if clock.num_behind > clock.num_taken * _FEW:
+            yield (
+                f"{self._judge.name}: in {clock.num_behind} of {clock.num_taken} calls the host fell behind the "
+                "device, and gaps between launches count"
+            )
+        if clock.num_late:
+            yield (
+                f"{self._judge.name}: in {clock.num_late} of {clock.num_taken} calls work went on elsewhere on the "
+                "device when the stream was done; it counts"
+            )
+
+    def _fresh(self, problem: Problem) -> tuple[Step, ForwardCall]:
+        step = make_step(problem, self._device, self._order, pad_seq_len=self._backend.conventions.pad_seq_len)
+        (call,) = forward_calls_of(step, self._backend.features, self._session.threshold)
+        return step, call
+
+    def _fill(self, problem: Problem, step: Step) -> None:
+        """Write the context to the cache, and the new rows if no writer stores them."""
+        pool = self._session.pool
+        if pool is None:
+            return
+        old = problem.old_keys
+        pool.write(problem.key_slots[old], problem.keys[old], problem.values[old])
+        self._session.layer.store_new_rows(pool, step)
+
+    def _capture(self, recorder: Recorder, call: ForwardCall, fresh: ForwardCall) -> None:
+        inputs, buffers, layer = self.memory.inputs, self.memory.buffers, self._session.layer
+        recorder.mark_host(*inputs.host_twins)
+        inputs.load_rows(fresh)
+        captured = capture_forward(
+            recorder,
+            lambda: map_tensors(call, torch.Tensor.detach),
+            lambda lent: self._session.builder.build_for_cudagraph_capture(lent.common),
+            lambda lent, metadata: layer.enter(lent, self._kv_cache, metadata, buffers),
+        )
+        if isinstance(captured, CapturedForward):
+            self._replay = captured
+        else:
+            self._recorder = None
+            self._notes = (f"{self._judge.name} is not replayed from a graph, though one is declared: {captured}",)
+
+    def _build(self, call: ForwardCall) -> object:
+        made: list[object] = []
+
+        def build() -> None:
+            made.append(
+                self._session.builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
+            )
+
+        self.build_ns.append(call_backend("build", lambda: self._host.time(build)))
+        return made[0]
+
+    def _forward(self, call: ForwardCall, fresh: ForwardCall, metadata: object) -> tuple[TimedAnswer, int]:
+        inputs, buffers, num_rows, kv_cache = self.memory.inputs, self.memory.buffers, call.num_rows, self._kv_cache
+        spans = inputs.spans()
+        if kv_cache is not None:
+            spans["the cache"] = span(kv_cache)
+        if self._replay is not None:
+            forward = self._replay.launch
+        else:
+            forward = self._session.layer.bind(call, kv_cache, metadata, buffers)
+        returned: list[object] = []
+        answers: list[TimedAnswer] = []
+
+        def kept(run: Callable[[], object]) -> Callable[[], None]:
+            return lambda: returned.append(run())
+
+        def before() -> None:
+            self._flush()
+            buffers.refill(num_rows)
+            inputs.load_rows(fresh)
+            if isinstance(self._clock, HostClock):  # the overhead of an event clock is measured beforehand
+                self._empty_ns.append(self._clock.time(kept(do_nothing)))
+                returned.clear()
+
+        def after() -> None:
+            answers.append(
+                copy_answer(
+                    returned[0],
+                    buffers.out,
+                    buffers.lse,
+                    num_rows,
+                    spans,
+                    must_be_buffer=self._backend.accept_output_buffer,
+                )
+            )
+
+        with torch.no_grad():
+            taken = call_backend(
+                "forward",
+                lambda: self._clock.time(kept(forward), before=before, after=after),
+            )
+        return answers[0], max(1, taken - self._overhead_ns())  # the difference may be 0 or negative for an empty call
+
+    def _overhead_ns(self) -> int:
+        if self._overhead is None:
+            return int(median(self._empty_ns)) if self._empty_ns else 0
+        return self._overhead.empty_ns + (0 if self._replay is None else self._overhead.replay_ns or 0)
+
+    @property
+    def _kv_cache(self) -> torch.Tensor | None:
+        return None if self._session.pool is None else self._session.pool.kv_cache
+
+
+def _copied(call: ForwardCall) -> ForwardCall:
+    """Return copies of the metadata, without the rows, which are loaded later."""
+    return map_tensors(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)
+
+
+# Time one backend on one problem: the batch, its parts, and neighbours to compare it with.
+
+WARM_UPS = 2
+"""Untimed first calls, since a first call may compile."""
+
+EMPTY_CALLS = 15
+"""Number of empty calls. Their median is what a device's clock adds to a sample."""
+
+Sampler = Callable[[StepPart, Callable[[], int], TimingSettings], Samples]
+"""Takes samples of a part by calling a function that returns nanoseconds: warm-ups first, the samples last."""
+
+
+@dataclass(frozen=True)
+class TimingConditions:
+    """The device, settings, sampler, cache flush and clock overhead of a measurement."""
+
+    device: torch.device
+    settings: TimingSettings
+    sampler: Sampler
+    flush: CacheFlush
+    overhead: ClockOverhead | None = None
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the device's last-level cache is flushed before each sample."""
+        return not self.settings.warm and self.flush.num_bytes > 0
+
+    @property
+    def flusher(self) -> Callable[[], object]:
+        """The function called before each sample."""
+        return self.flush if self.is_cold else do_nothing
+
+
+class TimingMeasurement:
+    """One backend on one problem.
+
+    Raises StageError if the backend raised, and UntrustworthyTimeError if it manipulates its times.
+    """
+
+    def __init__(
+        self, conditions: TimingConditions, backend: type[AttentionBackend], problem: Problem, truth: Truth
+    ) -> None:
+        self._conditions, self._backend, self._problem = conditions, backend, problem
+        self._parts = parts_of(problem)
+        self._session = Session(backend, problem, conditions.device, capture_sizes=self._capture_sizes())
+        self._latest = LatestAnswer()
+        self._fresh = FreshContents(problem, truth, conditions.device)
+        self._own = self._step("forward", self._fresh)
+        self._notes: list[str] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes that a reader of the times needs."""
+        return (*self._own.notes, *self._notes)
+
+    @property
+    def chosen_kernels(self) -> tuple[str, ...]:
+        """Names of the kernels that a library chose so far. Empty if not known."""
+        return self._session.chosen_kernels
+
+    @property
+    def worst(self) -> float:
+        """The largest error of the batch's outputs, in budgets."""
+        return self._own.worst
+
+    def latencies(self) -> tuple[Latency, ...]:
+        """Return the latencies of the batch, of ``build``, and of the batch's parts."""
+        samples = self._sampled("forward", self._own)
+        builds = self._own.build_ns[-len(samples.samples_ns) :]  # one before each sample
+        found = [
+            _latency("forward", self._own.clock_name, samples, self._problem.case),
+            _latency("build", "host", samples_of(builds, self._conditions.settings)),
+        ]
+        for name, part in self._parts.items():
+            contents = self._contents(part, at_least=2)
+            if contents is None:
+                self._notes.append(f"{name}: not timed alone: the backend does not serve it, or it has no right answer")
+                continue
+            with _named(f"the {name} part alone"):
+                step = self._step(name, contents)
+                found.append(_latency(name, step.clock_name, self._sampled(name, step), part.case))
+            step.finish()
+            self._notes += step.notes
+        return tuple(found)
+
+    def call_once_more(self) -> None:
+        """Run one call of the batch as for a sample, without recording its time."""
+        self._own.take()
+
+    def compare_neighbours(self) -> None:
+        """Raise UntrustworthyTimeError if all batches of nearly the same shape take much longer."""
+        seen: list[Neighbour] = []
+        for distance in DISTANCES:
+            problem = neighbour_of(self._problem, distance)
+            contents = None if problem is None else self._contents(problem, at_least=1)
+            if contents is None:
+                continue
+            name = f"the same batch, {_tokens(distance)} shorter"
+            with _named(name):
+                step = self._step(name, contents, like=self._own)
+                seen.append(compare(distance, self._own.take, step.take))
+            step.finish()
+            if not seen[-1].is_notable:
+                break
+        if seen and all(neighbour.is_suspect for neighbour in seen):
+            nearest = min(seen, key=lambda neighbour: neighbour.least)
+            raise UntrustworthyTimeError(
+                Broken(
+                    _slower(nearest),
+                    {"neighbour_ratio": nearest.ratio},
+                    "a known shape is special-cased: its time does not hold for other shapes",
+                )
+            )
+        self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
+
+    def finish(self) -> None:
+        """Judge the last output in full."""
+        self._own.finish()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Return the kernels that one ``forward`` runs."""
+        return kernels_of(self._own.unjudged_call(), self._conditions.device)
+
+    def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
+        """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
+        case = problem.case
+        if declared_reasons(lambda: self._backend.unsupported_reasons(case.layer, case.cache, case.batch)):
+            return None
+        try:
+            return FreshContents(problem, None, self._conditions.device, at_least=at_least)
+        except QuestionError:
+            return None
+
+    def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
+        """Return a step after its warm-up. It reuses the memory of ``like`` if given."""
+        conditions, clock = self._conditions, clock_for(self._conditions.device)
+        step = TimedStep(
+            name,
+            self._session,
+            contents,
+            clock,
+            conditions.flusher,
+            self._latest,
+            None if like is None else like.memory,
+            recorder_for(conditions.device) if self._is_replayed(contents.bases[0].problem) else None,
+            conditions.overhead,
+        )
+        for _ in range(GUARDS if isinstance(clock, EventClock) else WARM_UPS):
+            step.take()
+        return step
+
+    def _sampled(self, part: StepPart, step: TimedStep) -> Samples:
+        return self._conditions.sampler(part, step.take, self._conditions.settings)
+
+    def _is_replayed(self, problem: Problem) -> bool:
+        return self._conditions.device.type == "cuda" and allows_graph(self._backend, problem)
+
+    def _capture_sizes(self) -> tuple[int, ...]:
+        replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
+        batches = [problem.case.batch for problem in replayed]
+        return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+def measure_overhead(device: torch.device, flush: Callable[[], object] = do_nothing) -> ClockOverhead | None:
+    """Return what the clock of ``device`` adds to a sample; None for the host, where each sample measures it."""
+    if device.type != "cuda":
+        return None
+    api = cuda_api(device)
+
+    def launch() -> None:
+        api.hold(0)
+
+    try:
+        replay = recorder_for(device).record(lambda: launch).launch
+    except CaptureError:  # no graph will be timed either
+        replay = None
+    return overhead_of(lambda: EventClock(device, api), launch, replay, flush)
+
+
+def overhead_of(
+    new_clock: Callable[[], Clock],
+    launch: Callable[[], object],
+    replay: Callable[[], object] | None,
+    flush: Callable[[], object] = do_nothing,
+) -> ClockOverhead:
+    """Return what a clock adds to a sample. ``launch``: launches an empty kernel. ``replay``: replays its graph."""
+
+    def taken_ns(call: Callable[[], object]) -> int:
+        clock = new_clock()
+        times = [clock.time(call, before=flush) for _ in range(2 * GUARDS + EMPTY_CALLS)]  # first calls adjust the hold
+        return round(median(times[-EMPTY_CALLS:]))
+
+    replay_ns = None if replay is None else max(0, taken_ns(replay) - taken_ns(launch))
+    return ClockOverhead(empty_ns=taken_ns(do_nothing), replay_ns=replay_ns)
+
+
+def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:
+    """Return whether the level that the backend declares allows a graph of such a batch.
+
+    Raise StageError if it declares no valid level.
+    """
+    if unexamined_reasons(problem.case):
+        return False
+    return level_for(backend, problem).value >= level_of(problem.case.batch).value
+
+
+def level_of(batch: BatchSpec) -> AttentionCGSupport:
+    """Return the lowest CUDA-graph level that covers such a batch."""
+    query_lens = {request.query_len for request in batch.requests}
+    if query_lens == {1}:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return AttentionCGSupport.UNIFORM_BATCH if len(query_lens) == 1 else AttentionCGSupport.ALWAYS
+
+
+@contextmanager
+def _named(batch: str) -> Iterator[None]:
+    """Add the name of the batch to the stage of what the backend raises in this context."""
+    try:
+        yield
+    except StageError as failure:
+        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {batch}")) from failure
+
+
+def _slower(neighbour: Neighbour) -> str:
+    return f"forward takes {neighbour.ratio:.3g} times as long where requests are {_tokens(neighbour.distance)} shorter"
+
+
+def _tokens(count: int) -> str:
+    return "a token" if count == 1 else f"{count} tokens"
+
+
+def _latency(part: StepPart, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
+    """``case``: the case whose work is counted, or None to count none."""
+    work = None if case is None else work_of(case)
+    return Latency(
+        part=part,
+        clock=clock,
+        median_ns=samples.median_ns,
+        low_ns=samples.low_ns,
+        high_ns=samples.high_ns,
+        samples_ns=samples.samples_ns,
+        is_settled=samples.is_settled,
+        moved_bytes=None if work is None else work.moved_bytes,
+        flops=None if work is None else work.flops,
+    )
+
+
+# `timing`: how long one step takes, measured on inputs that are new in every call, with every output judged.
+#
+# Timed are `forward` with its cache write, `build` on the host, and the decodes and the prefills of a mixed batch
+# alone. The check fails on times that no honest kernel has: a wrong output in any call, work that continues after the
+# clock stopped, a replaced clock, or one shape that is much faster than its neighbours. Cannot see: how long the same
+# kernel takes in another process, or a backend that attacks the interpreter of its process (threat model:
+# `docs/timing.md`). Needs further runs of the backend.
 
 LOW_CLOCK = 0.8
 """Share of the highest SM clock. Below it, a note states that the device was slow."""
@@ -158,4 +822,4 @@ def _not_applicable(case: Case, features: frozenset[str]) -> NotExamined | None:
     return NotExamined(reasons, "attncheck") if reasons else None
 
 
-CHECK = Check(_check, _not_applicable)
+CHECKS = {"timing": Check(_check, _not_applicable)}

@@ -28,8 +28,8 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.checks.timing.clock import Clock, do_nothing, host_ns
-from attncheck.harness.problem.layer_sizes import naive_layer
-from attncheck.harness.problem.visible_span import visible_span
+from attncheck.harness.problem.pages import visible_span
+from attncheck.harness.problem.sizes import naive_layer
 from attncheck.reference import layer_params
 from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, MLASpec, RequestSpec, TreeOptions
 from attncheck.reports.run_file.timings import Ceilings

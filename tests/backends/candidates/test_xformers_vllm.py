@@ -17,7 +17,7 @@ from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentio
 from attncheck.backends.contract import AttentionCGSupport, AttentionType, CommonAttentionMetadata, KVCacheSpec
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendLoadError
-from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.harness.run.expectations import load_expectations
 from attncheck.reference.spec import LayerSpec
 
 if reasons := library_reasons("cpu"):

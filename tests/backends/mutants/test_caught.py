@@ -11,8 +11,8 @@ from attncheck.backends.mutants.catalogue import PLAIN, PLAIN_REF, catalogue
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.errors import BackendUnavailableError
-from attncheck.harness.checks import lse, numerics
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.checks import numerics
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.causes import likely_causes
 
@@ -64,7 +64,7 @@ def no_explanations():
     """Checks judge alone: to explain a failure takes five times as long, and ``harness/truth/test_explain.py`` does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numerics, "explain", lambda *_, **__: None)
-        patch.setattr(lse, "explain_lse", lambda *_, **__: None)
+        patch.setattr(numerics, "explain_lse", lambda *_, **__: None)
         yield
 
 

@@ -18,7 +18,7 @@ from attncheck.backends.paged import PagedImpl
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendLoadError, BackendUnavailableError, CaseFileError, QuestionError, UnknownNameError
 from attncheck.harness.providers.provider import load_provider
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference import varlen_attention
 
 ENTRY = "- name: a-fault\n  class: Fault\n  kind: window\n"

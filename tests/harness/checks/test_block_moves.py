@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.errors import ReferenceArgumentError
-from attncheck.harness.checks.block_moves import check_block_moves
+from attncheck.harness.checks.cache_write import check_block_moves
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks

@@ -12,7 +12,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceB
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import LoadedBackend, import_file
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 
 ROOT = Path(__file__).parents[3]
 SYNC_FREE = Conventions(sync_free_build=True)

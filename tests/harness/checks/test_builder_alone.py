@@ -12,10 +12,10 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.builder.alone import BuilderChecks
+from attncheck.harness.checks.builder import BuilderChecks
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
-from attncheck.harness.run.evaluation import Examiner
-from attncheck.harness.run.plan import RunPlan
+from attncheck.harness.run.evaluate import Examiner
+from attncheck.harness.run.selection import RunPlan
 
 CASE = next(case for case in load_suite("smoke").cases if case.id == "mixed.NHD")
 CPU = torch.device("cpu")

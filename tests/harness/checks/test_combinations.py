@@ -10,8 +10,8 @@ from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
-from attncheck.harness.problem.memory_estimate import needed_bytes
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, PathSpec, RequestSpec, SplitKVOptions
 
 CHECKS = ("numerics", "lse", "cache_write", "refusals")

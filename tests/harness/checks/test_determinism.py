@@ -10,8 +10,8 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
-from attncheck.harness.checks.determinism import check_determinism
 from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.checks.numerics import check_determinism
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem

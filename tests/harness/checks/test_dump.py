@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.checks.dump import dump_tensors
+from attncheck.harness.checks.interface import dump_tensors
 
 
 @pytest.mark.parametrize(

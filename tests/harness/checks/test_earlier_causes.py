@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from attncheck.harness.checks.numerics import EarlierCauses
+from attncheck.harness.diagnosis import explain as explaining
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth import explain as explaining
-from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reports.run_file.causes import ON_EARLIER, likely_causes
 
 BATCHES = [((1, 40), (5, 37)), ((1, 33), (7, 50)), ((1, 61), (4, 44))]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.function_calls import Poisoning
+from attncheck.harness.checks.interface import Poisoning
 
 RIGHT = torch.tensor([1.0, 2.0, 3.0])
 

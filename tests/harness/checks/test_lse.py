@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.checks import lse
+from attncheck.harness.checks import numerics
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
@@ -30,7 +30,7 @@ def examine(
     assert seen.lse is not None
     changed = replace(seen, lse=change(seen.lse.clone()), output=seen.output * output)
     declared = conventions or Conventions()
-    return lse.check_lse(problem, truth_of(problem, CPU), changed, declared, is_output_explained=explained)
+    return numerics.check_lse(problem, truth_of(problem, CPU), changed, declared, is_output_explained=explained)
 
 
 def test_rows_that_see_nothing_must_have_minus_infinity(plain: Callable[[str], str], make_case: Any) -> None:

@@ -11,17 +11,21 @@ from attncheck.backends.caches.codecs import PackedCodec
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BlindCaseError
-from attncheck.harness.checks import cache_write, fp8_write, numerics
+from attncheck.harness.checks import cache_write, numerics
 from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.driver.codec_proof import CodecError, prove_codec
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import Fill
-from attncheck.harness.problem.float8 import nearest_code, numbers_of, truncated_code
-from attncheck.harness.problem.output_quantisation import OutputCodes, output_codes
+from attncheck.harness.driver.pool import CodecError, prove_codec
+from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.problem.storage import (
+    OutputCodes,
+    key_storage,
+    nearest_code,
+    numbers_of,
+    output_codes,
+    truncated_code,
+)
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
 
@@ -90,19 +94,19 @@ def test_a_writer_that_makes_numbers_of_nan_is_named(make_case: Any, kind: str, 
 
 def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
     held = storage(scale=(0.3, 0.71))
-    rows = fp8_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
-    first, *others = fp8_write.honest_codes(rows, held)
+    rows = cache_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
+    first, *others = cache_write.honest_codes(rows, held)
     assert sum(int((first != other).sum()) for other in others) > 0
     exact = storage(scale=(0.5, 2.0))
-    codes = fp8_write.honest_codes(fp8_write.extreme_rows(rows, exact), exact)
+    codes = cache_write.honest_codes(cache_write.extreme_rows(rows, exact), exact)
     assert all(torch.equal(codes[0], other) for other in codes[1:])
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_the_rows_hold_ties_ends_nan_and_both_signs(kind: str) -> None:
     held = storage(kind, 0.25)
-    rows = fp8_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
-    quotients, stored = rows.double() / 0.25, numbers_of(fp8_write.honest_codes(rows, held)[0], held.held)
+    rows = cache_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
+    quotients, stored = rows.double() / 0.25, numbers_of(cache_write.honest_codes(rows, held)[0], held.held)
     limit = torch.finfo(held.held).max
     assert bool(torch.isnan(stored[torch.isnan(rows)]).all())
     assert bool(torch.isnan(rows).any())

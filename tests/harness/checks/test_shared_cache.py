@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend, load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import RequestSpec
 
 SHARED = next(case for case in load_suite("smoke").cases if case.id == "shared-cache")

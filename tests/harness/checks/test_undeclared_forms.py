@@ -9,8 +9,8 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
-from attncheck.harness.checks.undeclared_forms import is_plain, undeclared_forms
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.checks.refusals import is_plain, undeclared_forms
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference.spec import FEATURES
 
 

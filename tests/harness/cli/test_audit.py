@@ -9,7 +9,7 @@ import pytest
 
 from attncheck.harness.cli.app import main
 from attncheck.harness.workers import survey
-from attncheck.harness.workers.time_limits import TimeLimits
+from attncheck.harness.workers.limits import TimeLimits
 from attncheck.reports.run_file.header import SurveyedBackend
 from attncheck.reports.run_file.store import read_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.output import STEP_SUMMARY
+from attncheck.harness.cli.common import STEP_SUMMARY
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Record
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.harness.cli.completion import backends, cases, checks, suites
+from attncheck.harness.cli.common import backends, cases, checks, suites
 
 
 def test_names_are_completed(folder: Path) -> None:

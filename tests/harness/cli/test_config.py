@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.config import Config, read_config
+from attncheck.harness.cli.options import Config, read_config
 from attncheck.reports.run_file.store import Run, read_run
 
 TABLE = """\

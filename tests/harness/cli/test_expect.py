@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.harness.run.expectations import load_expectations
 
 Attncheck = Callable[..., int]
 

@@ -10,9 +10,8 @@ from inline_snapshot import snapshot
 from attncheck.cases.loader import load_file
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli import small_failures
-from attncheck.harness.cli.fuzz import read_time
-from attncheck.harness.cli.shrink import recorded_failure
+from attncheck.harness.cli import fuzz
+from attncheck.harness.cli.fuzz import read_time, recorded_failure
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer
 from attncheck.reports.run_file.store import Run
 
@@ -37,7 +36,7 @@ class Impl(SDPAImpl):
 def quick(monkeypatch: pytest.MonkeyPatch, preloaded: None) -> None:
     """Without stand-alone files, each of which takes two more processes; tests/harness/fuzz has them."""
     monkeypatch.setattr(
-        small_failures, "write_stand_alone", lambda _process, _failure, _path: StandAloneAnswer(False, "left out")
+        fuzz, "write_stand_alone", lambda _process, _failure, _path: StandAloneAnswer(False, "left out")
     )
 
 

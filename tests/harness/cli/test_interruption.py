@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from attncheck.harness.cli.interruption import interruptible, signal_of
+from attncheck.harness.cli.common import interruptible, signal_of
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

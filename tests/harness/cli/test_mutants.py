@@ -12,9 +12,8 @@ import pytest
 
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.kill_matrix import as_json, as_text, kill_matrix
-from attncheck.harness.cli.mutant_groups import ExaminedGroup, examine_groups, groups_of
-from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.cli.mutants import ExaminedGroup, as_json, as_text, examine_groups, groups_of, kill_matrix
+from attncheck.harness.cli.options import RunOptions
 
 CHECKS = ("numerics", "lse", "cudagraph")
 PLAIN = "attncheck.backends.mutants.plain:PlainBackend"
@@ -117,7 +116,7 @@ def test_json_has_the_same(matrix):
     ],
 )
 def test_a_wrong_question_is_refused_before_a_process_starts(words, message, capsys, monkeypatch):
-    monkeypatch.setattr("attncheck.harness.cli.mutant_groups.ProcessPoolExecutor", None)
+    monkeypatch.setattr("attncheck.harness.cli.mutants.ProcessPoolExecutor", None)
     assert cli.main(["mutants", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ import attncheck
 from attncheck.backends.registry import load
 from attncheck.errors import QuestionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.new import BackendKind, backend_ref, template_files
+from attncheck.harness.cli.show import BackendKind, backend_ref, template_files
 
 SUITE = """\
 suite: small

@@ -13,11 +13,11 @@ from inline_snapshot import snapshot
 
 from attncheck.backends import registry
 from attncheck.errors import BackendUnavailableError
+from attncheck.harness import host
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import doctor
-from attncheck.harness.cli.output import terminal_width
-from attncheck.harness.run import environment
-from attncheck.harness.run.environment import GpuModes
+from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.host import GpuModes
 from attncheck.harness.truth.shared_folder import SharedFolder
 from attncheck.reports.run_file.store import read_run
 
@@ -176,9 +176,9 @@ def test_doctor_prints_what_a_gpu_is_set_to(
 ) -> None:
     import torch
 
-    found = environment.collect_environment("cpu").model_copy(update={"driver": "590.1"})
-    monkeypatch.setattr(environment, "collect_environment", lambda device: found)
-    monkeypatch.setattr(environment, "gpu_modes", lambda device: modes)
+    found = host.collect_environment("cpu").model_copy(update={"driver": "590.1"})
+    monkeypatch.setattr(host, "collect_environment", lambda device: found)
+    monkeypatch.setattr(host, "gpu_modes", lambda device: modes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=2**36))
     assert doctor._gpu(0).endswith(expected)
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.cli import progress
-from attncheck.harness.cli.progress import NoProgress, ProgressBar, ProgressLines, progress_for
+from attncheck.harness.cli import run
+from attncheck.harness.cli.run import NoProgress, ProgressBar, ProgressLines, progress_for
 from attncheck.reports.run_file.records import Crashed, Failed, Passed, Unsupported
 
 
@@ -41,7 +41,7 @@ def test_lines_state_the_first_failures_at_once(capsys: pytest.CaptureFixture[st
     assert printed.out == ""
     lines = printed.err.splitlines()
     assert lines[0] == snapshot("failed  b[1]  s/case0  numerics: 1 of 2 rows")
-    assert len(lines) == progress.PRINTED_AT_ONCE
+    assert len(lines) == run.PRINTED_AT_ONCE
 
 
 def test_the_checks_of_a_case_that_one_end_of_the_process_prevents_share_a_line(
@@ -60,7 +60,7 @@ def test_lines_state_the_progress_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(step=6.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
     with progress_for(3) as watcher:
         for number in range(3):
             watcher.see(record(number))
@@ -72,7 +72,7 @@ case 3 of 3, 0 did not pass
 
 def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=11.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
     with progress_for(4) as watcher:
         for backend in ("a", "a", "b"):
             watcher.see(record(0, backend=backend))
@@ -83,7 +83,7 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(step=11.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
     with progress_for(2 * (1 + 3), rounds=3) as watcher:
         for check in ("numerics", "lse"):
             watcher.see(record(0, check=check))
@@ -112,8 +112,8 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(
     cases: int, seconds_a_case: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    tally = progress.Tally(cases, 1)
+    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    tally = run.Tally(cases, 1)
     times_left = []
     for number in range(len(expected)):
         now += seconds_a_case
@@ -124,8 +124,8 @@ def test_the_time_left_is_estimated_once_there_is_a_pace(
 
 def test_the_time_of_explaining_failures_is_not_expected_of_the_cases_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    tally = progress.Tally(100, 1)
+    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    tally = run.Tally(100, 1)
     for number in range(10):
         seconds = 61.0 if number < 5 else 1.0
         now += seconds

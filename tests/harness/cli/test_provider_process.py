@@ -7,9 +7,9 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import ProviderLoadError
-from attncheck.harness.cli.run_execution import execute_run
-from attncheck.harness.cli.run_options import RunOptions
-from attncheck.harness.workers import time_limits
+from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.cli.run import execute_run
+from attncheck.harness.workers import limits
 from attncheck.reports.run_file.records import Record
 
 PROVIDER = """
@@ -64,7 +64,7 @@ def test_records_are_those_of_this_process(tmp_path: Path) -> None:
 def test_a_provider_that_hangs_while_it_is_imported_is_refused(
     plain: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time_limits, "LEAST_LOADING_S", 2.0)
+    monkeypatch.setattr(limits, "LEAST_LOADING_S", 2.0)
     file = tmp_path / "mine.py"
     file.write_text("import time; time.sleep(600)\n")
     with pytest.raises(ProviderLoadError) as refused:

@@ -7,8 +7,8 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError, SelectionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.run_options import read_ray
-from attncheck.harness.workers.ray_cluster import RaySettings
+from attncheck.harness.cli.options import read_ray
+from attncheck.harness.workers.ray import RaySettings
 
 
 def test_without_the_executor_there_are_no_settings() -> None:

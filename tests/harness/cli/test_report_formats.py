@@ -12,7 +12,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.output import STEP_SUMMARY
+from attncheck.harness.cli.common import STEP_SUMMARY
 from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file.header import RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Record

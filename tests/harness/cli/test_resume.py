@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import RunFileError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.resuming import found_in, read_part, resume_command
+from attncheck.harness.cli.run_files import found_in, read_part, resume_command
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 WORDS = ["--backend", "reference", "--backend", "torch_sdpa", "--suite", "smoke", "--case", "decode.*,soft-cap"]

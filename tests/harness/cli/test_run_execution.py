@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli.executors import case_examiner
-from attncheck.harness.cli.run_execution import execute_run
-from attncheck.harness.cli.run_options import RunOptions
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.gpus import Gpu
-from attncheck.harness.run.preparation import PreparedRun
+from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.cli.run import case_examiner, execute_run
+from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.preparation import Gpu, PreparedRun
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.store import read_run
 
@@ -84,7 +82,7 @@ def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers
         given.append((jobs, warms))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
+    monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
     prepared, pool = prepared_for(device), WorkerPool()
     pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
     case_examiner(prepared, pool, jobs=wanted)
@@ -99,8 +97,8 @@ def test_backends_that_share_a_time_limit_share_a_gpu(monkeypatch: pytest.Monkey
     def supervise(*_: Any, jobs: int, warms: bool, costs: object) -> None:
         given.append((jobs, warms))
 
-    monkeypatch.setattr("attncheck.harness.workers.warming.most_processes", lambda device, gpus=1: 6 // gpus)
-    monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
+    monkeypatch.setattr("attncheck.harness.workers.pool.most_processes", lambda device, gpus=1: 6 // gpus)
+    monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
     for gpus, jobs in ((1, None), (2, None), (1, 4), (1, 1)):
         pool = WorkerPool()
         pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))

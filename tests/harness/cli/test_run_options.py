@@ -10,8 +10,8 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.last_failed import only_failed
-from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_size
+from attncheck.harness.cli.options import RunOptions, read_jobs, read_size
+from attncheck.harness.cli.run_files import only_failed
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]

@@ -11,13 +11,13 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run as command
-from attncheck.harness.cli.progress import ProgressLines
+from attncheck.harness.cli.run import ProgressLines
 from attncheck.harness.run.preparation import RunSettings
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, Selection
-from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reports.run_file.records import Crashed, Record, timing_of
 from attncheck.reports.run_file.store import read_run
 

@@ -10,8 +10,7 @@ from attncheck.cases.loader import load_suite, suite_names
 from attncheck.cases.model import Case, question
 from attncheck.cases.yaml_text import case_yaml
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.mask_picture import draw_mask
-from attncheck.harness.cli.show import case_lines
+from attncheck.harness.cli.show import case_lines, draw_mask
 from attncheck.reference.spec import LayerSpec, PaddingSpec, PathSpec, RequestSpec, TreeOptions
 
 CASES = [case for name in suite_names() for case in load_suite(name).cases]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.workers import supervisor, warming
-from attncheck.harness.workers.warming import WarmingAhead
+from attncheck.harness.workers import executor, pool
+from attncheck.harness.workers.pool import WarmingAhead
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.xdist_group("warm"), pytest.mark.usefixtures("preloaded")]
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    monkeypatch.setattr(warming, "usable_cores", lambda: 2)
+    monkeypatch.setattr(pool, "usable_cores", lambda: 2)
     return tmp_path
 
 
@@ -88,8 +88,8 @@ def test_what_it_warms_is_what_a_run_needs(folder: Path, capsys: pytest.CaptureF
 def test_a_run_that_sees_kernels_compiled_has_others_compile_ahead(
     folder: Path, monkeypatch: pytest.MonkeyPatch, the_run: Callable[[Path], Path]
 ) -> None:
-    monkeypatch.setattr(warming, "_SLOW_S", 0.05)
-    monkeypatch.setattr(supervisor, "WarmingAhead", lambda *given, is_on: WarmingAhead(*given, is_on=True))
+    monkeypatch.setattr(pool, "_SLOW_S", 0.05)
+    monkeypatch.setattr(executor, "WarmingAhead", lambda *given, is_on: WarmingAhead(*given, is_on=True))
     assert cli.main(["run", *OPTIONS]) == 0
     found = read_run(the_run(folder))
     assert [(record.case_id, record.outcome) for record in found.records] == [(f"rows-{n}", "passed") for n in ROWS]

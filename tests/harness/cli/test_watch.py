@@ -10,9 +10,9 @@ import pytest
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import watch
-from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.cli.watch import watch_run
-from attncheck.harness.workers.worker_process import WorkerProcess
+from attncheck.harness.workers.process import WorkerProcess
 from attncheck.reports.run_file.store import read_run
 
 MINE = """\
@@ -71,7 +71,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             super().__init__(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(watch, "WorkerProcess", Noted)
-    monkeypatch.setattr("attncheck.harness.workers.worker_pool.WorkerProcess", Noted)
+    monkeypatch.setattr("attncheck.harness.workers.pool.WorkerProcess", Noted)
     return times
 
 

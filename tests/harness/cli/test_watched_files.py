@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import attncheck
-from attncheck.harness.cli.watched_files import WatchedFiles, file_of
+from attncheck.harness.cli.watch import WatchedFiles, file_of
 
 OURS = Path(attncheck.__file__).parent
 

@@ -7,15 +7,13 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
 from attncheck.backends.impl import get_current_vllm_config
-from attncheck.harness.checks.invariance.history import repetitions
-from attncheck.harness.checks.invariance.right_rows import RightRows
-from attncheck.harness.checks.invariance.same_requests import same_requests
-from attncheck.harness.checks.invariance.same_step import same_step
+from attncheck.harness.checks.again import RightRows
+from attncheck.harness.checks.history import repetitions
+from attncheck.harness.checks.invariance import same_requests, same_step
 from attncheck.harness.driver.construction import construct_builder, construct_impl
-from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.step import forward_calls_of, make_step, num_builders
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import (

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.step import forward_calls_of, make_step, num_builders
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import (
     AttentionType,

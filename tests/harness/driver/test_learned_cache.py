@@ -12,10 +12,10 @@ from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks import cache_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.driver import pool_filling
+from attncheck.harness.driver import pool
+from attncheck.harness.driver.construction import LayerStub
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import CacheSpec, MLASpec
 
@@ -70,7 +70,7 @@ def test_a_layout_is_learned_once_for_each_layer_and_cache(
         learned.append(cache)
         return learn_codec(write, allocate, layer, cache, device)
 
-    monkeypatch.setattr(pool_filling, "learn_codec", learn)
+    monkeypatch.setattr(pool, "learn_codec", learn)
     backend = without_codec(Apart)
     for block_size, request in ((16, (1, 9)), (16, (3, 40)), (32, (1, 9))):
         assert isinstance(judged(backend, make_case(request, cache={"block_size": block_size})), Holds)

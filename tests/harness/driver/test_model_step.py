@@ -9,9 +9,7 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.model_step import run_step
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import OtherLayer
+from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.problem import Problem, build_problem
 
 CPU = torch.device("cpu")

@@ -6,9 +6,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from attncheck.harness.driver.operand_strides import operand_views
-from attncheck.harness.driver.output_buffers import GuardedBuffer
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.outputs import GuardedBuffer
+from attncheck.harness.driver.step import make_step, operand_views
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import StrideForm, StridesSpec
 

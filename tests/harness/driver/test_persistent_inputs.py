@@ -2,9 +2,14 @@
 
 import torch
 
-from attncheck.harness.driver.forward_calls import changed_inputs, forward_calls_of
-from attncheck.harness.driver.persistent_inputs import PersistentInputs, copied_calls, span
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.step import (
+    PersistentInputs,
+    changed_inputs,
+    copied_calls,
+    forward_calls_of,
+    make_step,
+    span,
+)
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, RequestSpec, SplitKVOptions
 

@@ -13,11 +13,11 @@ from attncheck.harness.checks.containment import check_containment
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.pool_memory import PoolMemory
+from attncheck.harness.driver.pool import PoolMemory
 from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.host_memory import own_memory
-from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
+from attncheck.harness.host import own_memory
 from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.problem.sizes import needed_bytes, shortage
 from attncheck.harness.truth.truth import truth_of
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.driver.forward_calls import ForwardCall
-from attncheck.harness.driver.results import CallResult, merged, placed
+from attncheck.harness.driver.outputs import CallResult, merged, placed
+from attncheck.harness.driver.step import ForwardCall
 
 PADDING = 7.0
 

@@ -8,10 +8,9 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised, capture_exception
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import Fill
+from attncheck.harness.driver.pool import same_bytes
+from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, RequestSpec

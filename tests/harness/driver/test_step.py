@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from attncheck.harness.driver.forward_calls import forward_calls_of
-from attncheck.harness.driver.persistent_inputs import copied_calls
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.step import copied_calls, forward_calls_of, make_step
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec, RequestSpec
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.fuzz.axes import NOT_DRAWN, VALUES, all_axes, few_and_small, plain
+from attncheck.harness.fuzz.search import NOT_DRAWN, VALUES, all_axes, few_and_small, plain
 from attncheck.reference.spec import PATHS, BatchSpec, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
 
 SPECS = {

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from attncheck.harness.fuzz.constants import constants_of, sources_of
+from attncheck.harness.fuzz.search import constants_of, sources_of
 
 CODE = '''\
 """A docstring with 777 in it, and in text: 888."""

@@ -8,8 +8,7 @@ import pytest
 
 from attncheck.cases.loader import load_file
 from attncheck.cases.yaml_text import case_yaml
-from attncheck.harness.fuzz.axes import all_axes
-from attncheck.harness.fuzz.drawing import Lengths, draw_case
+from attncheck.harness.fuzz.search import Lengths, all_axes, draw_case
 
 AXES = all_axes([48])
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.fuzz.literals import MOST_NUMBERS, SourceWriter
-from attncheck.harness.fuzz.recording import NotExpressibleError
+from attncheck.harness.fuzz.stand_alone_process import MOST_NUMBERS, NotExpressibleError, SourceWriter
 from attncheck.reference import AttentionParams
 
 

@@ -6,7 +6,7 @@ import sys
 from itertools import combinations
 from math import prod
 
-from attncheck.harness.fuzz.pairs import PairwiseCover
+from attncheck.harness.fuzz.search import PairwiseCover
 
 AXES = {"a": (1, 2, 3), "b": ("x", "y"), "c": (None, True, False), "d": (0.5, 1.5), "e": (7, 8, 9)}
 
@@ -47,7 +47,7 @@ def test_a_row_without_new_pairs_counts_0() -> None:
 
 def test_rows_do_not_depend_on_the_hashes_of_texts() -> None:
     code = (
-        "from attncheck.harness.fuzz.pairs import PairwiseCover\n"
+        "from attncheck.harness.fuzz.search import PairwiseCover\n"
         f"print([list(row.items()) for row in PairwiseCover({AXES!r}, 3).rows()])"
     )
     printed = {

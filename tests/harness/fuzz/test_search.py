@@ -6,8 +6,7 @@ from itertools import islice
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.fuzz.drawing import Lengths
-from attncheck.harness.fuzz.search import DeclaredAxes, DrawnQuestion, declared_axes, questions
+from attncheck.harness.fuzz.search import DeclaredAxes, DrawnQuestion, Lengths, declared_axes, questions
 
 
 def narrow(cases: Sequence[Case]) -> list[tuple[str, ...]]:
@@ -79,6 +78,6 @@ def test_behind_the_pairs_cases_are_drawn_by_chance_without_end() -> None:
 
 
 def _plain_axes() -> dict[str, tuple[object, ...]]:
-    from attncheck.harness.fuzz.axes import all_axes, plain
+    from attncheck.harness.fuzz.search import all_axes, plain
 
     return {key: (value,) for key, value in plain(all_axes()).items() if key != "layer.dtype"}

@@ -7,7 +7,7 @@ import pytest
 from attncheck.cases.consistency import implied_path
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
-from attncheck.harness.fuzz.shrinking import shrink, size_in_words
+from attncheck.harness.fuzz.shrink import shrink, size_in_words
 from attncheck.reference.spec import (
     AttentionType,
     BatchSpec,

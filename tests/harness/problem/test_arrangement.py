@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.problem.arrangement import Arrangement, arranged
-from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged, build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, DCPOptions, PaddingSpec, RequestSpec
 

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.problem import control_group, host_memory
-from attncheck.harness.problem.control_group import free_group_bytes, group_cores, oom_kills
-from attncheck.harness.problem.host_memory import free_host_bytes
-from attncheck.harness.run.environment import usable_cores
+from attncheck.harness import host
+from attncheck.harness.host import free_group_bytes, free_host_bytes, group_cores, oom_kills, usable_cores
 
 GIB = 2**30
 
@@ -15,14 +13,14 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A root without groups; this process is in ``/slice/pod``."""
-    monkeypatch.setattr(control_group, "_ROOT", tmp_path)
+    monkeypatch.setattr(host, "_ROOT", tmp_path)
     belong(monkeypatch, tmp_path, "0::/slice/pod\n")
     return tmp_path
 
 
 def belong(monkeypatch: pytest.MonkeyPatch, folder: Path, membership: str) -> None:
     (folder / "membership").write_text(membership)
-    monkeypatch.setattr(control_group, "_MEMBERSHIP", folder / "membership")
+    monkeypatch.setattr(host, "_MEMBERSHIP", folder / "membership")
 
 
 def write(folder: Path, **files: object) -> None:
@@ -35,9 +33,9 @@ def test_without_groups_or_limits_the_machine_counts(group: Path, monkeypatch: p
     assert (free_group_bytes(), group_cores(), oom_kills()) == (None, None, None)
     write(group / "slice/pod", memory__max="max", memory__current=GIB, cpu__max="max 100000")
     assert (free_group_bytes(), group_cores()) == (None, None)
-    monkeypatch.setattr(host_memory, "_free_machine_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(host, "_free_machine_bytes", lambda: 3 * GIB)
     assert free_host_bytes() == 3 * GIB
-    monkeypatch.setattr(control_group, "_MEMBERSHIP", group / "no/such/file")
+    monkeypatch.setattr(host, "_MEMBERSHIP", group / "no/such/file")
     assert (free_group_bytes(), group_cores()) == (None, None)
 
 
@@ -49,9 +47,9 @@ def test_the_narrowest_group_around_the_process_counts(group: Path, monkeypatch:
     assert free_group_bytes() == 4 * GIB
     write(group / "slice/pod", memory__high=4 * GIB)
     assert free_group_bytes() == 2.5 * GIB
-    monkeypatch.setattr(host_memory, "_free_machine_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(host, "_free_machine_bytes", lambda: 64 * GIB)
     assert free_host_bytes() == 2.5 * GIB
-    monkeypatch.setattr(host_memory, "_free_machine_bytes", lambda: GIB)
+    monkeypatch.setattr(host, "_free_machine_bytes", lambda: GIB)
     assert free_host_bytes() == GIB
 
 

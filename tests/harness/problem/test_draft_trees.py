@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.backends.paged_metadata import tree_mask
-from attncheck.harness.problem.draft_trees import ancestors, token_tree
+from attncheck.harness.problem.queries import ancestors, token_tree
 
 
 @st.composite

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.harness.problem.float8 import (
+from attncheck.harness.problem.storage import (
     alike,
     magnitudes,
     nearest_code,

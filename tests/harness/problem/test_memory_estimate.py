@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.problem import memory_estimate
-from attncheck.harness.problem.memory_estimate import shortage
+from attncheck.harness.problem import sizes
+from attncheck.harness.problem.sizes import shortage
 
 GIB = 2**30
 
@@ -32,7 +32,7 @@ def test_what_torch_keeps_for_itself_is_free(held: dict[str, int], make_case: An
 def test_torch_may_be_allowed_a_part_of_what_is_free(
     held: dict[str, int], make_case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_estimate, "needed_bytes", lambda _case, **_: 2 * GIB)
+    monkeypatch.setattr(sizes, "needed_bytes", lambda _case, **_: 2 * GIB)
     held |= {"free": 1000 * GIB, "fraction": 4}
     assert shortage(make_case(), torch.device("cuda:0")) is None
     held |= {"allocated": 3 * GIB, "reserved": 3 * GIB}
@@ -41,8 +41,8 @@ def test_torch_may_be_allowed_a_part_of_what_is_free(
 
 
 def test_the_process_may_have_less_than_the_host(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "needed_bytes", lambda _case, **_: 2 * GIB)
-    monkeypatch.setattr(memory_estimate, "free_host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(sizes, "needed_bytes", lambda _case, **_: 2 * GIB)
+    monkeypatch.setattr(sizes, "free_host_bytes", lambda: 64 * GIB)
     assert shortage(make_case(), torch.device("cpu")) is None
-    monkeypatch.setattr(memory_estimate, "free_own_bytes", lambda: GIB)
+    monkeypatch.setattr(sizes, "free_own_bytes", lambda: GIB)
     assert shortage(make_case(), torch.device("cpu")) == "the case needs about 2.0 GiB, the process has 1.0 GiB free"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attncheck.errors import SpecError
-from attncheck.harness.problem.page_layout import layout_of_layer
+from attncheck.harness.problem.pages import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.reference import compute_slot_mapping
 from attncheck.reference.spec import BlockTableSpec, DCPOptions, RequestSpec, SplitKVOptions

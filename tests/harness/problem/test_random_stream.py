@@ -2,7 +2,7 @@
 
 import torch
 
-from attncheck.harness.problem.random_stream import RandomStream
+from attncheck.harness.problem.pages import RandomStream
 
 
 def test_the_stream_is_what_it_was_on_every_other_machine() -> None:

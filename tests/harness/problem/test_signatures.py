@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.harness.problem.signatures import CHANNELS, Coordinate, decode, sign
+from attncheck.harness.problem.queries import CHANNELS, Coordinate, decode, sign
 
 
 @given(

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.harness.problem.float8 import truncated_code
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.problem.signatures import decode
-from attncheck.harness.problem.storage import key_storage, value_storage
+from attncheck.harness.problem.queries import decode
+from attncheck.harness.problem.storage import key_storage, truncated_code, value_storage
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
 FP8 = st.sampled_from(["fp8", "fp8_e4m3", "fp8_e5m2"])

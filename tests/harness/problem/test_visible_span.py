@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.harness.problem.visible_span import visible_span
+from attncheck.harness.problem.pages import visible_span
 from attncheck.reference import AttentionParams, visible
 
 SIZES = st.none() | st.integers(1, 6)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.harness.providers.answers import ProviderAnswer, Refusal, answer_differences, answer_of, plain_value
+from attncheck.harness.providers.provider import ProviderAnswer, Refusal, answer_differences, answer_of, plain_value
 
 
 def returned(value):

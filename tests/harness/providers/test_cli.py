@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.providers import plan as planning
+from attncheck.harness.providers import examine as planning
 from attncheck.reports.run_file.store import read_run
 
 SUITE = """\

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from attncheck.errors import SelectionError
-from attncheck.harness.providers.departures import Departure, Departures
-from attncheck.harness.providers.plan import ProviderPlan
-from attncheck.harness.providers.provider import Provider
-from attncheck.harness.providers.questions import Subject, SubjectSetting, subject_call
-from attncheck.harness.providers.records import (
+from attncheck.harness.providers.examine import (
     PlannedProviders,
+    ProviderPlan,
     describe_plan,
     examine_providers,
     header_with_providers,
 )
+from attncheck.harness.providers.provider import Departure, Departures, Provider, Subject, SubjectSetting, subject_call
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.analysis.utilities import function_rows
 from attncheck.reports.run_file.header import BackendInfo, SuiteInfo

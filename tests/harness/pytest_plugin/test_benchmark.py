@@ -12,7 +12,7 @@ import pytest
 
 import attncheck.backends.candidates.reference
 import attncheck.backends.candidates.torch_sdpa  # noqa: F401 (pytester forgets what is imported while it runs)
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.pytest_plugin.benchmark import WARM_UPS, Benchmarks, refusal_of
 from attncheck.reports.run_file.records import Errored, Failed, Record, parse_line
 

@@ -162,7 +162,7 @@ def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) 
 
 def test_a_group_is_a_case_and_a_backend_however_xdist_writes_it() -> None:
     pytest.importorskip("xdist")
-    from attncheck.harness.pytest_plugin.session import pair_scheduling
+    from attncheck.harness.pytest_plugin.items import pair_scheduling
 
     scheduling = object.__new__(pair_scheduling())  # the base class wants a whole session; the split needs none
     pair = "attncheck::small::decode::Wrong"

@@ -9,7 +9,7 @@ import pytest
 import attncheck.backends.candidates.reference
 import attncheck.backends.candidates.torch_sdpa
 import attncheck.harness.api  # noqa: F401 (pytester forgets what is imported while it runs)
-from attncheck.harness.pytest_plugin.question import _FewProcesses
+from attncheck.harness.pytest_plugin.items import _FewProcesses
 
 pytest_plugins = ["pytester"]
 

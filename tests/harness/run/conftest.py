@@ -7,7 +7,7 @@ import pytest
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reports.run_file.records import Record
 
 

@@ -12,16 +12,23 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError, UnknownNameError
-from attncheck.harness.run.backend_choice import (
+from attncheck.harness.run.backend_loading import Loader
+from attncheck.harness.run.outcomes import (
+    IMPORT,
+    OURSELVES,
+    BackendDescription,
+    LoadError,
+    ProcessEnd,
+    unloadable,
+    unloaded,
+)
+from attncheck.harness.run.preparation import (
     choose_backends,
     choose_device,
     first_refs,
     refuse_unavailable,
     suite_device,
 )
-from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloadable, unloaded
-from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.outcomes import IMPORT, OURSELVES, ProcessEnd
 
 
 def choose(

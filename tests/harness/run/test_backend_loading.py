@@ -9,7 +9,6 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.backend_loading import (
     Loader,
     describe_backend,
@@ -17,7 +16,8 @@ from attncheck.harness.run.backend_loading import (
     unavailable_reasons,
     usable_here,
 )
-from attncheck.harness.run.evaluation import UnavailableBackend
+from attncheck.harness.run.evaluate import UnavailableBackend
+from attncheck.harness.run.outcomes import BackendDescription
 
 TEXT = """\
 import torch

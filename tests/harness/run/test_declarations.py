@@ -8,7 +8,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
+from attncheck.harness.run.evaluate import Examiner, RunPlan, UnavailableBackend
 from attncheck.reference.spec import DEFAULT_CHECKS, OutputQuantSpec, PathSpec, SplitKVOptions
 from attncheck.reports.run_file.records import Record
 

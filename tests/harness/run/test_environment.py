@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import attncheck
-from attncheck.harness.run import environment
-from attncheck.harness.run.environment import GpuModes, collect_environment, device_memory, gpu_modes
+from attncheck.harness import host
+from attncheck.harness.host import GpuModes, collect_environment, device_memory, gpu_modes
 
 SRC = Path(attncheck.__file__).parents[1]
 
@@ -35,8 +35,8 @@ def test_tools_are_queried_once_and_policies_every_time(monkeypatch: pytest.Monk
 
 
 def test_a_missing_tool_is_none() -> None:
-    assert environment._first_line("no-such-tool-at-all") is None
-    assert environment._first_line("false") is None
+    assert host._first_line("no-such-tool-at-all") is None
+    assert host._first_line("false") is None
 
 
 def test_a_checkout_that_is_not_installed_has_a_version() -> None:
@@ -70,7 +70,7 @@ def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(
         arguments.extend(words)
         return printed
 
-    monkeypatch.setattr(environment, "_first_line", first_line)
+    monkeypatch.setattr(host, "_first_line", first_line)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
     assert gpu_modes("cuda:1") == expected
     assert "--id=GPU-of cuda:1" in arguments

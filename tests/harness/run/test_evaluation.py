@@ -13,9 +13,9 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.errors import BackendUnavailableError
-from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
-from attncheck.harness.run import evaluation
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.problem.sizes import needed_bytes, shortage
+from attncheck.harness.run import evaluate
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import DEFAULT_CHECKS, PathSpec, SplitKVOptions, StridesSpec
 from attncheck.reports.run_file.records import Record
@@ -93,7 +93,7 @@ def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(
     def broken(*_args: Any, **_options: Any) -> None:
         raise IndexError("ours")
 
-    monkeypatch.setattr("attncheck.harness.checks.lse.check_lse", broken)
+    monkeypatch.setattr("attncheck.harness.checks.numerics.check_lse", broken)
     records = examine(ReferenceBackend, make_case())
     assert outcomes(records) == dict.fromkeys(ALL, "passed") | {"lse": "errored"}
     record = records["lse"]
@@ -152,7 +152,7 @@ def test_checks_are_those_of_plan_and_case_in_order(make_case: Any, examine: Any
 
 def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_case: Any, loaded: Any) -> None:
     case_ids = []
-    monkeypatch.setattr(evaluation, "shortage", lambda case, _device: case_ids.append(case.id))
+    monkeypatch.setattr(evaluate, "shortage", lambda case, _device: case_ids.append(case.id))
     cases = make_case(name="one"), make_case(name="two")
     backends = loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")
     assert {record.outcome for record in Examiner(RunPlan(cases=cases, backends=backends)).run()} == {"passed"}
@@ -225,7 +225,7 @@ def test_a_truth_that_runs_out_of_memory_is_unavailable(
     def full(*_args: Any, **_options: Any) -> None:
         raise error
 
-    monkeypatch.setattr("attncheck.harness.truth.truth_cache.truth_of", full)
+    monkeypatch.setattr("attncheck.harness.truth.truth.truth_of", full)
     record = examine(ReferenceBackend, make_case())["numerics"]
     assert record.outcome == "unavailable"
     assert record.reasons == (f"out of memory while the truth was computed: {error}",)
@@ -262,7 +262,7 @@ def test_truths_are_computed_once_for_all_examiners(
         found = Examiner(plan, stores_truths=stores_truths).run()
         return [record.model_copy(update={"duration_s": 0.0}) for record in found]
 
-    monkeypatch.setattr("attncheck.harness.truth.truth_cache.truth_of", count)
+    monkeypatch.setattr("attncheck.harness.truth.truth.truth_of", count)
     first = records()
     assert not (tmp_path / "truths").exists()
     assert records(stores_truths=True) == first

@@ -9,7 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError
-from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.harness.run.expectations import load_expectations
 
 ENTRY = {"backend": "Wrong", "case": "smoke/window.*", "check": "numerics", "outcome": "failed", "reason": "issue 17"}
 

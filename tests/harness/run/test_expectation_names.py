@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.run.expectation_file import expectation_file, load_expectations
+from attncheck.harness.run.expectations import expectation_file, load_expectations
 
 OWN = sorted((Path(__file__).resolve().parents[3] / "docs" / "expected").glob("*.yaml"))
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.run.expectation_file import load_expectations
-from attncheck.harness.run.expectation_writing import expectations_text
-from attncheck.harness.run.expectations import Expectations
+from attncheck.harness.run.expectations import Expectations, expectations_text, load_expectations
 from attncheck.harness.run.outcomes import OURSELVES
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunFooter, XFailed, parse_line

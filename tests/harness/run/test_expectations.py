@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.run.expectation_file import load_expectations
-from attncheck.harness.run.expectations import Expectations
+from attncheck.harness.run.expectations import Expectations, load_expectations
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Failed, Passed, Record, RunFooter, XFailed, XPassed, parse_line

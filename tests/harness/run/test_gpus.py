@@ -7,8 +7,8 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.errors import QuestionError
-from attncheck.harness.run.evaluation import environment_of
-from attncheck.harness.run.gpus import gpu_variables, gpus_alike, refuse_other_gpu
+from attncheck.harness.run.evaluate import environment_of
+from attncheck.harness.run.preparation import gpu_variables, gpus_alike, refuse_other_gpu
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_device_with_a_number_is_one_gpu_and_a_cpu_is_none(monkeypatch: pytest
 
 def test_a_process_on_another_gpu_or_in_another_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     here = environment_of("cpu")
-    monkeypatch.setattr("attncheck.harness.run.evaluation.collect_environment", lambda device: here)
+    monkeypatch.setattr("attncheck.harness.run.evaluate.collect_environment", lambda device: here)
     machine(monkeypatch, gpu("a"))
     refuse_other_gpu("cuda", "a", here)
     with pytest.raises(QuestionError) as refused:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.run.kernel_caches import CacheContents, KernelCache, kernel_caches
+from attncheck.harness.host import CacheContents, KernelCache, kernel_caches
 
 FOLDERS = {"triton": "t", "inductor": "i", "flashinfer": "f/.cache/flashinfer"}
 

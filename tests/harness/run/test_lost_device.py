@@ -10,9 +10,9 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import load_object
 from attncheck.cases.model import Case
-from attncheck.harness.run import evaluation
-from attncheck.harness.run.evaluation import Examiner, RunPlan
-from attncheck.harness.run.lost_device import DeviceLostError
+from attncheck.harness.run import evaluate
+from attncheck.harness.run.evaluate import Examiner, RunPlan
+from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.reports.run_file.records import Crashed, Record
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
@@ -108,7 +108,7 @@ def test_out_of_memory_is_no_lost_device(make_case: Any, lose: Callable[[str], N
 def test_a_device_lost_by_a_declaration_shows_as_the_case_is_prepared(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setattr(evaluation, step, raising(ILLEGAL))
+    monkeypatch.setattr(evaluate, step, raising(ILLEGAL))
     assert crash(make_case(), lambda: None).stage == "check numerics"
 
 
@@ -116,7 +116,7 @@ def test_a_fault_of_ours_stays_one(make_case: Any, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> NoReturn:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(evaluation, "shortage", fail)
+    monkeypatch.setattr(evaluate, "shortage", fail)
     with pytest.raises(RuntimeError, match="ours"):
         records(make_case(), lambda: None)
 
@@ -124,7 +124,7 @@ def test_a_fault_of_ours_stays_one(make_case: Any, monkeypatch: pytest.MonkeyPat
 def test_tensors_that_a_lost_device_holds_are_not_dumped(
     make_case: Any, lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wrong = evaluation.Broken("wrong", {})
+    wrong = evaluate.Broken("wrong", {})
     monkeypatch.setattr("attncheck.harness.checks.case_checks.CaseChecks.examine", lambda self, check: wrong)
     monkeypatch.setattr("attncheck.harness.checks.case_checks.dump_case", raising(ILLEGAL))
     lose()

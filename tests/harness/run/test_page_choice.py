@@ -3,9 +3,8 @@
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.page_choice import fit_pages
-from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.selection import Selection, fit_pages, select_cases
 from attncheck.reports.run_file.header import BackendInfo
 
 SUITE = """

@@ -10,9 +10,8 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
 from attncheck.errors import QuestionError, SelectionError, UnknownNameError
-from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, split_commas
 from attncheck.harness.run.preparation import RunSettings, prepare_run
-from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.run.selection import Selection, cases_by_keywords, choose_checks, select_cases, split_commas
 from attncheck.reference.spec import BACKEND_CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
 

@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 import attncheck
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendLoadError, SelectionError
-from attncheck.harness.run.evaluation import Examiner, UnavailableBackend, environment_of
+from attncheck.harness.run.evaluate import Examiner, UnavailableBackend, environment_of
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
 from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, select_cases
 from attncheck.reports.run_file.records import Record

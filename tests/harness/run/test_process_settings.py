@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.process_settings import THREAD_VARIABLES, current_device
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.evaluate import THREAD_VARIABLES, current_device
 
 
 def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any, examine: Any, with_impl: Any) -> None:

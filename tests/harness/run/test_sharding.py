@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
 from attncheck.errors import SelectionError
-from attncheck.harness.run.sharding import Shard, read_shard
+from attncheck.harness.run.selection import Shard, read_shard
 
 CASES = load_suite("smoke").cases
 

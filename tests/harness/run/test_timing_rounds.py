@@ -8,21 +8,24 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import environment_of
-from attncheck.harness.run.plan import RunPlan
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.evaluate import environment_of
+from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
-from attncheck.harness.run.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
-from attncheck.harness.run.timing_rounds import (
+from attncheck.harness.run.selection import (
+    DEFAULT_ROUNDS,
     RoundQuestions,
+    RunPlan,
+    check_timed,
+    choose_rounds,
     count_questions,
     rotated,
+    select_cases,
     timed_questions,
     untimed_questions,
 )
+from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.protocol import Assignment
-from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment
 

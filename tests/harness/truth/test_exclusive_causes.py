@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attncheck.harness.diagnosis.explain import explain
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.explain import explain
-from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reports.run_file.causes import likely_causes
 
 SINKS = {"sinks": True}

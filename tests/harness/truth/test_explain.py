@@ -8,14 +8,14 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks import lse, numerics
+from attncheck.harness.checks import numerics
 from attncheck.harness.checks.findings import Broken
+from attncheck.harness.diagnosis.explain import _explanations, explain
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.explain import _explanations, explain
-from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference import Precision
 from attncheck.reports.run_file.causes import ALTERNATIVE, likely_causes
 
@@ -54,7 +54,7 @@ def findings(backend: Any, case: Any) -> dict[str, Any]:
     assert isinstance(seen, Observation)
     return {
         "numerics": numerics.check_numerics(problem, truth, seen),
-        "lse": lse.check_lse(problem, truth, seen, backend.conventions),
+        "lse": numerics.check_lse(problem, truth, seen, backend.conventions),
     }
 
 

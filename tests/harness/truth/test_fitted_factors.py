@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from attncheck.harness.diagnosis.explain import explain
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.explain import explain
-from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference import Precision
 from attncheck.reports.run_file.causes import likely_causes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.hypotheses import keys_seen, toggles
+from attncheck.harness.truth.faults import keys_seen, toggles
 from attncheck.harness.truth.truth import params_of, rows_of
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, visible

@@ -10,18 +10,16 @@ import torch
 from attncheck.backends.caches.codecs import packed_codec
 from attncheck.backends.candidates.reference_mla import ReferenceMLABackend, ReferenceMLAImpl
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
-from attncheck.harness.checks.dump import dump_case
-from attncheck.harness.driver.latent_views import KVBProj
+from attncheck.harness.checks.interface import dump_case
+from attncheck.harness.driver.construction import KVBProj
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.turn import Fill
-from attncheck.harness.problem.latent import make_up_projections
-from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
-from attncheck.harness.problem.memory_estimate import needed_bytes
+from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.sizes import naive_layer, needed_bytes, stored_sizes
+from attncheck.harness.problem.storage import make_up_projections
 from attncheck.harness.run.selection import unanswered_reasons
-from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference import mla_attention_absorbed, mla_attention_chunked, mla_attention_naive, mla_params
 from attncheck.reference.spec import CacheSpec, MLASpec
 

@@ -12,13 +12,12 @@ from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
+from attncheck.harness.diagnosis.explain import explain
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.foreign_slots import STALE_ROWS, foreign_slots, rows_in_pool, stale_rows
-from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.explain import explain
-from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.problem.problem import STALE_ROWS, build_problem, foreign_slots, rows_in_pool, stale_rows
 from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reports.run_file.causes import likely_causes
 
 CPU = torch.device("cpu")

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.tolerance import budget_of, score_bound, share_of_budget
 from attncheck.harness.truth.truth import Truth, params_of, rows_of, truth_of
-from attncheck.harness.truth.unpaged import UnpagedAttention
+from attncheck.harness.truth.unpaged import UnpagedAttention, budget_of, score_bound, share_of_budget
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 

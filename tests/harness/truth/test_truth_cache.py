@@ -12,10 +12,9 @@ from torch import Tensor
 from attncheck.cases.model import Case, Tolerance
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth import truth_cache
+from attncheck.harness.truth import truth as truth_module
 from attncheck.harness.truth.shared_folder import SharedFolder
-from attncheck.harness.truth.truth import Truth, truth_of
-from attncheck.harness.truth.truth_cache import SOURCES, TruthCache
+from attncheck.harness.truth.truth import SOURCES, Truth, TruthCache, truth_of
 from attncheck.reference.spec import FastPrefillOptions, MLASpec, OutputQuantSpec, TreeOptions
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ class Truths:
             self.computed += 1
             return truth_of(*args, **options)
 
-        monkeypatch.setattr(truth_cache, "truth_of", count)
+        monkeypatch.setattr(truth_module, "truth_of", count)
 
     def of(self, case: Case, seed: int = 0, *, machine: str = "m", stores: bool = True, **options: bool) -> Truth:
         """The truth, by a cache of a process's own."""
@@ -98,7 +97,7 @@ def test_another_question_has_another_truth(make_case: Any, truths: Truths, monk
     assert truths.computed == len(truths.files()) == 6
     truths.of(replace(case, id="renamed"))  # the same question
     assert truths.computed == 6
-    monkeypatch.setattr(truth_cache, "digest_of_sources", lambda: "edited")
+    monkeypatch.setattr(truth_module, "digest_of_sources", lambda: "edited")
     truths.of(case)
     monkeypatch.setattr(torch, "__version__", "9.9")
     truths.of(case)
@@ -181,7 +180,7 @@ def test_a_folder_that_cannot_be_used_changes_nothing(
     truths.folder.chmod(0o777)
     assert_same(truths.of(case), expected)
     truths.folder.chmod(0o700)
-    monkeypatch.setattr(truth_cache, "digest_of_sources", lambda: (_ for _ in ()).throw(OSError("no sources")))
+    monkeypatch.setattr(truth_module, "digest_of_sources", lambda: (_ for _ in ()).throw(OSError("no sources")))
     assert_same(truths.of(case), expected)
     monkeypatch.undo()
     cache = TruthCache(CPU, file / "below", stores=True)
@@ -203,7 +202,7 @@ def test_the_folder_is_trimmed_as_it_fills(make_case: Any, tmp_path: Path, monke
     trims: list[SharedFolder] = []
     monkeypatch.setattr(SharedFolder, "trim", lambda self: trims.append(self))  # noqa: PLW0108 (a bound method)
     for seed, most_bytes, expected in ((0, 2**30, 1), (3, 16, 4)):
-        monkeypatch.setattr(truth_cache, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(truth_module, "MOST_BYTES", most_bytes)
         cache = TruthCache(CPU, tmp_path / "truths", stores=True)
         for each in range(3):
             cache.truth_of(build_problem(make_case(*SMALL), seed + each))
@@ -212,7 +211,7 @@ def test_the_folder_is_trimmed_as_it_fills(make_case: Any, tmp_path: Path, monke
 
 def test_the_sources_are_all_that_truths_are_computed_by() -> None:
     """Every module of attncheck's that problem and truth import, and those import, is in the digest."""
-    package = Path(truth_cache.__file__).parents[2]
+    package = Path(truth_module.__file__).parents[2]
     due, seen = [path for room in ("problem", "truth") for path in (package / "harness" / room).glob("*.py")], set()
     while due:
         path = due.pop()

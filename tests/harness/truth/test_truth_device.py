@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attncheck.cases.model import Case
-from attncheck.harness.truth import truth_device as module
-from attncheck.harness.truth.truth_device import device_seconds, host_seconds, truth_device, truth_notes
+from attncheck.harness.truth import truth as module
+from attncheck.harness.truth.truth import device_seconds, host_seconds, truth_device, truth_notes
 from attncheck.reference.spec import AttentionType, RequestSpec
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from attncheck.harness.diagnosis.explain import explain
+from attncheck.harness.diagnosis.fitted import pattern, shared_by, which_heads
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.explain import explain
-from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import truth_of
-from attncheck.harness.truth.wrong_rows import pattern, shared_by, which_heads
+from attncheck.harness.truth.unpaged import share_of_budget
 
 BATCH = (1, 37), (5, 40), (33, 33), (1, 130)
 """Positions 36; 35 to 39; 0 to 32; 129. Rows 0; 1 to 5; 6 to 38; 39. Pages of 16."""

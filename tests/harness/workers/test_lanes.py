@@ -8,16 +8,14 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.gpus import Gpu
-from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, unavailable
-from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, unavailable, unloadable
+from attncheck.harness.run.preparation import Gpu
+from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.limits import Limit, TimeLimits
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, WorkerError
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
-from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.time_limits import Limit, TimeLimits
-from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Passed, Record
 
@@ -114,7 +112,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many processes were waited for, each time."""
     found: list[int] = []
     monkeypatch.setattr(
-        "attncheck.harness.workers.lanes.wait_for_answers", lambda processes: found.append(len(processes))
+        "attncheck.harness.workers.executor.wait_for_answers", lambda processes: found.append(len(processes))
     )
     return found
 
@@ -122,7 +120,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def help_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is worth its start, however little is left."""
-    monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)
+    monkeypatch.setattr("attncheck.harness.workers.executor._START_S", 0)
 
 
 @pytest.fixture
@@ -173,7 +171,7 @@ def test_records_of_the_first_come_before_the_others_are_done(cases: list[Case])
 
 @pytest.mark.usefixtures("help_at_once")
 def test_a_backend_alone_gets_several_processes(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
+    monkeypatch.setattr("attncheck.harness.workers.executor._SAMPLE", 1)
     workers = FakePool("a", a=3)
     assert in_order(examine(workers, cases, known("a"), jobs=3)) == everything("a", cases)
     assert len(workers.twins) == 2
@@ -191,7 +189,7 @@ def test_a_backend_alone_gets_several_processes(cases: list[Case], monkeypatch: 
 def test_one_more_process_that_cannot_be_started_costs_nothing(
     cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
+    monkeypatch.setattr("attncheck.harness.workers.executor._SAMPLE", 1)
     workers = FakePool("a", a=3)
     workers.failure = QuestionError("no more processes")
     assert in_order(examine(workers, cases, known("a"))) == everything("a", cases)
@@ -203,7 +201,7 @@ def test_each_lane_begins_and_helps_on_its_own_gpu(
     cases: list[Case], help_at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second lane begins ``b`` in a process of its own; the first one then helps with ``b`` on its own GPU."""
-    monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
+    monkeypatch.setattr("attncheck.harness.workers.executor._SAMPLE", 1)
     workers = FakePool("ab", a=1, b=9)
     workers.gpus = (Gpu("GPU-0"), Gpu("GPU-1"), Gpu("GPU-2"))
     assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
@@ -230,7 +228,7 @@ def test_an_interrupt_yields_the_records_that_wait_for_an_earlier_backend(
     def interrupt(processes: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attncheck.harness.workers.lanes.wait_for_answers", interrupt)
+    monkeypatch.setattr("attncheck.harness.workers.executor.wait_for_answers", interrupt)
     found = examine(FakePool("ab", a=20), cases, *map(known, "ab"))
     taken = []
     with pytest.raises(KeyboardInterrupt):
@@ -255,7 +253,7 @@ def test_a_backend_whose_process_does_not_start_on_a_gpu_is_left_to_the_others(
 def test_what_needs_much_memory_is_examined_one_at_a_time(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"second", "third"}
     monkeypatch.setattr(
-        "attncheck.harness.workers.schedule.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
+        "attncheck.harness.workers.executor.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
     )
     workers = FakePool("ab", a=3, b=3)
     assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
@@ -306,7 +304,7 @@ def test_warmers_get_each_case_that_is_untimed_and_end_before_the_next_backend_a
     make_case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    monkeypatch.setattr("attncheck.harness.workers.supervisor.WarmingAhead", lambda *_, is_on: Noting(log))
+    monkeypatch.setattr("attncheck.harness.workers.executor.WarmingAhead", lambda *_, is_on: Noting(log))
     cases = (make_case(name="first"), make_case(name="second"))
     plan = RunPlan(cases=cases, checks=("numerics",))
     list(Supervisor(plan, [known("a"), known("b")], cast(WorkerPool, FakePool("ab")), ENVIRONMENT, warms=True).run())
@@ -315,7 +313,7 @@ def test_warmers_get_each_case_that_is_untimed_and_end_before_the_next_backend_a
 
 def test_what_is_only_timed_is_warmed_before_the_first_round(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    monkeypatch.setattr("attncheck.harness.workers.supervisor.WarmingAhead", lambda *_, is_on: Noting(log))
+    monkeypatch.setattr("attncheck.harness.workers.executor.WarmingAhead", lambda *_, is_on: Noting(log))
     plan = RunPlan(cases=(make_case(name="first"),), checks=("timing",), rounds=0)
     gone = unloadable("gone", "gone", ("no library",))
     list(Supervisor(plan, [known("a"), gone], cast(WorkerPool, FakePool("a")), ENVIRONMENT, warms=True).run())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pretend_cuda import Settings, present
 
-from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within, size_in_words, with_limit_named
+from attncheck.harness.workers.limits import MemoryLimits, keep_within, size_in_words, with_limit_named
 from attncheck.reports.run_file.records import Record
 
 MIB, GIB = 2**20, 2**30
@@ -22,8 +22,8 @@ def test_sizes_are_stated_in_the_unit_that_suits() -> None:
 
 def test_on_a_cpu_memory_far_beyond_the_limit_is_refused_at_once() -> None:
     code = """
-from attncheck.harness.problem.host_memory import free_own_bytes
-from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within
+from attncheck.harness.host import free_own_bytes
+from attncheck.harness.workers.limits import MemoryLimits, keep_within
 assert free_own_bytes() is None
 keep_within(MemoryLimits(), "cpu")
 assert free_own_bytes() is None
@@ -42,7 +42,7 @@ except MemoryError:
 def test_a_narrower_limit_of_the_system_stays() -> None:
     code = """
 import resource
-from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within
+from attncheck.harness.workers.limits import MemoryLimits, keep_within
 resource.setrlimit(resource.RLIMIT_DATA, (2**28, 2**28))
 keep_within(MemoryLimits(host=2**30), "cpu")
 assert resource.getrlimit(resource.RLIMIT_DATA) == (2**28, 2**28)

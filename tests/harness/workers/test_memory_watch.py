@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.workers import memory_watch, process_control
-from attncheck.harness.workers.memory_watch import MemoryWatch, causes, held_bytes, reserve_of, seconds_to_wait
-from attncheck.harness.workers.time_limits import Limit
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.harness.workers import limits
+from attncheck.harness.workers import process as process_module
+from attncheck.harness.workers.limits import Limit, MemoryWatch, causes, held_bytes, reserve_of, seconds_to_wait
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
 
 MIB, GIB = 2**20, 2**30
 
 
 def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
     """A process that runs ``code`` where the worker would be."""
-    monkeypatch.setattr(process_control, "_START", f"import os, sys, time\n{code}")
+    monkeypatch.setattr(process_module, "_START", f"import os, sys, time\n{code}")
     return WorkerProcess()
 
 
@@ -123,8 +123,8 @@ def test_where_the_host_runs_short_the_largest_is_killed_and_the_next_only_if_th
             self.has_ended = True
 
     free, held = 64 * GIB, {1: 2 * GIB, 2: 3 * GIB, 3: GIB // 2}
-    monkeypatch.setattr(memory_watch, "free_host_bytes", lambda: free)
-    monkeypatch.setattr(memory_watch, "held_bytes", lambda sessions, _enough: {each: held[each] for each in sessions})
+    monkeypatch.setattr(limits, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(limits, "held_bytes", lambda sessions, _enough: {each: held[each] for each in sessions})
     watch = MemoryWatch()
     monkeypatch.setattr(watch, "_is_running", True)  # without its thread
     for process in map(Fake, held):
@@ -158,5 +158,5 @@ def test_the_thread_ends_with_the_last_process_and_begins_with_the_next(monkeypa
 
 def test_a_process_that_is_gone_holds_nothing() -> None:
     assert held_bytes([2**30], 0) == {2**30: 0}
-    assert memory_watch._proportional_bytes(2**30) == 0
-    assert memory_watch._proportional_bytes(os.getpid()) > 0
+    assert limits._proportional_bytes(2**30) == 0
+    assert limits._proportional_bytes(os.getpid()) > 0

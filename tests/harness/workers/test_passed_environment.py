@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.workers.passed_environment import passed_environment, read_patterns, variables_read
+from attncheck.harness.workers.limits import passed_environment, read_patterns, variables_read
 
 NEEDED = ("PATH", "HOME", "LC_ALL", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CACHE_ROOT", "CC")
 OTHERS = ("GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "DATABASE_URL", "PATHS")

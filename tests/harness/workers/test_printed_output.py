@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from attncheck.harness.workers import printed_output
-from attncheck.harness.workers.printed_output import KEPT, KEPT_OF_EARLIER, PrintedOutput, mark_of
+from attncheck.harness.workers import process
+from attncheck.harness.workers.process import KEPT, KEPT_OF_EARLIER, PrintedOutput, mark_of
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe: tuple[
 def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(printed_output, "SHOWN", 1000)
+    monkeypatch.setattr(process, "SHOWN", 1000)
     shown: list[str] = []
     printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.extend(text.split("\n")))
     os.write(pipe[1], mark_of("s/a") + b"x" * 99 + b"\n" + b"\xc3\xbc" * 600 + b"\nthe end\n")
@@ -77,7 +77,7 @@ def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_s
     printed.close()
     assert shown[0] == "x" * 99
     assert set(shown[1]) == {"\u00fc"}
-    assert shown[2:] == [printed_output._DROPPED.strip(), "short"]
+    assert shown[2:] == [process._DROPPED.strip(), "short"]
     assert printed.of("s/a").endswith("\nthe end\n")
     assert printed.of("s/b") == "short\n"
 
@@ -85,7 +85,7 @@ def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_s
 def test_the_kept_output_of_a_case_states_that_it_was_cut(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(printed_output, "SHOWN", 50_000)
+    monkeypatch.setattr(process, "SHOWN", 50_000)
     printed = PrintedOutput(pipe[0], "mine")
     os.write(pipe[1], b"x" * 50_000)
     assert printed.of().splitlines()[0] == "[30000 bytes before this are not kept]"
@@ -102,6 +102,6 @@ def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe: tuple[i
         rest = memoryview(block)
         while rest:
             rest = rest[os.write(pipe[1], rest) :]
-    assert len(printed._line) <= printed_output._LONGEST_LINE
+    assert len(printed._line) <= process._LONGEST_LINE
     printed.close()
     assert "".join(shown) == "x" * 2**23

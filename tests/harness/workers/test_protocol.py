@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.outcomes import BackendDescription, unloadable
 from attncheck.harness.workers.protocol import (
     Answer,
     Begun,

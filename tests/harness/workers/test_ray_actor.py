@@ -8,10 +8,12 @@ import pytest
 from inline_snapshot import snapshot
 
 import attncheck
-from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, file_digest, prepare_run
 from attncheck.harness.run.selection import Selection, select_cases
-from attncheck.harness.workers.first_messages import assignment_of
+from attncheck.harness.workers.executor import BackendQuestion
+from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
+from attncheck.harness.workers.process import assignment_of
 from attncheck.harness.workers.protocol import (
     ChooseDevice,
     DeviceChosen,
@@ -20,10 +22,7 @@ from attncheck.harness.workers.protocol import (
     format_message,
     parse_answer,
 )
-from attncheck.harness.workers.ray_actor import Examined, RayActor
-from attncheck.harness.workers.schedule import BackendQuestion
-from attncheck.harness.workers.time_limits import TimeLimits
-from attncheck.harness.workers.worker_settings import WorkerSettings
+from attncheck.harness.workers.ray import Examined, RayActor
 from attncheck.reports.run_file.records import parse_line
 
 pytestmark = pytest.mark.usefixtures("preloaded")

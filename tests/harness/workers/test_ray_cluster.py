@@ -12,12 +12,10 @@ from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.errors import ClusterError, MissingExtraError
-from attncheck.harness.run.plan import RunPlan
-from attncheck.harness.run.selection import select_cases
+from attncheck.harness.run.selection import RunPlan, select_cases
+from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.protocol import DeviceChosen, HarnessFailure, Prepare, Refused, format_message
-from attncheck.harness.workers.ray_actor import Examined
-from attncheck.harness.workers.ray_cluster import Lost, RayCluster, RaySettings
-from attncheck.harness.workers.schedule import BackendQuestion
+from attncheck.harness.workers.ray import Examined, Lost, RayCluster, RaySettings
 from attncheck.reports.run_file.header import Environment
 
 FACTS = dict.fromkeys(("python", "numpy", "platform", "cpu", "device", "device_name"), "")
@@ -149,7 +147,7 @@ def opened(ray: FakeRay, notes: list[str]) -> Opener:
 
 
 def question() -> BackendQuestion:
-    from attncheck.harness.run.backend_description import BackendDescription
+    from attncheck.harness.run.outcomes import BackendDescription
 
     backend = BackendDescription.model_validate({"info": {"name": "reference", "ref": "reference"}})
     return BackendQuestion(backend, select_cases(["smoke"]).cases[0], ("numerics",))

@@ -9,16 +9,13 @@ from inline_snapshot import snapshot
 
 from attncheck.cases.model import Case
 from attncheck.errors import ClusterError
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.outcomes import Circumstances, unavailable
-from attncheck.harness.run.plan import RunPlan
-from attncheck.harness.workers import ray_executor
-from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, unavailable
+from attncheck.harness.run.selection import RunPlan
+from attncheck.harness.workers import ray
+from attncheck.harness.workers.executor import BackendQuestion
+from attncheck.harness.workers.process import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
-from attncheck.harness.workers.ray_actor import Examined
-from attncheck.harness.workers.ray_cluster import Answer, Lost, Node
-from attncheck.harness.workers.ray_executor import RayExecutor
-from attncheck.harness.workers.schedule import BackendQuestion
+from attncheck.harness.workers.ray import Answer, Examined, Lost, Node, RayExecutor
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Crashed, Record, format_line
 
@@ -166,7 +163,7 @@ def test_cases_that_share_a_graph_level_go_to_one_node(make_case: MakeCase, lose
 
 def test_few_results_wait_for_a_slow_question(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first question is answered when nothing else can be begun; then only two others are over."""
-    monkeypatch.setattr(ray_executor, "_AHEAD", 3)
+    monkeypatch.setattr(ray, "_AHEAD", 3)
 
     class Slow(FakeCluster):
         def wait(self) -> list[tuple[Node, Answer]]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Sequence
 
 import pytest
 
+from attncheck.harness.workers.executor import Recurrence, Replayed, find_recurrence
 from attncheck.harness.workers.protocol import Examine
-from attncheck.harness.workers.recurrence import Recurrence, Replayed, find_recurrence
 
 EARLIER = [Examine(case=f"smoke/{number}", checks=("lse",)) for number in range(10)]
 REQUEST = Examine(case="smoke/victim", checks=("numerics", "lse"))

@@ -10,14 +10,13 @@ from inline_snapshot import snapshot
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, record_of
+from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, record_of, unloadable
+from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.limits import Limit, TimeLimits
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
-from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.time_limits import Limit, TimeLimits
-from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Record
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.workers.schedule import BackendQuestion, Schedule
+from attncheck.harness.run.outcomes import BackendDescription, unloadable
+from attncheck.harness.workers.executor import BackendQuestion, Schedule
 from attncheck.reports.run_file.header import BackendInfo
 
 MakeCase = Callable[..., Case]
@@ -110,7 +110,7 @@ def test_a_large_case_waits_for_another_and_small_ones_do_not(
     make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "attncheck.harness.workers.schedule.needed_bytes", lambda case: 2**31 if "big" in case.id else 0
+        "attncheck.harness.workers.executor.needed_bytes", lambda case: 2**31 if "big" in case.id else 0
     )
     cases = [make_case(name=name) for name in ("big1", "big2", "small")]
     questions = [*questions_to("a", *cases), *questions_to("b", *cases)]

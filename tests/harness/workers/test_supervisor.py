@@ -10,17 +10,15 @@ from inline_snapshot import snapshot
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.run.evaluation import Examiner, RunPlan, environment_of
-from attncheck.harness.run.outcomes import OURSELVES, ProcessEnd
+from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, unloadable
 from attncheck.harness.run.preparation import RunSettings, prepare_run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.limits import Limit, TimeLimits
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, WorkerError
 from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure
-from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.time_limits import Limit, TimeLimits
-from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, TimedOut
 
@@ -357,7 +355,7 @@ class Together(SDPABackend):
 
 @pytest.mark.slow
 def test_two_processes_of_a_backend_find_what_one_finds(deeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)  # however little is left
+    monkeypatch.setattr("attncheck.harness.workers.executor._START_S", 0)  # however little is left
     Path("together.py").write_text(TOGETHER)
     records = examine(["./together.py:Together"], [], ["numerics"])
     assert len(set(Path("at_work").read_text().split())) == 2

@@ -10,8 +10,8 @@ from inline_snapshot import snapshot
 
 from attncheck.backends import registry
 from attncheck.errors import BackendLoadError
+from attncheck.harness.workers.limits import Limit
 from attncheck.harness.workers.survey import survey
-from attncheck.harness.workers.time_limits import Limit
 
 LIMIT = Limit(60)
 

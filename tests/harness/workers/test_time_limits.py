@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.workers.time_limits import Limit, TimeLimits, read_limit
+from attncheck.harness.workers.limits import Limit, TimeLimits, read_limit
 
 
 def test_a_check_gets_ten_times_what_the_reference_takes_and_a_floor(make_case: Any) -> None:

@@ -8,17 +8,15 @@ from typing import Any, cast
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.run.backend_description import unloadable
-from attncheck.harness.run.environment import GpuModes
-from attncheck.harness.run.evaluation import RunPlan
-from attncheck.harness.run.outcomes import ProcessEnd
-from attncheck.harness.run.timing_rounds import Question
-from attncheck.harness.workers import warming
+from attncheck.harness.host import GpuModes
+from attncheck.harness.run.evaluate import RunPlan
+from attncheck.harness.run.outcomes import ProcessEnd, unloadable
+from attncheck.harness.run.selection import Question
+from attncheck.harness.workers import pool
+from attncheck.harness.workers.limits import Limit, TimeLimits
+from attncheck.harness.workers.pool import Warmers, WarmingAhead, WorkerPool, most_processes, questions_to_warm
+from attncheck.harness.workers.process import ProcessEndedError
 from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, Refused
-from attncheck.harness.workers.time_limits import Limit, TimeLimits
-from attncheck.harness.workers.warming import Warmers, WarmingAhead, most_processes, questions_to_warm
-from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.harness.workers.worker_process import ProcessEndedError
 
 LOADED = Described(description=unloadable("a", "a", ()))
 CaseMaker = Callable[..., Case]
@@ -181,9 +179,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(warming, "kernel_count", machine.kernel_count)
-    monkeypatch.setattr(warming, "time", machine)
-    monkeypatch.setattr(warming, "most_processes", lambda device, gpus: 5 if gpus == 1 else 3)
+    monkeypatch.setattr(pool, "kernel_count", machine.kernel_count)
+    monkeypatch.setattr(pool, "time", machine)
+    monkeypatch.setattr(pool, "most_processes", lambda device, gpus: 5 if gpus == 1 else 3)
     return machine
 
 
@@ -198,7 +196,7 @@ def log_of(
 ) -> list[str]:
     """What happens to the warmers of a backend that takes ``seconds`` for a case and adds kernels in each."""
     log: list[str] = []
-    monkeypatch.setattr(warming, "Warmers", Begins(log))
+    monkeypatch.setattr(pool, "Warmers", Begins(log))
     plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
     workers = cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
     ahead = WarmingAhead(plan, workers, is_on=is_on)
@@ -229,7 +227,7 @@ def test_gpus_at_work_share_the_warmers_of_a_backend(
 ) -> None:
     """Those of ``a`` start on the GPU that compiles first, those of ``b`` on its own; each end with their backend."""
     log: list[str] = []
-    monkeypatch.setattr(warming, "Warmers", Begins(log))
+    monkeypatch.setattr(pool, "Warmers", Begins(log))
     first, second = (cast(WorkerPool, SimpleNamespace(limits=TimeLimits())) for _ in range(2))
     ahead = WarmingAhead(RunPlan(tuple(case for case, _ in questions)), first, 2, is_on=True)
     for ref, index, workers in (("a", 0, first), ("b", 0, second), ("a", 1, first), ("a", 2, second), ("b", 1, second)):
@@ -250,7 +248,7 @@ def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
     machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    monkeypatch.setattr(warming, "Warmers", Begins(log))
+    monkeypatch.setattr(pool, "Warmers", Begins(log))
     plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
     workers = cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
     ahead = WarmingAhead(plan, workers, is_on=True)
@@ -289,8 +287,8 @@ def test_as_many_processes_as_the_machine_has_room_for(
         "gpus": 1,
         **changed,
     }
-    monkeypatch.setattr(warming, "usable_cores", lambda: found["cores"])
-    monkeypatch.setattr(warming, "free_host_bytes", lambda: found["host"])
-    monkeypatch.setattr(warming, "device_memory", lambda device: found["memory"])
-    monkeypatch.setattr(warming, "gpu_modes", lambda device: found["modes"])
+    monkeypatch.setattr(pool, "usable_cores", lambda: found["cores"])
+    monkeypatch.setattr(pool, "free_host_bytes", lambda: found["host"])
+    monkeypatch.setattr(pool, "device_memory", lambda device: found["memory"])
+    monkeypatch.setattr(pool, "gpu_modes", lambda device: found["modes"])
     assert most_processes("cuda", found["gpus"]) == expected

@@ -10,10 +10,11 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import environment_of
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.evaluate import environment_of
+from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -28,7 +29,6 @@ from attncheck.harness.workers.protocol import (
     Refused,
 )
 from attncheck.harness.workers.worker import _examiner
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import timing_of

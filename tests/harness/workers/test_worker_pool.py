@@ -9,18 +9,16 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloadable
-from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.gpus import Gpu
-from attncheck.harness.run.outcomes import OURSELVES, ProcessEnd
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, LoadError, ProcessEnd, unloadable
+from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers import memory_limits
-from attncheck.harness.workers import worker_pool as workers
-from attncheck.harness.workers.first_messages import WorkerError
-from attncheck.harness.workers.memory_limits import MemoryLimits
-from attncheck.harness.workers.memory_watch import MemoryWatch
-from attncheck.harness.workers.passed_environment import passed_environment
+from attncheck.harness.workers import limits as limits_module
+from attncheck.harness.workers import pool as workers
+from attncheck.harness.workers.limits import Limit, MemoryLimits, MemoryWatch, WorkerSettings, passed_environment
+from attncheck.harness.workers.pool import WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, WorkerError, WorkerProcess
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -32,10 +30,6 @@ from attncheck.harness.workers.protocol import (
     Refused,
     Request,
 )
-from attncheck.harness.workers.time_limits import Limit
-from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.header import BackendInfo
 
 HERE = environment_of("cpu")
@@ -227,7 +221,7 @@ def test_a_device_that_is_not_there_is_refused(started: list[Fake]) -> None:
 def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(
     started: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_limits, "free_host_bytes", lambda: 6 * 2**30)
+    monkeypatch.setattr(limits_module, "free_host_bytes", lambda: 6 * 2**30)
     refs = list("abcde")
     with assigned() as processes:
         processes.start(refs)

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
-from attncheck.harness.workers import process_control, worker_process
+from attncheck.harness.workers import process as process_module
+from attncheck.harness.workers.limits import Limit
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
 from attncheck.harness.workers.protocol import Examine
-from attncheck.harness.workers.time_limits import Limit
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 
 
 def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
     """A process that runs ``code`` where the worker would be; ``send(text)`` writes a line into its pipe."""
     send = "import os, sys\nsend = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
-    monkeypatch.setattr(process_control, "_START", send + code)
+    monkeypatch.setattr(process_module, "_START", send + code)
     return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
 
@@ -62,7 +62,7 @@ def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: 
 
 
 def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_LONGEST_ANSWER", 300_000)
+    monkeypatch.setattr(process_module, "_LONGEST_ANSWER", 300_000)
     code = "while True: os.write(int(sys.argv[2]), b'x' * 65536)"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="wrote into attncheck's own pipe"):
         process.receive()
@@ -92,7 +92,7 @@ hang()
 
 
 def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "native_stack", lambda pid: f"frames of {pid}")
+    monkeypatch.setattr(process_module, "native_stack", lambda pid: f"frames of {pid}")
     with start(monkeypatch, SILENT) as process:
         assert process.receive(Limit(60)).kind == "begun"
         assert process.receive(Limit(60)).kind == "begun"
@@ -112,7 +112,7 @@ def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatc
 
 
 def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_control, "_STACK_S", 0.2)
+    monkeypatch.setattr(process_module, "_STACK_S", 0.2)
     with start(monkeypatch, "import signal; os.kill(os.getpid(), signal.SIGSTOP)") as process:
         with pytest.raises(
             ProcessEndedError, match=r"not finished within the time limit; .*; a signal has stopped the process$"
@@ -122,14 +122,14 @@ def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytes
 
 
 def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_control, "_STACK_S", 0.1)
-    monkeypatch.setattr(process_control, "_TERM_S", 0.1)
-    monkeypatch.setattr(process_control, "_KILL_S", 0.1)
+    monkeypatch.setattr(process_module, "_STACK_S", 0.1)
+    monkeypatch.setattr(process_module, "_TERM_S", 0.1)
+    monkeypatch.setattr(process_module, "_KILL_S", 0.1)
     code = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     kill = os.killpg
-    monkeypatch.setattr(process_control.os, "killpg", lambda pid, number: None)  # as a driver that holds it
-    monkeypatch.setattr(process_control, "end_marked", lambda mark: None)
-    monkeypatch.setattr(worker_process, "end_marked", lambda mark: None)
+    monkeypatch.setattr(process_module.os, "killpg", lambda pid, number: None)  # as a driver that holds it
+    monkeypatch.setattr(process_module, "end_marked", lambda mark: None)
+    monkeypatch.setattr(process_module, "end_marked", lambda mark: None)
     with start(monkeypatch, code) as process:
         pid = process._process.pid
         assert wait_for(process.output)
@@ -179,7 +179,7 @@ open({str(tmp_path / "awake")!r}, "w").close()
 
 
 def test_a_process_that_closes_its_pipe_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_GRACE_S", 0.2)
+    monkeypatch.setattr(process_module, "_GRACE_S", 0.2)
     code = "os.closerange(3, 256)\nimport time; time.sleep(60)"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="closed attncheck's own pipe"):
         process.receive()
@@ -209,9 +209,9 @@ def test_a_process_that_prints_without_end_does_not_block_and_fills_no_disk(monk
 
 def test_how_much_memory_a_killed_process_had_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
-    for module in (worker_process, process_control):
+    for module in (process_module, process_module):
         monkeypatch.setattr(module, "oom_kills", lambda: 1)
-    monkeypatch.setattr(process_control, "free_host_bytes", lambda: 3 * 2**29)
+    monkeypatch.setattr(process_module, "free_host_bytes", lambda: 3 * 2**29)
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
     pattern = r"killed by SIGKILL; out of memory\? \(peak memory of the process (\d+\.\d) GiB, free memory 1\.5 GiB\)"
@@ -224,7 +224,7 @@ def test_how_much_memory_a_killed_process_had_is_reported(monkeypatch: pytest.Mo
 
 def test_a_kill_that_the_kernel_counts_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([1, 2])
-    for module in (worker_process, process_control):
+    for module in (process_module, process_module):
         monkeypatch.setattr(module, "oom_kills", lambda: next(counts))
     with start(monkeypatch, "os.kill(os.getpid(), 9)") as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
@@ -281,7 +281,7 @@ def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) 
     (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
     code = (
         "import pathlib, sys, time\nfrom attncheck.harness.workers.protocol import Prepare\n"
-        "from attncheck.harness.workers.worker_process import WorkerProcess\n"
+        "from attncheck.harness.workers.process import WorkerProcess\n"
         "process = WorkerProcess()\nprocess.send(Prepare(checks=(), functions=False))\n"
         f"process.load({'endless.py:Mine' if busy else 'reference'!r})\n"
         f"while {busy} and not pathlib.Path('began').exists(): time.sleep(0.02)\n"

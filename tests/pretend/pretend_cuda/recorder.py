@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.cuda import violation_of
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, violation_of
 from pretend_cuda.device import PretendDevice
 
 WARM_UPS = 2

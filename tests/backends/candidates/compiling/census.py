@@ -19,11 +19,11 @@ from launches import Kernel, recorded
 
 from attncheck.backends import interpreter, registry
 from attncheck.cases.loader import load_suite, select
-from attncheck.harness.checks import block_moves, cache_write, numerics
-from attncheck.harness.checks.cudagraph import measurement, probe_play
-from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks import cache_write, numerics
+from attncheck.harness.checks.cudagraph import check, play
+from attncheck.harness.checks.cudagraph.play import ProbeProblems
 from attncheck.harness.checks.findings import Holds
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 
 CHECKS = ("numerics", "cache_write", "cudagraph")
 """Those that launch: others look at the same step, or repeat it with other contents."""
@@ -68,12 +68,12 @@ def judging_nothing() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, value in (
             (interpreter, "unavailable_reasons", lambda device: []),
-            (measurement, "recorder_for", Recorder),
-            (probe_play, "step_fault", lambda *seen: None),
+            (check, "recorder_for", Recorder),
+            (play, "step_fault", lambda *seen: None),
             (ProbeProblems, "truth", lambda *given: None),
             (numerics, "check_numerics", lambda *seen, explains=True: Holds({})),
             (cache_write, "judge_pool", lambda *seen: Holds({})),
-            (block_moves, "_judge", _call),
+            (cache_write, "_judge", _call),
         ):
             stack.enter_context(patch.object(where, name, value))
         yield

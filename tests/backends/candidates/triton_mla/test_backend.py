@@ -6,8 +6,8 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
 from attncheck.backends.contract import KVCacheSpec
-from attncheck.harness.driver.latent_views import latent_keywords
-from attncheck.harness.problem.latent import make_up_projections
+from attncheck.harness.driver.construction import latent_keywords
+from attncheck.harness.problem.storage import make_up_projections
 from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 

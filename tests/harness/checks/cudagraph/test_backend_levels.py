@@ -7,9 +7,9 @@ import torch
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph import measurement
+from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
-from attncheck.harness.checks.cudagraph.probe_play import PlayedProbe, ProbeFault, UnmeasuredProbe
+from attncheck.harness.checks.cudagraph.play import PlayedProbe, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import ALIKE, probes_of
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
@@ -68,7 +68,7 @@ def plays(monkeypatch):
                 raise found
             return PlayedProbe(found)
 
-        monkeypatch.setattr(measurement, "play_probe", play_probe)
+        monkeypatch.setattr(check_module, "play_probe", play_probe)
         return made
 
     return replaced

@@ -7,16 +7,14 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.registry import load
-from attncheck.harness.checks.cudagraph import backend_levels, check
-from attncheck.harness.checks.cudagraph.check import judge_level
-from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, ProbeFault, UnmeasuredProbe
-from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
+from attncheck.harness.checks.cudagraph import check
+from attncheck.harness.checks.cudagraph.check import LevelMeasurement, ProbeFault, UnmeasuredProbe, judge_level
+from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.truth.truth import truth_of
-from attncheck.harness.truth.truth_cache import TruthCache
+from attncheck.harness.truth.truth import TruthCache, truth_of
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevels
 
@@ -57,13 +55,13 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
             questions.truth(questions.case(probe, probe.turns[0]))
         return measurement(NEVER, NEVER, ProbeFault("wrong"))
 
-    monkeypatch.setattr(backend_levels, "measure_level", measure)
+    monkeypatch.setattr(check, "measure_level", measure)
     (case,) = select_cases(["smoke"], ["decode.float32"]).cases
     problem = build_problem(case, 0)
     shared = SharedByChecks()
     shared.get(TruthCache, lambda: Cache(CPU))
     checked = CheckedCase(load("reference"), problem, truth_of(problem, CPU), CPU, (), shared)
-    assert isinstance(check.CHECK.run(checked), Holds)
+    assert isinstance(check.CHECKS["cudagraph"].run(checked), Holds)
     assert given == [("cudagraph", False)]
 
 

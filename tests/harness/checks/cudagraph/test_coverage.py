@@ -6,8 +6,7 @@ from itertools import combinations, product
 import pytest
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.cudagraph.coverage import assign_probes, plainest, traits_of
-from attncheck.harness.checks.cudagraph.probes import ALIKE, PAIRED, probes_of
+from attncheck.harness.checks.cudagraph.probes import ALIKE, PAIRED, assign_probes, plainest, probes_of, traits_of
 from attncheck.reference.spec import CacheSpec, LayerSpec, MLASpec, OutputQuantSpec
 
 LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)

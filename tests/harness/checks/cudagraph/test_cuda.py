@@ -16,11 +16,9 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.harness.checks.cudagraph import cuda
-from attncheck.harness.checks.cudagraph.capture import capture_forward
-from attncheck.harness.checks.cudagraph.cuda import CudaRecorder, ReleasedMemoryError
-from attncheck.harness.checks.cudagraph.recorder import CaptureError
-from attncheck.harness.checks.cudagraph.rehearsal import SYNCHRONISED
+from attncheck.harness.checks.cudagraph import recorder as recorder_module
+from attncheck.harness.checks.cudagraph.play import capture_forward
+from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, CaptureError, CudaRecorder, ReleasedMemoryError
 
 DEVICE = torch.device("cuda", 0)
 HERE = Path(__file__)
@@ -123,9 +121,9 @@ def journal(monkeypatch, elsewhere):
     monkeypatch.setattr(
         torch._C, "_cuda_releasePool", lambda device, pool: taken.append(f"{pool} of {device} is given back")
     )
-    cuda.capture_stream.cache_clear()
+    recorder_module.capture_stream.cache_clear()
     yield taken
-    cuda.capture_stream.cache_clear()
+    recorder_module.capture_stream.cache_clear()
 
 
 def prepared(journal, forward=None):

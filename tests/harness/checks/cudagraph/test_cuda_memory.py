@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph.cuda import HeldMemory, tensors_within
+from attncheck.harness.checks.cudagraph.recorder import HeldMemory, tensors_within
 
 
 def block_of(*tensors):

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph.graph_inputs import allocate_inputs, dummy_call
-from attncheck.harness.checks.cudagraph.probe import Bucket
-from attncheck.harness.driver.forward_calls import forward_calls_of
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.checks.cudagraph.play import allocate_inputs, dummy_call
+from attncheck.harness.checks.cudagraph.probes import Bucket
+from attncheck.harness.driver.step import forward_calls_of, make_step
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
 

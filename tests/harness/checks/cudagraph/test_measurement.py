@@ -12,11 +12,11 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph import backend_levels, probe_play
+from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph import check as cudagraph
-from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
-from attncheck.harness.checks.cudagraph.measurement import declared_level, measure_level
-from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks.cudagraph import play
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck, declared_level, measure_level
+from attncheck.harness.checks.cudagraph.play import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import (
@@ -103,7 +103,7 @@ def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
 
 def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
     measured = []
-    monkeypatch.setattr(backend_levels, "measure_level", lambda *args: measured.append(args[0]) or measure_level(*args))
+    monkeypatch.setattr(check_module, "measure_level", lambda *args: measured.append(args[0]) or measure_level(*args))
     check = GraphLevelCheck(0, CPU)
     other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
     same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
@@ -119,12 +119,12 @@ def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
 def test_a_backend_that_is_right_over_nan_is_not_examined_over_finite_memory(questions, monkeypatch, backend):
     made = []
 
-    class Counted(probe_play.GraphSession):
+    class Counted(play.GraphSession):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self.is_pool_finite)
 
-    monkeypatch.setattr(probe_play, "GraphSession", Counted)
+    monkeypatch.setattr(play, "GraphSession", Counted)
     levels = measure_level(backend, questions, CPU).levels
     examined = [probe for probe in levels.probes if probe.outcome != "not run"]
     assert set(made) == {False}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks.cudagraph.play import ProbeProblems
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference import layer_params, varlen_attention
 from attncheck.reference.spec import BatchSpec, RequestSpec

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.harness.checks.cudagraph.probe import Bucket
-from attncheck.harness.checks.cudagraph.probes import ALWAYS, PAIRED, SINGLE, UNIFORM, probes_of
+from attncheck.harness.checks.cudagraph.probes import ALWAYS, PAIRED, SINGLE, UNIFORM, Bucket, probes_of
 from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
 
 PLAIN = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16)

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph import rehearsal
-from attncheck.harness.checks.cudagraph.recorder import Violation
-from attncheck.harness.checks.cudagraph.rehearsal import SYNCHRONISED, rehearse, violation_of
+from attncheck.harness.checks.cudagraph import recorder
+from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, Violation, rehearse, violation_of
 
 HERE = Path(__file__)
 
@@ -66,7 +65,7 @@ def test_another_profiler_is_left_alone(gpu):
     ],
 )
 def test_a_copy_to_the_device_is_no_host_read(gpu, monkeypatch, call):
-    monkeypatch.setattr(rehearsal, "SYNCHRONISED", "not compiled with CUDA enabled")
+    monkeypatch.setattr(recorder, "SYNCHRONISED", "not compiled with CUDA enabled")
     own = {"torch": torch, "__name__": "backend"}
     exec(compile(f"def forward():\n    {call}", str(HERE), "exec"), own)
     found = rehearse(own["forward"])
@@ -78,7 +77,7 @@ def test_a_copy_to_the_device_is_no_host_read(gpu, monkeypatch, call):
     [("torch.ones(2).copy_(META)", "Cannot copy out of meta"), ("META.tolist()", "Cannot copy out of meta")],
 )
 def test_a_copy_from_the_device_is_a_host_read_though_one_to_it_has_failed_before(gpu, monkeypatch, call, message):
-    monkeypatch.setattr(rehearsal, "SYNCHRONISED", message)
+    monkeypatch.setattr(recorder, "SYNCHRONISED", message)
     own = {"torch": torch, "META": torch.ones(2, device="meta"), "__name__": "backend"}
     lines = ["def forward():", "    try:", "        torch.tensor([1], device='hpu')", "    except Exception:"]
     exec(compile("\n".join([*lines, f"        {call}"]), str(HERE), "exec"), own)

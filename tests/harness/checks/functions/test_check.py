@@ -10,8 +10,8 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.registry import LoadedBackend
-from attncheck.harness.problem.memory_estimate import needed_bytes
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reference import causal_conv1d, merge_attn_states
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.records import Record

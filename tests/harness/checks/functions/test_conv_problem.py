@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.checks.functions.conv_problem import PAD_ID, build_conv, conv_truth
-from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.checks.functions import PAD_ID, build_conv, conv_truth
+from attncheck.harness.truth.unpaged import share_of_budget
 
 CPU = torch.device("cpu")
 

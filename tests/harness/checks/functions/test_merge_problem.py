@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attncheck.cases.model import Tolerance
-from attncheck.harness.checks.functions.merge_problem import MergeProblem, build_merge, merge_truth
-from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.checks.functions import MergeProblem, build_merge, merge_truth
+from attncheck.harness.truth.unpaged import share_of_budget
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import LoadedBackend, load
+from attncheck.harness.checks.again import Change, Variation
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.invariance.changes import Change, Variation
-from attncheck.harness.checks.invariance.check import CHECK
+from attncheck.harness.checks.invariance import CHECKS
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -28,7 +28,7 @@ def examine(backend: Any, case: Any) -> Any:
     problem = build_problem(case, 0)
     loaded = LoadedBackend(name="candidate", ref="./x.py:X", backend=backend, version="", origin="test")
     truth = truth_of(problem, CPU, refuse_blindness=False)
-    return CHECK.run(CheckedCase(loaded, problem, truth, CPU, (), SharedByChecks()))
+    return CHECKS["invariance"].run(CheckedCase(loaded, problem, truth, CPU, (), SharedByChecks()))
 
 
 def with_attend(change: Any, **members: Any) -> Any:

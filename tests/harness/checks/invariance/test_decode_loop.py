@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.checks.invariance.decode_loop import loop_steps
+from attncheck.harness.checks.history import loop_steps
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import TreeOptions
 

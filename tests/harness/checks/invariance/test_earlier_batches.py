@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.invariance import earlier_batches as batches
+from attncheck.harness.checks import history as batches
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, MicroBatchOptions, RequestSpec, SpecDecodeOptions
 

@@ -12,17 +12,18 @@ from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
+from attncheck.harness.checks import history as histories
+from attncheck.harness.checks import history as history_module
+from attncheck.harness.checks.again import RightRows
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.invariance import earlier_batches
-from attncheck.harness.checks.invariance import history as histories
-from attncheck.harness.checks.invariance.history import History, check_step
-from attncheck.harness.checks.invariance.other_layers import (
+from attncheck.harness.checks.history import (
+    History,
+    check_step,
     layer_of_another_group,
     mirror_layer,
     other_kind_of_layer,
     sharing_layer,
 )
-from attncheck.harness.checks.invariance.right_rows import RightRows
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -47,15 +48,15 @@ def everything(rows: RightRows, session: Session) -> dict[str, History]:
     assert other is not None
     assert sharing is not None
     assert group is not None
-    batches = [make(case) for make in (*earlier_batches.LARGER, *earlier_batches.SMALLER)]
+    batches = [make(case) for make in (*history_module.LARGER, *history_module.SMALLER)]
     mirror = mirror_layer(rows)
     return {batch.kind: History(before=(batch,)) for batch in batches if batch is not None} | {
         "mirror": History(layers=(mirror,)),
         "sharing": History(layers=(sharing,)),
         "other": History(layers=(other,)),
         "group": History(layers=(group,)),
-        "equal": History(layers=(mirror,), flight=earlier_batches.alike(case)),
-        "unequal": History(layers=(mirror,), flight=earlier_batches.half(case)),
+        "equal": History(layers=(mirror,), flight=history_module.alike(case)),
+        "unequal": History(layers=(mirror,), flight=history_module.half(case)),
     }
 
 
@@ -168,7 +169,7 @@ def test_the_finding_names_what_makes_the_difference(
     rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
     one = everything(rows, session)[history]
     # Much more is played; what does not matter is left out of the words.
-    around = replace(one, before=(*one.before, earlier_batches.alike(rows.problem.case)))
+    around = replace(one, before=(*one.before, history_module.alike(rows.problem.case)))
     found = check_step(rows, session, around)
     assert isinstance(found, Broken)
     assert plain(found.summary) == words

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.harness.checks.timing.clock import EventClock
-from attncheck.harness.checks.timing.device_api import DeviceApi
+from attncheck.harness.checks.timing.clock import DeviceApi, EventClock
 
 US = 1_000
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from attncheck.backends.registry import load
-from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.timing import check as timing
 from attncheck.harness.checks.timing.check import TimingCheck, check_timing, unasked_reasons
-from attncheck.harness.checks.timing.device_api import CacheFlush
-from attncheck.harness.checks.timing.sampling import Samples
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.timing.clock import CacheFlush, Samples
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reports.run_file.timings import Ceilings, ClockOverhead, DeviceState

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.timing import device_api
-from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
+from attncheck.harness.checks.timing import clock
+from attncheck.harness.checks.timing.clock import CacheFlush, replaced_clocks
 
 FILE = """
 import time
@@ -92,17 +92,17 @@ class TestCudaApi:
             taken.append(("leave", index))
 
         for name, answer in {"_current_stream": "main", "_query": 0, "_elapsed_time": 0.5}.items():
-            monkeypatch.setattr(device_api, name, stand_in(name, answer))
+            monkeypatch.setattr(clock, name, stand_in(name, answer))
         for name in ("_synchronize", "_set_stream", "_sleep", "_record"):
-            monkeypatch.setattr(device_api, name, stand_in(name))
+            monkeypatch.setattr(clock, name, stand_in(name))
         properties = {1: SimpleNamespace(clock_rate=1_600_000)}
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-        monkeypatch.setattr(device_api, "_on_device", on_device)
-        monkeypatch.setattr(device_api, "_new_event", SimpleNamespace)
+        monkeypatch.setattr(clock, "_on_device", on_device)
+        monkeypatch.setattr(clock, "_new_event", SimpleNamespace)
         return taken
 
     def test_every_device_is_its_own(self, journal):
-        api = device_api.cuda_api("cuda:1")
+        api = clock.cuda_api("cuda:1")
         api.synchronize()
         api.hold(1000)
         assert api.current() == "main"
@@ -110,7 +110,7 @@ class TestCudaApi:
         assert journal == [("_synchronize", 1), *held, ("_current_stream", 1)]
 
     def test_events_are_recorded_on_the_stream_they_are_given(self, journal):
-        api = device_api.cuda_api("cuda:1")
+        api = clock.cuda_api("cuda:1")
         event = api.record("side")
         assert journal == [("_record", event, "side")]
         assert event.enable_timing is True
@@ -118,7 +118,7 @@ class TestCudaApi:
         assert api.elapsed_ms(event, event) == 0.5
 
     def test_a_stream_is_made_current_again(self, journal):
-        device_api.cuda_api("cuda:1").make_current("side")
+        clock.cuda_api("cuda:1").make_current("side")
         assert journal == [("_set_stream", "side")]
 
 
@@ -161,4 +161,4 @@ def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(mon
 )
 def test_a_hold_counts_the_cycles_of_its_device(monkeypatch, properties, cycles):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-    assert device_api.cycles_per_ns("cuda:0") == pytest.approx(cycles)
+    assert clock.cycles_per_ns("cuda:0") == pytest.approx(cycles)

@@ -8,14 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from attncheck.harness.checks.timing import device_state as device_state_module
-from attncheck.harness.checks.timing.device_state import (
-    device_state,
-    kernels_of,
-    run_command,
-    state_of,
-    state_under_load,
-)
+from attncheck.harness.checks.timing import clock as device_state_module
+from attncheck.harness.checks.timing.clock import device_state, kernels_of, run_command, state_of, state_under_load
 from attncheck.reports.run_file.timings import DeviceState, Kernel
 
 GPU = "GPU-0f0f"

@@ -12,9 +12,8 @@ from statistics import median
 import pytest
 import torch
 
-from attncheck.harness.checks.timing.clock import HostClock
-from attncheck.harness.checks.timing.sampling import sample
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing.clock import HostClock, sample
 from attncheck.harness.run.backend_loading import load_backend
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "timing_fidelity.py"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attncheck.errors import BlindCaseError
-from attncheck.harness.checks.timing import fresh_contents as fresh
-from attncheck.harness.checks.timing.fresh_contents import BaseProblem, FreshContents, SignedOrder
+from attncheck.harness.checks.timing import contents as fresh
+from attncheck.harness.checks.timing.contents import BaseProblem, FreshContents, SignedOrder
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.storage import key_storage, value_storage
 from attncheck.harness.truth.truth import truth_of

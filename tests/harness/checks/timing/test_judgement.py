@@ -5,15 +5,15 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.checks.timing import judgement
-from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import (
+from attncheck.harness.checks.timing import contents as contents_module
+from attncheck.harness.checks.timing.contents import (
     AnswerJudge,
+    FreshContents,
     TimedAnswer,
     UntrustworthyTimeError,
     copy_answer,
 )
-from attncheck.harness.driver.output_buffers import GuardedBuffer
+from attncheck.harness.driver.outputs import GuardedBuffer
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 
@@ -44,7 +44,7 @@ class Bench:
 
 @pytest.fixture
 def bench(make_case, monkeypatch):
-    monkeypatch.setattr(judgement, "sleep", lambda _seconds: None)
+    monkeypatch.setattr(contents_module, "sleep", lambda _seconds: None)
     return Bench(make_case((1, 21), (4, 19), dtype="float32"))
 
 
@@ -84,7 +84,7 @@ def test_an_unwritten_output_is_distinguished_from_a_wrong_one(bench):
 def test_an_output_that_comes_later_is_found(bench, monkeypatch):
     contents = bench.source.next()
     live = torch.zeros_like(bench.right(contents))
-    monkeypatch.setattr(judgement, "sleep", lambda _seconds: live.copy_(bench.right(contents)))
+    monkeypatch.setattr(contents_module, "sleep", lambda _seconds: live.copy_(bench.right(contents)))
     assert bench.refusal(contents, torch.zeros_like(live), live=live).meaning == snapshot(
         "the output was written after the clock had stopped: work is left to a thread, or another stream"
     )
@@ -138,7 +138,7 @@ def test_an_lse_is_taken_in_its_own_base(make_case):
 
 
 def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch):
-    monkeypatch.setattr(judgement, "JUDGED_ELEMENTS", 2 * 8 * 64)
+    monkeypatch.setattr(contents_module, "JUDGED_ELEMENTS", 2 * 8 * 64)
     monkeypatch.setattr(bench.source, "random_indices", lambda count, limit: torch.arange(min(count, limit)))
     contents = bench.source.next()
     bench.put(contents, bench.right(contents))

@@ -8,13 +8,11 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
-from attncheck.harness.checks.timing import measurement
-from attncheck.harness.checks.timing.device_api import CacheFlush
-from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement
-from attncheck.harness.checks.timing.neighbours import Neighbour
-from attncheck.harness.checks.timing.sampling import sample
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing import check
+from attncheck.harness.checks.timing.check import Neighbour, TimingConditions, TimingMeasurement
+from attncheck.harness.checks.timing.clock import CacheFlush, sample
+from attncheck.harness.checks.timing.contents import UntrustworthyTimeError
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -85,7 +83,7 @@ class TestOverhead:
     @pytest.fixture
     def gpu(self, monkeypatch, device):
         device.event_ns = 2_000
-        monkeypatch.setattr(measurement, "cuda_api", lambda _device: device.api)
+        monkeypatch.setattr(check, "cuda_api", lambda _device: device.api)
         return device
 
     @pytest.fixture
@@ -102,21 +100,21 @@ class TestOverhead:
                 return SimpleNamespace(launch=lambda: (gpu.work(3_000), forward()))
 
         made = Recorder()
-        monkeypatch.setattr(measurement, "recorder_for", lambda _device: made)
+        monkeypatch.setattr(check, "recorder_for", lambda _device: made)
         return made
 
     def test_events_and_replays_are_measured_apart(self, gpu, recorder):
         gpu.hold = lambda ns: gpu.work(ns + 1_500)  # the least that any kernel takes
-        found = measurement.measure_overhead(torch.device("cuda", 0), lambda: gpu.work(700_000))
+        found = check.measure_overhead(torch.device("cuda", 0), lambda: gpu.work(700_000))
         assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), pytest.approx(3_000, abs=10))
 
     def test_where_nothing_can_be_captured_events_are_measured_all_the_same(self, gpu, recorder):
         recorder.refusal = CaptureError((Violation("error", "no graphs here"),))
-        found = measurement.measure_overhead(torch.device("cuda", 0))
+        found = check.measure_overhead(torch.device("cuda", 0))
         assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), None)
 
     def test_the_hosts_clock_has_none(self, recorder):
-        assert measurement.measure_overhead(CPU) is None
+        assert check.measure_overhead(CPU) is None
 
     def test_no_sample_is_a_guard_however_little_time_there_is(self, gpu, monkeypatch, make_case):
         """Guards wait for the device, and gaps between launches count in them."""
@@ -129,7 +127,7 @@ class TestOverhead:
                 return super().forward(*arguments, **keywords)
 
         backend = type("Slow", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-        monkeypatch.setattr(measurement, "clock_for", lambda _device: gpu.clock)
+        monkeypatch.setattr(check, "clock_for", lambda _device: gpu.clock)
         settings = TimingSettings(limit_s=1e-9)
         bench = TimingConditions(CPU, settings, lambda _part, *take: sample(*take), CacheFlush(CPU))
         problem = build_problem(make_case((1, 21), dtype="float32"), 0)
@@ -150,7 +148,7 @@ class TestNeighbours:
                 distances.append(distance)
                 return Neighbour(distance, left[0], left.pop(0))
 
-            monkeypatch.setattr(measurement, "compare", compare)
+            monkeypatch.setattr(check, "compare", compare)
             return distances
 
         return of

@@ -4,7 +4,7 @@ from itertools import cycle
 
 import pytest
 
-from attncheck.harness.checks.timing.neighbours import FEW_SAMPLES, MORE_SAMPLES, compare, neighbour_of, parts_of
+from attncheck.harness.checks.timing.check import FEW_SAMPLES, MORE_SAMPLES, compare, neighbour_of, parts_of
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, RequestSpec
 

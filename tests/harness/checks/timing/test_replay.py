@@ -9,15 +9,18 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
-from attncheck.harness.checks.timing import measurement
-from attncheck.harness.checks.timing.clock import HostClock
-from attncheck.harness.checks.timing.device_api import CacheFlush
-from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement, allows_graph, level_of
-from attncheck.harness.checks.timing.sampling import sample
-from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing import check
+from attncheck.harness.checks.timing.check import (
+    LatestAnswer,
+    TimedStep,
+    TimingConditions,
+    TimingMeasurement,
+    allows_graph,
+    level_of,
+)
+from attncheck.harness.checks.timing.clock import CacheFlush, HostClock, sample
+from attncheck.harness.checks.timing.contents import FreshContents, UntrustworthyTimeError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -161,9 +164,9 @@ def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
 
     backend = type("Recording", (Graphed,), {"Builder": RecordingBuilder})
     problem = build_problem(make_case((1, 21), (4, 40), (1, 17), padding=(1, 3), dtype="float32"), 0)
-    decodes = measurement.parts_of(problem)["decode"].case.batch
-    monkeypatch.setattr(measurement.TimingMeasurement, "_is_replayed", lambda _self, part: part.case.batch == decodes)
-    monkeypatch.setattr(measurement, "recorder_for", lambda _device: Recorder())
+    decodes = check.parts_of(problem)["decode"].case.batch
+    monkeypatch.setattr(check.TimingMeasurement, "_is_replayed", lambda _self, part: part.case.batch == decodes)
+    monkeypatch.setattr(check, "recorder_for", lambda _device: Recorder())
     settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
     bench = TimingConditions(CPU, settings, lambda _part, take, limits: sample(take, limits), CacheFlush(CPU))
     timing_measurement = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))

@@ -6,8 +6,8 @@ from itertools import chain, count, cycle, repeat
 import numpy as np
 import pytest
 
-from attncheck.harness.checks.timing.sampling import median_interval, sample
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.timing.clock import median_interval, sample
 
 MS = 1_000_000
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.findings import TimingSettings
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.checks.timing import clock as clock_module
-from attncheck.harness.checks.timing.clock import EventClock
-from attncheck.harness.checks.timing.device_api import DeviceApi
-from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
+from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep
+from attncheck.harness.checks.timing.clock import DeviceApi, EventClock
+from attncheck.harness.checks.timing.contents import FreshContents, UntrustworthyTimeError
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem

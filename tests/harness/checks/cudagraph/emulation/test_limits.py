@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, UnseenError
 
 

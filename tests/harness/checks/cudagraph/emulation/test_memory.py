@@ -8,8 +8,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder, EmulatedRecording
-from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder, EmulatedRecording, HostMemory
 from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 HERE = Path(__file__)

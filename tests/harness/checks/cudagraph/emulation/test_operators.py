@@ -9,7 +9,7 @@ import torch
 from inline_snapshot import snapshot
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
 
 HERE = Path(__file__)

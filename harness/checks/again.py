@@ -1,0 +1,169 @@
+"""Run a case again with changes, and compare the rows that were right in the first step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, summarize
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.pool import same_bytes
+from attncheck.harness.problem.problem import Arrangement, Problem
+from attncheck.harness.problem.storage import output_error
+from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.unpaged import Budget, share_of_budget
+
+# Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong.
+
+T = TypeVar("T")
+
+_KEPT = "something is kept from an earlier step, of other requests"
+
+_STATE = "something is kept from an earlier call, or the backend is not deterministic"
+
+
+@dataclass(frozen=True)
+class Change(Generic[T]):
+    """One change to how a step is passed. ``what``: the change in words. ``meaning``: the fault that it reveals."""
+
+    what: str
+    meaning: str
+    alter: Callable[[T], T]
+
+
+@dataclass(frozen=True)
+class Variation(Generic[T]):
+    """A step passed in another way. ``plain``: the step without changes. ``judge``: returns what is wrong with a step.
+
+    ``instead``: the variation to try if this one raises. If None, an exception is a failure. ``afresh``: judges with an
+    impl and a builder that have seen no other step.
+    """
+
+    plain: T
+    changes: tuple[Change[T], ...]
+    judge: Callable[[T], Broken | Raised | None]
+    instead: "Variation[T] | None" = None
+    afresh: Callable[[T], Broken | Raised | None] | None = None
+
+    @property
+    def what(self) -> str:
+        """The changes in words."""
+        return _listed(self.changes)
+
+    def wrong(self) -> Broken | Raised | None:
+        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right."""
+        wrong = self._wrong_with(self.changes)
+        if wrong is None:
+            return None
+        unchanged = self._wrong_with(())
+        if unchanged is not None:
+            return _finding(unchanged, "when it is repeated unchanged", _STATE)
+        needed = self.changes
+        for change in self.changes:
+            fewer = tuple(each for each in needed if each is not change)
+            still = self._wrong_with(fewer) if fewer else None
+            if still is not None:
+                wrong, needed = still, fewer
+        is_kept = self.afresh is not None and self.afresh(self._with(needed)) is None
+        meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
+        return _finding(wrong, f"with {_listed(needed)}", meaning)
+
+    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | Raised | None:
+        return self.judge(self._with(changes))
+
+    def _with(self, changes: Sequence[Change[T]]) -> T:
+        put = self.plain
+        for change in changes:
+            put = change.alter(put)
+        return put
+
+
+def _listed(changes: Sequence[Change[T]]) -> str:
+    return " and ".join(change.what for change in changes)
+
+
+def _finding(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
+    if isinstance(wrong, Raised):
+        return replace(wrong, stage=f"{wrong.stage} of the step {how}")
+    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
+
+
+# Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first.
+
+
+@dataclass(frozen=True)
+class RightRows:
+    """The rows of a problem that were right in the first step. ``is_right``, ``lse_is_right``: bool ``[T, H]``."""
+
+    problem: Problem
+    truth: Truth
+    conventions: Conventions
+    first: Observation
+    is_right: Tensor
+    lse_is_right: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, truth: Truth, first: Observation, conventions: Conventions) -> "RightRows":
+        """Return the rows of the first step that are within the budgets."""
+        output, lse = _shares(problem, truth, first, conventions, torch.arange(len(truth.out)))
+        lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
+        return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
+
+    def wrong_in(self, seen: Observation | Raised, how: Arrangement | None = None) -> Broken | Raised | None:
+        """Return what is wrong with a later step, or None if these rows are right in it too.
+
+        ``how``: how the step's batch is arranged from the problem's requests; None for the problem's own batch.
+        """
+        if isinstance(seen, Raised):
+            return seen
+        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
+        output, lse = _shares(self.problem, self.truth, seen, self.conventions, rows)
+        for shares, is_right, name in ((output, self.is_right, ""), (lse, self.lse_is_right, "LSE: ")):
+            if shares is None:
+                continue
+            index = rows.to(shares.device)[:, None].expand_as(shares)
+            judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
+            judged = judged.masked_fill(~is_right, 0.0)
+            if bool((judged > 1).any()):
+                figures = {"budget_share": float(judged.max()), "rows_wrong": int((judged > 1).any(dim=1).sum())}
+                return Broken(f"{name}{summarize(self.problem, judged)}", figures, details=seen.protocol)
+        if how is None and self._cache_differs(seen):
+            return Broken("the cache holds other bytes than after the first step")
+        exact = self.conventions.batch_invariant and self.conventions.deterministic
+        return self._differing(seen, rows) if exact else None
+
+    def _cache_differs(self, seen: Observation) -> bool:
+        was, now = self.first.pool_after, seen.pool_after
+        return was is not None and now is not None and not same_bytes(was, now)
+
+    def _differing(self, seen: Observation, rows: Tensor) -> Broken | None:
+        """Return the rows that differ in any bit, as a failure of a backend that declares ``batch_invariant``."""
+        was, now = self.first.output[rows.to(seen.output.device)], seen.output[: len(rows)]
+        wrong = rows[differing_rows(was, now).nonzero().flatten().cpu()]
+        if not len(wrong):
+            return None
+        first = int(wrong[0])
+        return Broken(
+            f"{len(wrong)} of {len(rows)} rows have other bits, the first is row {first} "
+            f"({self.problem.row_name(first)}); the backend declares batch_invariant",
+            {"rows_wrong": len(wrong)},
+        )
+
+
+def _shares(
+    problem: Problem, truth: Truth, seen: Observation, conventions: Conventions, rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the errors of output and LSE in budgets, ``[t, H]``; infinite in rows that were not written.
+
+    ``rows``: the problem's row for each row of ``seen``.
+    """
+    index = rows.to(truth.out.device)
+    budget = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
+    output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
+    lse = comparable_lse(problem, seen, conventions)
+    return output, None if lse is None else lse_shares(lse[: len(rows)], truth.lse[index], budget.lse)

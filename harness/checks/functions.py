@@ -1,0 +1,889 @@
+"""Checks of single functions that a backend offers: ``merge_attn_states`` and ``causal_conv1d``."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.dtypes import DTYPES
+from attncheck.cases.model import Case
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import FormError, Function, Poisoning, as_tensor, call, dump_tensors, is_answer
+from attncheck.harness.checks.numerics import lse_shares, summarize
+from attncheck.harness.checks.refusals import failure_of_declared
+from attncheck.harness.driver.foreign_code import StageError, call_backend
+from attncheck.harness.driver.pool import flat_bytes
+from attncheck.harness.problem.pages import RandomStream
+from attncheck.harness.problem.problem import planted_inputs
+from attncheck.harness.truth.unpaged import Budget, K, allowed_errors, float32_bracket, share_of_budget
+from attncheck.reference import Precision, causal_conv1d, merge_attn_states
+from attncheck.reference.spec import CausalConv1dOptions
+
+# Two attention states to merge, as split KV, cascade and chunked context produce them, and the right result.
+#
+# The states result from a cut between each request's context and its new tokens. A row's log-sum-exp is about the
+# logarithm of the number of keys that it sees on its side, and a side without keys is empty. Some rows and heads have
+# states that merges often get wrong: equal weights, weights that underflow, log-sum-exps at the limits of `exp` in
+# float32, one empty side, or two.
+
+RUBBISH = 3072.0
+"""Magnitude of the values in the output of an empty state, with alternating signs. Every dtype can represent it."""
+
+_KINDS = (
+    ("cut", None),
+    ("equal", "equal_scores"),
+    ("no a", None),
+    ("far below a", "large_scores"),
+    ("cut", None),
+    ("high", "large_scores"),
+    ("no b", None),
+    ("neither", None),
+    ("needle in a", "needles"),
+    ("low", "large_scores"),
+    ("far below b", "large_scores"),
+    ("cut", None),
+    ("needle in b", "needles"),
+    ("over", "large_scores"),
+    ("opposite", "large_scores"),
+    ("under", "large_scores"),
+)
+"""Kinds of states, assigned to rows and heads in turn, each with the value of a case's ``inputs`` that enables it.
+
+Without that value, the state is that of the cut.
+"""
+
+_EDGE, _BEYOND = 80.0, 95.0
+"""float32 ``exp`` is finite up to 88 and keeps full precision down to -87."""
+
+_SPARE_OUTPUT = 8
+"""Columns of a wider output that a view omits."""
+
+
+@dataclass(frozen=True)
+class MergeProblem:
+    """Two states, each with ``out`` ``[T, H, Dv]`` in the layer's dtype and float32 ``lse`` ``[T, H]``, on the CPU."""
+
+    case: Case
+    positions: tuple[tuple[int, int], ...]
+    """(request, position) of each row."""
+    out_a: Tensor
+    lse_a: Tensor
+    out_b: Tensor
+    lse_b: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The layer's dtype."""
+        return DTYPES[self.case.layer.dtype]
+
+    @cached_property
+    def has_empty(self) -> bool:
+        """Whether at least one state of a row and head is empty."""
+        return bool((torch.isinf(self.lse_a) | torch.isinf(self.lse_b)).any())
+
+    def row_name(self, row: int) -> str:
+        """Return a readable name for a row."""
+        request, position = self.positions[row]
+        return f"request {request}, position {position}"
+
+    def arguments(self, device: torch.device, rubbish: float = RUBBISH, *, swapped: bool = False) -> dict[str, Tensor]:
+        """Return the four arguments in order, as new tensors, with ``rubbish`` in the outputs of empty states.
+
+        With the input ``views``, the second state consists of views: columns of a wider output, and a transposed LSE.
+        """
+        states = [(self.out_a, self.lse_a), (self.out_b, self.lse_b)]
+        (out_a, lse_a), (out_b, lse_b) = (
+            (_littered(out, lse, rubbish).to(device), lse.to(device, copy=True))
+            for out, lse in (reversed(states) if swapped else states)
+        )
+        if "views" in planted_inputs(self.case):
+            wide = torch.full(
+                (*out_b.shape[:2], out_b.shape[2] + _SPARE_OUTPUT), RUBBISH, dtype=out_b.dtype, device=device
+            )
+            wide[:, :, : out_b.shape[2]] = out_b
+            out_b = wide[:, :, : out_b.shape[2]]
+            lse_b = lse_b.t().contiguous().t()
+        return {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+
+
+@dataclass(frozen=True)
+class MergeTruth:
+    """The merged state: ``out`` float64 ``[T, H, Dv]``, ``lse`` float64 ``[T, H]``, and the budget around them."""
+
+    out: Tensor
+    lse: Tensor
+    budget: Budget
+
+
+def build_merge(case: Case, seed: int) -> MergeProblem:
+    """Return the states of ``case`` under ``seed``, with the same bits on every machine."""
+    stream = RandomStream(seed, case.hash, "merge")
+    layer, rows = case.layer, [(r, i) for r, spec in enumerate(case.batch) for i in range(spec.query_len)]
+    contexts = [spec.context_len for spec in case.batch]
+    shape = (len(rows), layer.num_heads)
+    before = torch.tensor([max(contexts[r], 0) for r, _ in rows])[:, None].expand(shape)
+    new = torch.tensor([max(i + 1 + min(contexts[r], 0), 0) for r, i in rows])[:, None].expand(shape)
+    noise_a, noise_b = stream.uniform(*shape), stream.uniform(*shape)
+    lse_a, lse_b = _log(before) + noise_a, _log(new) + noise_b
+    inputs = planted_inputs(case)
+    turn = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
+    for number, (kind, needed) in enumerate(_KINDS):
+        if needed is None or needed in inputs:
+            here = turn == number
+            a, b = _states_of(kind, noise_a[here], noise_b[here], lse_a[here], lse_b[here])
+            lse_a[here], lse_b[here] = a, b
+    dtype = DTYPES[layer.dtype]
+    out_a, out_b = (stream.uniform(*shape, layer.value_head_size).to(dtype) for _ in range(2))
+    positions = tuple((r, contexts[r] + i) for r, i in rows)
+    return MergeProblem(case, positions, out_a, lse_a.float(), out_b, lse_b.float())
+
+
+def merge_truth(problem: MergeProblem, device: torch.device) -> MergeTruth:
+    """Return the merged state, and the error that a correct kernel may have.
+
+    A correct kernel computes in float32 and rounds once. ``exp`` inherits the rounding of the largest log-sum-exp,
+    because kernels that use powers of two first multiply it.
+    """
+    out_a, lse_a, out_b, lse_b = problem.arguments(device).values()
+    out, lse = merge_attn_states(out_a, lse_a, out_b, lse_b)
+    honest = Precision(torch.float32, None, problem.dtype)
+    low_out, low_lse = merge_attn_states(out_a, lse_a, out_b, lse_b, precision=honest)
+    weighted, _ = merge_attn_states(out_a.abs(), lse_a, out_b.abs(), lse_b)
+    reach = torch.maximum(_finite_size(lse_a), _finite_size(lse_b))
+    bracket = float32_bracket(reach, terms=2)
+    norm, peak = allowed_errors([low_out.double() - out], out, bracket, weighted, problem.dtype)
+    lse_loss = torch.where(lse == low_lse, 0.0, (lse - low_lse).abs())
+    budget = Budget(norm, peak, bracket + K * lse_loss)
+    if problem.case.tolerance is not None:
+        budget = budget.scaled(problem.case.tolerance.factor)
+    return MergeTruth(out, lse, budget)
+
+
+def _states_of(kind: str, noise_a: Tensor, noise_b: Tensor, lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two log-sum-exps of the given kind, from those at the cut and from noise in [-2, 2)."""
+    nothing = torch.full_like(noise_a, -torch.inf)
+    needle = noise_a.abs() + 2
+    match kind:
+        case "equal":
+            return noise_a, noise_a
+        case "no a":
+            return nothing, noise_b
+        case "no b":
+            return noise_a, nothing
+        case "neither":
+            return nothing, nothing
+        case "far below a":
+            return noise_a, noise_b - _BEYOND
+        case "far below b":
+            return noise_a - _BEYOND, noise_b
+        case "high":
+            return noise_a + _EDGE, noise_b + _EDGE
+        case "low":
+            return noise_a - _EDGE, noise_b - _EDGE
+        case "over":
+            return noise_a + _BEYOND, noise_b + _BEYOND
+        case "under":
+            return noise_a - _BEYOND, noise_b - _BEYOND
+        case "opposite":
+            return noise_a + _EDGE, noise_b - _EDGE
+        case "needle in a":
+            return noise_b + needle, noise_b
+        case "needle in b":
+            return noise_a, noise_a + needle
+        case _:
+            return lse_a, lse_b
+
+
+def _littered(out: Tensor, lse: Tensor, rubbish: float) -> Tensor:
+    signs = 1.0 - 2.0 * (torch.arange(out.shape[2]) % 2)
+    litter = (signs * rubbish).to(out.dtype).expand_as(out)
+    return torch.where(torch.isinf(lse)[:, :, None], litter, out)
+
+
+def _log(counts: Tensor) -> Tensor:
+    """Return logarithms in steps of 1/64, for equal bits on every machine; -inf for a count of 0."""
+    logs = torch.log(counts.double().clamp(min=1))
+    return torch.where(counts > 0, torch.round(logs * 64) / 64, -torch.inf)
+
+
+def _finite_size(lse: Tensor) -> Tensor:
+    return torch.where(torch.isinf(lse), 0.0, lse.double().abs())
+
+
+# The path `merge`: merge two attention states with `merge_attn_states` of a backend.
+#
+# `numerics`: the merged output is within the budget, also with the two states swapped, and no argument changes. `lse`:
+# so is the log-sum-exp, in natural logarithm, and it is -inf exactly where both states are empty. `containment`: the
+# output values of an empty state do not influence the result; NaN and Inf are tried only if the backend declares
+# `merge_nan`. Cannot see: in-place merges, which the signature does not offer, and merges inside attention kernels.
+
+MERGE = "merge_attn_states"
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The result of a call: float64 ``out [T, H, Dv]`` and ``lse [T, H]``, and the arguments it changed."""
+
+    out: Tensor
+    lse: Tensor
+    changed: tuple[str, ...]
+
+
+class Merging:
+    """One backend's ``merge_attn_states`` on the states of one case."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], function: Function, case: Case, seed: int, device: torch.device
+    ) -> None:
+        self._backend, self._function, self._device = backend, function, device
+        self._problem = build_merge(case, seed)
+        self._truth = merge_truth(self._problem, device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the arguments, truth and budget, for a dump."""
+        budget = self._truth.budget
+        right = {"truth": self._truth.out, "truth_lse": self._truth.lse}
+        allowed = {"budget_norm": budget.norm, "budget_peak": budget.peak, "budget_lse": budget.lse}
+        return self._problem.arguments(self._device) | right | allowed
+
+    def run(self) -> None:
+        """Run the first call, whose result the checks share. Raise StageError if it raises."""
+        _ = self._first
+
+    def numerics(self) -> Finding:
+        """Judge the output for the states in both orders."""
+        for swapped in (False, True):
+            merged = self._merge(swapped=True) if swapped else self._first
+            prefix = "with the two states swapped: " if swapped else ""
+            shares = share_of_budget(merged.out - self._truth.out, self._truth.budget)
+            if bool((shares > 1).any()):
+                summary = prefix + summarize(self._problem, shares)
+                return Broken(summary, _figures(shares), self._meaning(merged, swapped), merged.changed)
+            if merged.changed:
+                return Broken(f"{prefix}arguments were changed: {', '.join(merged.changed)}", _figures(shares))
+        return Holds(_figures(shares))
+
+    def lse(self) -> Finding:
+        """Judge the log-sum-exp."""
+        merged = self._first
+        shares = lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse)
+        if not bool((shares > 1).any()):
+            return Holds(_figures(shares))
+        return Broken(summarize(self._problem, shares), _figures(shares), self._meaning_of_lse(merged.lse))
+
+    def cache_write(self) -> Finding:
+        """Return NotExamined, because there is no cache. ``numerics`` judges whether arguments change."""
+        return NotExamined(("merging states touches no cache",), "attncheck")
+
+    def containment(self) -> Finding:
+        """Judge calls with other values in the outputs of empty states."""
+        if not self._problem.has_empty:
+            return NotExamined(("no state is empty: all of every output counts",), "attncheck")
+
+        def merge(rubbish: float | None) -> _Merged:
+            return self._merge(rubbish=RUBBISH if rubbish is None else rubbish)
+
+        poisoning = Poisoning(merge, self._first, _moved, self._wrong)
+        fills = self._fills()
+        for name, value in fills.items():
+            rows = poisoning.reached(value).nonzero().flatten()
+            if len(rows):
+                first = int(rows[0])
+                return Broken(
+                    f"{name} instead of {RUBBISH:g} behind an LSE of -inf reaches {len(rows)} of "
+                    f"{len(self._truth.out)} rows, the first is row {first} ({self._problem.row_name(first)})",
+                    meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by the value there",
+                )
+        figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(poisoning.bitwise)}
+        return Holds(figures, poisoning.notes)
+
+    @cached_property
+    def _first(self) -> _Merged:
+        return self._merge()
+
+    def _merge(self, *, swapped: bool = False, rubbish: float = RUBBISH) -> _Merged:
+        """Run one call. Raise FormError if it does not return a pair of tensors."""
+        arguments = self._problem.arguments(self._device, rubbish, swapped=swapped)
+        returned, changed = call(MERGE, self._function, arguments, {})
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            kind = type(returned).__name__
+            raise FormError(Broken(f"{MERGE} returned a {kind}; the contract requires a pair (out, lse)"))
+        out = as_tensor("the output", returned[0], self._truth.out, self._problem.dtype)
+        return _Merged(out, as_tensor("the LSE", returned[1], self._truth.lse, torch.float32), changed)
+
+    def _fills(self) -> dict[str, float]:
+        huge = torch.finfo(self._problem.dtype).max / 4
+        fills = {"0": 0.0, f"{huge:.2g}": huge}
+        return fills | {"NaN": math.nan, "Inf": math.inf} if "merge_nan" in self._backend.features else fills
+
+    def _wrong(self, merged: _Merged) -> Tensor:
+        """Return bool ``[T]``: True for rows outside the budget."""
+        shares = share_of_budget(merged.out - self._truth.out, self._truth.budget)
+        lse = lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse)
+        return ((shares > 1) | (lse > 1)).any(dim=1)
+
+    def _meaning(self, merged: _Merged, swapped: bool) -> str | None:
+        if bool(torch.isnan(merged.out).any()):
+            return "NaN: where both states are empty, -inf - -inf is NaN; such rows must be 0"
+        a, lse_a, b, lse_b = self._problem.arguments(self._device, swapped=swapped).values()
+        for meaning, out in (
+            ("the average of the two outputs, without weights", (a.double() + b.double()) / 2),
+            ("the weights of the two states are swapped", merge_attn_states(a, lse_b, b, lse_a)[0]),
+            (
+                "the log-sum-exps were taken to base 2",
+                merge_attn_states(a, lse_a * math.log(2), b, lse_b * math.log(2))[0],
+            ),
+        ):
+            if is_answer(merged.out, out, self._truth.budget, self._problem.dtype):
+                return meaning
+        wrong = (share_of_budget(merged.out - self._truth.out, self._truth.budget) > 1).any(dim=-1)
+        empty = (torch.isinf(lse_a) | torch.isinf(lse_b)).any(dim=-1)
+        return "only rows with an empty state are wrong" if not bool((wrong & ~empty).any()) else None
+
+    def _meaning_of_lse(self, got: Tensor) -> str | None:
+        truth, allowed = self._truth.lse, self._truth.budget.lse
+        if bool((torch.isneginf(truth) & ~torch.isneginf(got)).any()):
+            return "where both states are empty, the log-sum-exp must be -inf"
+        if not bool((lse_shares(got * math.log(2), truth, allowed) > 1).any()):
+            return "the logarithm is to base 2"
+        return None
+
+
+def _moved(one: _Merged, other: _Merged) -> Tensor:
+    """Return bool ``[T]``: True for rows that differ in any bit. Two NaN count as equal."""
+    moved = torch.zeros(len(one.out), dtype=torch.bool, device=one.out.device)
+    for a, b in ((one.out, other.out), (one.lse, other.lse)):
+        moved |= ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).flatten(1).any(dim=1)
+    return moved
+
+
+def _figures(shares: Tensor) -> dict[str, float | int]:
+    worst = float(shares.max()) if shares.numel() else 0.0
+    return {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
+
+
+# A short convolution over packed sequences with a rolling state: its tensors, and the right result.
+#
+# The sequences are the requests of the batch. Each has its own line of the state buffer, which has more lines and
+# columns than needed; only a request with context has a state. Padding requests have the index `PAD_ID`. Each padding
+# request gets one padding token while there are any, and further padding tokens belong to no sequence.
+
+PAD_ID = -1
+"""The index of padding sequences, as in vLLM."""
+
+_SPARE_STATE = 3
+"""Columns of the state buffer that no state uses, and columns of the packed rows that a view omits."""
+
+_RUBBISH = 512.0
+_SILU_SLOPE = 1.1
+
+SPARE, FOREIGN, ABSENT = "spare columns of the state", "lines of no sequence", "lines of sequences without a state"
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """The arguments on the CPU. The ``T`` real rows of ``R`` sequences come first, then those of padding."""
+
+    case: Case
+    positions: tuple[tuple[int, int], ...]
+    """(request, position) of each real row."""
+    x: Tensor
+    """``[T + padding, C]``, in the layer's dtype, as are weight, bias and states."""
+    weight: Tensor
+    bias: Tensor | None
+    states: Tensor
+    """``[lines, C, K - 1 + spare]``"""
+    query_start_loc: Tensor
+    cache_indices: Tensor
+    has_initial_state: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The layer's dtype."""
+        return DTYPES[self.case.layer.dtype]
+
+    @property
+    def options(self) -> CausalConv1dOptions:
+        """The options of the path."""
+        return conv_options(self.case)
+
+    @property
+    def past(self) -> int:
+        """``K - 1``: the number of inputs that a state holds."""
+        return self.options.width - 1
+
+    @property
+    def lines(self) -> list[int]:
+        """The state line of each request."""
+        return [int(line) for line in self.cache_indices[: self.case.batch.num_requests]]
+
+    def row_name(self, row: int) -> str:
+        """Return a readable name for a row."""
+        request, position = self.positions[row]
+        return f"request {request}, position {position}"
+
+    def line_name(self, line: int) -> str:
+        """Return a readable name for a line of the state."""
+        owner = f"request {self.lines.index(line)}" if line in self.lines else "no sequence"
+        return f"line {line} of {len(self.states)} ({owner})"
+
+    def regions(self) -> dict[str, Tensor]:
+        """Return bool masks ``[lines, 1, columns]`` by name, of the regions that must not influence the result."""
+        lines, _, width = self.states.shape
+        spare = (torch.arange(width) >= self.past).expand(lines, 1, width)
+        named, absent = torch.zeros(lines, 1, 1, dtype=torch.bool), torch.zeros(lines, 1, 1, dtype=torch.bool)
+        named[self.lines] = True
+        absent[self.lines] = ~self.has_initial_state[: len(self.lines), None, None]
+        masks = {SPARE: spare, FOREIGN: ~named & ~spare, ABSENT: absent & ~spare}
+        return {name: mask for name, mask in masks.items() if bool(mask.any())}
+
+    def arguments(
+        self, device: torch.device, poison: float | None = None, regions: tuple[str, ...] | None = None
+    ) -> dict[str, Tensor | None]:
+        """Return the positional arguments in order, as new tensors, with ``poison`` in ``regions`` of the states.
+
+        ``regions``: names of :meth:`regions`, or None for all. With the input ``views``, rows are slices of wider rows,
+        and states have channels last in memory.
+        """
+        x, states = self.x.to(device, copy=True), self.states.to(device, copy=True)
+        if poison is not None:
+            for name, mask in self.regions().items():
+                if regions is None or name in regions:
+                    states.masked_fill_(mask.to(device), poison)
+        if "views" in planted_inputs(self.case):
+            wide = x.new_full((len(x), x.shape[1] + _SPARE_STATE), _RUBBISH)
+            wide[:, : x.shape[1]] = x
+            x, states = wide[:, : x.shape[1]], states.transpose(1, 2).contiguous().transpose(1, 2)
+        return {
+            "x": x,
+            "weight": self.weight.to(device, copy=True),
+            "bias": None if self.bias is None else self.bias.to(device, copy=True),
+            "conv_states": states,
+            "query_start_loc": self.query_start_loc.to(device, copy=True),
+            "cache_indices": self.cache_indices.to(device, copy=True),
+            "has_initial_state": self.has_initial_state.to(device, copy=True),
+        }
+
+
+@dataclass(frozen=True)
+class ConvTruth:
+    """The right result: ``y`` float64 ``[T, 1, C]`` of the real rows, the states after the call, and the budget."""
+
+    y: Tensor
+    states: Tensor
+    budget: Budget
+
+
+def conv_options(case: Case) -> CausalConv1dOptions:
+    """Return the options of the path, or the defaults."""
+    options = case.batch.path.options
+    return options if isinstance(options, CausalConv1dOptions) else CausalConv1dOptions()
+
+
+def build_conv(case: Case, seed: int) -> ConvProblem:
+    """Return the tensors of ``case`` under ``seed``, with the same bits on every machine."""
+    stream = RandomStream(seed, case.hash, "causal_conv1d")
+    options, dtype, specs = conv_options(case), DTYPES[case.layer.dtype], list(case.batch)
+    padding = case.batch.padding
+    positions = tuple((r, max(spec.context_len, 0) + i) for r, spec in enumerate(specs) for i in range(spec.query_len))
+    one_each = [1 if i < padding.tokens else 0 for i in range(padding.requests)]
+    lengths = [*(spec.query_len for spec in specs), *one_each]
+    # Leave the first line unused, because some kernels take it for padding, and the last, which index -1 would select.
+    num_lines = len(specs) + len(specs) // 2 + 4
+    lines = stream.permutation(num_lines - 2)[: len(specs)] + 1
+    remembers = torch.tensor([spec.context_len > 0 for spec in specs])
+    size, past = options.channels, options.width - 1
+    states = stream.uniform(num_lines, size, past + _SPARE_STATE) * _RUBBISH
+    states[lines[remembers], :, :past] = stream.uniform(int(remembers.sum()), size, past)
+    weight, bias = stream.uniform(size, options.width) / 2, stream.uniform(size)
+    return ConvProblem(
+        case=case,
+        positions=positions,
+        x=stream.uniform(len(positions) + padding.tokens, size).to(dtype),
+        weight=weight.to(dtype),
+        bias=bias.to(dtype) if options.bias else None,
+        states=states.to(dtype),
+        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).int(),
+        cache_indices=torch.cat([lines, torch.full((padding.requests,), PAD_ID)]).int(),
+        has_initial_state=torch.cat([remembers, torch.arange(padding.requests) % 2 == 1]),
+    )
+
+
+def conv_truth(problem: ConvProblem, device: torch.device) -> ConvTruth:
+    """Return the right result, and the error that a correct kernel may have.
+
+    A correct kernel computes in float32 and rounds once. It may also round every product to the dtype, if it multiplies
+    the loaded values, or round the sums, as two separate functions do. ``exp`` in the activation inherits the rounding
+    of its argument.
+    """
+    activation, real = problem.options.activation, len(problem.positions)
+    y, states = convolve(problem, device)
+    low, _ = convolve(problem, device, precision=Precision(torch.float32, None, problem.dtype))
+    sums, _ = convolve(problem, device, activation=None)
+    weighted, squares = (_convolve_sizes(problem, device, power)[:real] for power in (1, 2))
+    slope = 1.0 if activation is None else _SILU_SLOPE
+    products = slope * torch.finfo(problem.dtype).eps / 2 * squares.sqrt()
+    reach = torch.zeros_like(y[:, :1]) if activation is None else sums.abs().amax(dim=1, keepdim=True)
+    rounded = sums.to(problem.dtype).double()
+    twice = (rounded if activation is None else silu(rounded)).to(problem.dtype).double()
+    losses = [(low - y)[:, None], products[:, None], (twice - y)[:, None]]
+    bracket = float32_bracket(reach, problem.options.width)
+    norm, peak = allowed_errors(losses, y[:, None], bracket, slope * weighted[:, None], problem.dtype)
+    budget = Budget(norm, peak, torch.zeros_like(norm))
+    if problem.case.tolerance is not None:
+        budget = budget.scaled(problem.case.tolerance.factor)
+    return ConvTruth(y[:, None], states, budget)
+
+
+def convolve(problem: ConvProblem, device: torch.device, **changes: object) -> tuple[Tensor, Tensor]:
+    """Return the reference's ``y``, float64 ``[T, C]`` of the real rows, and the states.
+
+    ``changes``: arguments to replace.
+    """
+    options: dict[str, object] = {"activation": problem.options.activation, "pad_id": PAD_ID}
+    arguments = {**problem.arguments(device), **options, **changes}
+    y: Tensor = causal_conv1d(**arguments)  # type: ignore[arg-type]
+    states = arguments["conv_states"]
+    if not isinstance(states, Tensor):
+        raise TypeError(f"conv_states is {states!r}")
+    return y[: len(problem.positions)].double(), states
+
+
+def _convolve_sizes(problem: ConvProblem, device: torch.device, power: int) -> Tensor:
+    """Return the sums of the absolute terms, each raised to ``power``."""
+    arguments = problem.arguments(device)
+    sizes = {
+        name: None if (tensor := arguments[name]) is None else tensor.double().abs() ** power
+        for name in ("x", "weight", "bias", "conv_states")
+    }
+    return convolve(problem, device, activation=None, **sizes)[0]
+
+
+# The path `causal_conv1d`: short convolutions with the function of that name of a backend.
+#
+# `numerics`: the rows of all sequences are within the budget, and no argument but the states changes. `cache_write`:
+# exactly the state lines of the sequences contain exactly their last inputs, and all other bytes are unchanged.
+# `containment`: lines of no sequence, columns that no state uses, and states of sequences that have none influence
+# neither rows nor states. Cannot see: how a kernel cuts sequences into pieces, or rows of padding, which a function
+# that returns a new tensor may leave uninitialized.
+
+CONVOLUTION = "causal_conv1d"
+
+_Fill = tuple[float, tuple[str, ...]]
+"""The poison value, and the regions of the states that contain it."""
+
+
+@dataclass(frozen=True)
+class _Convolved:
+    """The result of a call: ``y`` float64 ``[T + padding, C]``, the bytes of the states, and changed arguments."""
+
+    y: Tensor
+    states: Tensor
+    changed: tuple[str, ...]
+
+
+class Convolution:
+    """One backend's ``causal_conv1d`` on the sequences of one case."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], function: Function, case: Case, seed: int, device: torch.device
+    ) -> None:
+        self._function, self._device = function, device
+        self._problem = build_conv(case, seed)
+        self._truth = conv_truth(self._problem, device)
+
+    def run(self) -> None:
+        """Run the first call, whose result the checks share. Raise StageError if it raises."""
+        _ = self._first
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Return the arguments, truth and budget, for a dump."""
+        truth = {"truth": self._truth.y[:, 0], "truth_conv_states": self._truth.states}
+        allowed = {"budget_norm": self._truth.budget.norm, "budget_peak": self._truth.budget.peak}
+        return {**self._problem.arguments(self._device), **truth, **allowed}
+
+    def numerics(self) -> Finding:
+        """Judge the rows of all sequences."""
+        seen = self._first
+        shares = self._shares(seen)
+        figures = {"rows": len(shares), "budget_share": float(shares.max()) if shares.numel() else 0.0}
+        if bool((shares > 1).any()):
+            worst = float(shares.max())
+            amount = "NaN or infinite" if math.isinf(worst) else f"{worst:.3g} times the allowed error"
+            where = self._name_of((shares > 1).flatten())
+            return Broken(
+                f"wrong in {where}; the largest error is {amount}", figures, self._meaning(seen), seen.changed
+            )
+        if seen.changed:
+            return Broken(f"arguments were changed: {', '.join(seen.changed)}", figures)
+        return Holds(figures)
+
+    def lse(self) -> Finding:
+        """Return NotExamined, because a convolution has no LSE."""
+        return NotExamined(("a convolution has no log-sum-exp",), "attncheck")
+
+    def cache_write(self) -> Finding:
+        """Judge the whole memory of the states after the call."""
+        seen = self._first
+        figures = {"lines_written": len(self._problem.lines), "state_bytes": seen.states.numel()}
+        if torch.equal(flat_bytes(self._truth.states), seen.states):
+            return Holds(figures)
+        wrong = self._bits_of(seen.states) != self._bits_of(flat_bytes(self._truth.states))
+        lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        figures["lines_wrong"] = len(lines)
+        line = lines[0]
+        column = int(wrong[line].any(dim=0).nonzero()[0])
+        where = f"{self._problem.line_name(line)}, column {column}"
+        return Broken(
+            f"{len(lines)} lines of the state are wrong, the first is {where}",
+            figures,
+            self._meaning_of_states(seen, wrong),
+        )
+
+    def containment(self) -> Finding:
+        """Judge calls with poison in the regions that must not influence the result."""
+
+        def convolve(fill: _Fill | None) -> _Convolved:
+            return self._convolve() if fill is None else self._convolve(*fill)
+
+        poisoning = Poisoning(convolve, self._first, self._moved, self._wrong)
+        regions = self._problem.regions()
+        poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
+        for name, value in poisons.items():
+            moved = poisoning.reached((value, tuple(regions)))
+            if bool(moved.any()):
+                sources = [region for region in regions if bool(poisoning.reached((value, (region,))).any())]
+                where = ", ".join(sources) or "several places together"
+                return Broken(f"{name} in {where} reaches {self._name_of(moved)}")
+        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(poisoning.bitwise)}
+        return Holds(figures, poisoning.notes)
+
+    @cached_property
+    def _first(self) -> _Convolved:
+        return self._convolve()
+
+    def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved:
+        """Run one call. Raise FormError if it does not return a tensor like ``x``."""
+        arguments = self._problem.arguments(self._device, poison, regions)
+        options = {"activation": self._problem.options.activation, "pad_id": PAD_ID}
+        returned, changed = call(CONVOLUTION, self._function, arguments, options, "conv_states")
+        x, states = arguments["x"], arguments["conv_states"]
+        if x is None or states is None:
+            raise TypeError("rows and states are tensors")
+        y = as_tensor("the answer", returned, x, self._problem.dtype)
+        return _Convolved(y, flat_bytes(states).clone(), changed)
+
+    def _shares(self, seen: _Convolved) -> Tensor:
+        """Return errors in budgets, ``[T, 1]``."""
+        return share_of_budget(seen.y[: len(self._truth.y), None] - self._truth.y, self._truth.budget)
+
+    def _moved(self, one: _Convolved, other: _Convolved) -> Tensor:
+        """Return bool ``[T + R]``: True for real rows and request states that differ in any bit."""
+        a, b = (seen.y[: len(self._truth.y)] for seen in (one, other))
+        rows = ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=1)
+        before, after = (self._remembered(seen.states) for seen in (one, other))
+        return torch.cat([rows, (before != after).flatten(1).any(dim=1)])
+
+    def _wrong(self, seen: _Convolved) -> Tensor:
+        """Return bool ``[T + R]``: True for real rows outside the budget and for wrong request states."""
+        right = self._remembered(flat_bytes(self._truth.states))
+        states = (self._remembered(seen.states) != right).flatten(1).any(dim=1)
+        return torch.cat([(self._shares(seen) > 1).any(dim=1), states])
+
+    def _name_of(self, moved: Tensor) -> str:
+        rows = moved[: len(self._truth.y)].nonzero().flatten()
+        if not len(rows):
+            return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
+        first = int(rows[0])
+        return f"{len(rows)} of {len(self._truth.y)} rows, the first is row {first} ({self._problem.row_name(first)})"
+
+    def _bits_of(self, memory: Tensor) -> Tensor:
+        """Return the bytes of the states as integers ``[lines, C, columns]``."""
+        like = self._truth.states
+        states = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        flat_bytes(states).copy_(memory)
+        return states.contiguous().view(torch.int16 if states.element_size() == 2 else torch.int32)
+
+    def _remembered(self, memory: Tensor) -> Tensor:
+        """Return the bits of the requests' states, ``[R, C, K - 1]``."""
+        return self._bits_of(memory)[self._problem.lines, :, : self._problem.past]
+
+    def _meaning(self, seen: _Convolved) -> str | None:
+        for meaning, changes in self._mistakes():
+            y, _ = convolve(self._problem, self._device, **changes)
+            if self._has_rows(seen, y):
+                return meaning
+        return None
+
+    def _has_rows(self, seen: _Convolved, y: Tensor) -> bool:
+        return is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype)
+
+    def _mistakes(self) -> Iterator[tuple[str, dict[str, object]]]:
+        problem, given = self._problem, self._problem.arguments(self._device)
+        weight, remembers = given["weight"], given["has_initial_state"]
+        if weight is not None and remembers is not None:
+            yield "the taps are in reverse order: the last one belongs to the newest row", {"weight": weight.flip(1)}
+            yield "states are used where has_initial_state is False", {"has_initial_state": remembers | True}
+            yield "states are not used", {"has_initial_state": remembers & False}
+            lengths = problem.query_start_loc.diff().to(remembers.device)
+            meaning = "the state is not used where a sequence has several rows"
+            yield meaning, {"has_initial_state": remembers & (lengths <= 1)}
+        if problem.options.activation is not None:
+            yield "the activation is missing", {"activation": None}
+        else:
+            yield "an activation is applied, and the case has none", {"activation": "silu"}
+        if problem.bias is not None:
+            yield "the bias is missing", {"bias": None}
+
+    def _state_mistakes(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (meaning, states after the call) of faults that leave the rows right."""
+        problem, right = self._problem, self._truth.states
+        starts = problem.query_start_loc.to(self._device)
+        lengths, real = starts.diff(), len(problem.lines)
+        is_short = lengths < problem.past
+        remembers = problem.has_initial_state.to(self._device)
+        meaning = "where a sequence is shorter than the state, what it remembers must move up, not be dropped"
+        yield meaning, convolve(problem, self._device, has_initial_state=remembers & ~is_short)[1]
+        kept = [line for line, short in zip(problem.lines, is_short.tolist(), strict=False) if short]
+        unstored = right.clone()
+        unstored[kept] = problem.states.to(self._device)[kept]
+        yield "the state is not stored where a sequence is shorter than it", unstored
+        longer = starts.clone()
+        longer[real:] = len(problem.x)
+        meaning = "rows of padding behind the last sequence enter its state"
+        yield meaning, convolve(problem, self._device, query_start_loc=longer)[1]
+
+    def _meaning_of_states(self, seen: _Convolved, wrong: Tensor) -> str | None:
+        """Return the likely cause of wrong states. ``wrong``: bool ``[lines, C, columns]``."""
+        problem = self._problem
+        if self._has_rows(seen, self._truth.y[:, 0]):
+            for meaning, states in self._state_mistakes():
+                if torch.equal(flat_bytes(states), seen.states):
+                    return meaning
+        for meaning, changes in self._mistakes():
+            y, states = convolve(problem, self._device, **changes)
+            if self._has_rows(seen, y) and torch.equal(flat_bytes(states), seen.states):
+                return meaning
+        lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if lines == [len(problem.states) - 1] and PAD_ID in problem.cache_indices.tolist():
+            return f"the index of padding, {PAD_ID}, was taken for the last line"
+        if bool(wrong[:, :, problem.past :].any()):
+            return "columns that no state uses were written"
+        if not set(lines) <= set(problem.lines):
+            return "lines of no sequence were written"
+        return None
+
+
+# The paths that examine a function instead of attention: the function of each, and how each check examines it.
+
+
+class FunctionUnderTest(Protocol):
+    """One function on one problem. Most methods are checks.
+
+    They may raise StageError if the function raises, and FormError if its result has the wrong form.
+    """
+
+    def run(self) -> None:
+        """Run the first call."""
+
+    def tensors(self) -> Mapping[str, Tensor | None]:
+        """Return arguments, truth and budget, by name."""
+
+    def numerics(self) -> Finding:
+        """Judge the values that the function returns."""
+
+    def lse(self) -> Finding:
+        """Judge the log-sum-exp."""
+
+    def cache_write(self) -> Finding:
+        """Judge which memory is written, and its contents."""
+
+    def containment(self) -> Finding:
+        """Judge whether memory outside the problem influences the result."""
+
+
+Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], FunctionUnderTest]
+"""(backend, its function, case, seed, device): returns the examination."""
+
+EXAMINATIONS: Mapping[str, tuple[str, Examiner]] = {
+    "merge": (MERGE, Merging),
+    "causal_conv1d": (CONVOLUTION, Convolution),
+}
+"""Maps a path to the name of its function in ``functions()``, and to the class that examines it."""
+
+
+class FunctionChecks:
+    """One case of one backend on a path that examines a function. ``reasons``: why the backend excludes the case."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
+    ) -> None:
+        self._case, self._seed = case, seed
+        self._name, examination = EXAMINATIONS[case.batch.path.name]
+        function = call_backend("functions", lambda: backend.functions().get(self._name))
+        absent = () if function is not None else (f"functions() offers no {self._name}",)
+        self._reasons = (*absent, *reasons)
+        self._examination = self._later = None
+        if function is not None and not reasons:
+            self._examination = examination(backend, function, case, seed, device)
+            self._later = partial(examination, backend, function, case, seed + 1, device)
+
+    def examine(self, check: str) -> Finding:
+        """Return the finding of one check. Raise StageError if the function raises."""
+        if self._examination is None:
+            return NotExamined(self._reasons)
+        if check == "refusals":
+            return self._refusals(self._examination)
+        try:
+            return self._checked(self._examination, check)
+        except FormError as failure:
+            return failure.finding
+
+    def dump(self, folder: Path, backend: str) -> None:
+        """Write arguments, truth and budget to one file."""
+        if self._examination is not None:
+            dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
+
+    def _checked(self, examination: FunctionUnderTest, check: str) -> Finding:
+        match check:
+            case "numerics":
+                return self._twice(examination.numerics())
+            case "lse":
+                return examination.lse()
+            case "cache_write":
+                return examination.cache_write()
+            case "containment":
+                return examination.containment()
+            case _:
+                return NotExamined((f"the path examines {self._name}, to which {check} does not apply",), "attncheck")
+
+    def _twice(self, first: Finding) -> Finding:
+        """Return ``first``, or a failure if a second call with other numbers in the same shapes is wrong."""
+        if self._later is None or not isinstance(first, Holds):
+            return first
+        second = self._later().numerics()
+        if not isinstance(second, Broken):
+            return first
+        return Broken(
+            f"right in the first call, wrong in the second: {second.summary}",
+            second.figures,
+            "something is kept from an earlier call, or the function is not deterministic",
+            second.details,
+        )
+
+    def _refusals(self, examination: FunctionUnderTest) -> Finding:
+        """Judge whether an offered function can be called as documented. Other checks judge its result."""
+        try:
+            examination.run()
+        except StageError as failure:
+            return failure_of_declared(failure.raised)
+        except FormError:
+            pass
+        return Holds()

@@ -1,0 +1,640 @@
+"""Invariance under earlier steps: other batches, other layers, and a decode loop before the case."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.consistency import implied_path
+from attncheck.cases.keys import differences
+from attncheck.cases.model import Case
+from attncheck.cases.outline import batch_of
+from attncheck.harness.checks.again import RightRows
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.session import OtherLayer, Session, run_step
+from attncheck.harness.problem.pages import PageLayout
+from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
+from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.truth.unpaged import Budget
+from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
+
+# Batches that a model runner may have passed to an impl and a builder before a case's own.
+#
+# Each is derived from the case's requests, for the same layer and cache. Their outputs are not judged.
+
+_FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")
+_CUT_BATCHES = ("cascade", "split_kv", "dcp", "micro_batch")
+
+_MANY_KEYS = 600
+"""Keys of one request with few rows. Kernels split the keys of such a step among their thread blocks."""
+
+_EARLIER_PROMPT, _EARLIER_CONTEXT = 64, 128
+"""Tokens of the longest prompt, and of the longest context if there are many requests."""
+
+Lengths = list[tuple[RequestSpec, int, int]]
+"""(request, query length, context length): requests with replaced lengths."""
+
+
+@dataclass(frozen=True)
+class EarlierBatch:
+    """A batch before a case's own. ``kind``: how it differs, in words."""
+
+    kind: str
+    case: Case
+
+    @property
+    def in_words(self) -> str:
+        """The batch in words, for a message."""
+        return f"{self.kind} ({batch_of(self.case.batch)})"
+
+
+def alike(case: Case) -> EarlierBatch:
+    """Return a batch of the same shape, with other pages and contexts one token shorter."""
+    lengths = [(r, r.query_len, r.context_len - 1) for r in case.batch]
+    return _of_lengths(case, "a batch of the same shape", lengths, padding=case.batch.padding)
+
+
+def half(case: Case) -> EarlierBatch:
+    """Return a batch of half the lengths, in reverse order."""
+    lengths = [(r, _rows(case, -(-r.query_len // 2), r), r.context_len // 2) for r in case.batch]
+    return _of_lengths(case, "a batch of half the lengths", lengths[::-1], encoder_factor=0.5)
+
+
+def fewer(case: Case) -> EarlierBatch | None:
+    """Return a batch of the last request alone, or None if there is no other."""
+    lengths = [(r, r.query_len, r.context_len - 2) for r in case.batch][-1:]
+    return None if case.batch.num_requests == 1 else _of_lengths(case, "a batch of fewer requests", lengths)
+
+
+def decodes(case: Case) -> EarlierBatch | None:
+    """Return a batch with one new token per request, or None if the case is one or its path fixes the rows."""
+    if case.batch.max_query_len == 1 or _has_fixed_rows(case):
+        return None
+    return _of_lengths(case, "a batch of decodes", [(r, 1, r.context_len) for r in case.batch])
+
+
+def longer(case: Case) -> EarlierBatch | None:
+    """Return a batch with longer contexts, up to twice as long plus a page; for encoder layers, with more rows."""
+    if case.layer.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        lengths = [(r, r.query_len + min(r.query_len, _EARLIER_PROMPT), 0) for r in case.batch]
+    else:
+        size = case.cache.block_size
+        lengths = [
+            (r, r.query_len, r.context_len + min(max(0, r.context_len), _EARLIER_PROMPT) + size) for r in case.batch
+        ]
+    return _of_lengths(case, "a batch of longer requests", lengths, encoder_factor=2)
+
+
+def more(case: Case) -> EarlierBatch | None:
+    """Return a batch of twice as many requests plus one."""
+    requests = [*case.batch, *reversed(list(case.batch)), *list(case.batch)[:1]]
+    lengths = [(r, r.query_len, min(r.context_len - 1, _EARLIER_CONTEXT)) for r in requests]
+    return _of_lengths(case, "a batch of more requests", lengths)
+
+
+def prompts(case: Case) -> EarlierBatch | None:
+    """Return a batch of prompts, or None if the case is one or its path fixes the rows."""
+    if all(r.context_len <= 0 for r in case.batch) or _has_fixed_rows(case):
+        return None
+    fresh = [
+        RequestSpec(query_len=max(1, min(r.total_len, _EARLIER_PROMPT)), encoder_len=r.encoder_len) for r in case.batch
+    ]
+    lengths = [(r, r.query_len, 0) for r in fresh]
+    return _of_lengths(case, "a batch of prompts", lengths)
+
+
+def many_keys(case: Case) -> EarlierBatch | None:
+    """Return a batch of one request with many keys and few rows.
+
+    Return None if the layer has no cache, or if every request has more than ``_PROMPT`` rows.
+    """
+    request = min(case.batch, key=lambda r: r.query_len)
+    if not case.layer.has_cache or request.query_len > _EARLIER_PROMPT:
+        return None
+    lengths = [(request, _rows(case, 1, request), _MANY_KEYS)]
+    encoder_factor = _MANY_KEYS / max(1, request.encoder_len or 1)
+    return _of_lengths(case, "a batch of one request with many keys", lengths, encoder_factor=encoder_factor)
+
+
+LARGER: tuple[Callable[[Case], EarlierBatch | None], ...] = (longer, more, prompts, many_keys)
+SMALLER: tuple[Callable[[Case], EarlierBatch | None], ...] = (alike, half, fewer, decodes)
+
+
+def earlier_batches(case: Case) -> tuple[EarlierBatch, EarlierBatch]:
+    """Return two earlier batches, one larger and one smaller. The case's hash selects them and their order."""
+    number = int(case.hash, 16)
+    large = [batch for make in LARGER if (batch := make(case)) is not None]
+    small = [batch for make in SMALLER if (batch := make(case)) is not None]
+    first, second = large[number % len(large)], small[number // 16 % len(small)]
+    return (first, second) if number // 256 % 2 else (second, first)
+
+
+def named_batches(case: Case) -> tuple[EarlierBatch, ...]:
+    """Return the batches that the case itself names."""
+    named = (f"after-{number}" for number in range(len(case.after)))
+    return tuple(
+        EarlierBatch("the batch", _with(case, name, batch)) for name, batch in zip(named, case.after, strict=True)
+    )
+
+
+def _has_fixed_rows(case: Case) -> bool:
+    return case.batch.path.name in _FIXED_ROWS
+
+
+def _rows(case: Case, query_len: int, request: RequestSpec) -> int:
+    """Return ``query_len``, or the request's own if the path fixes it."""
+    return request.query_len if _has_fixed_rows(case) else query_len
+
+
+def _of_lengths(
+    case: Case,
+    kind: str,
+    lengths: Lengths,
+    *,
+    padding: PaddingSpec = PaddingSpec(),  # noqa: B008 (frozen)
+    encoder_factor: float = 1,
+) -> EarlierBatch:
+    """Return a batch of these requests without shared prefixes.
+
+    A request with a context keeps at least one token of it. Paths that only cut a batch in parts are replaced by an
+    ordinary step, as in a model runner.
+    """
+    requests = []
+    for request, query_len, context_len in lengths:
+        least = 1 if request.context_len > 0 else 0
+        seq_len = query_len + max(least, context_len)
+        encoder_len = None if request.encoder_len is None else int(request.encoder_len * encoder_factor)
+        requests.append(RequestSpec(query_len=query_len, seq_len=seq_len, encoder_len=encoder_len))
+    batch = replace(case.batch, requests=tuple(requests), padding=padding)
+    return EarlierBatch(kind, _with(case, kind.removeprefix("a batch of ").replace(" ", "-"), batch))
+
+
+def _with(case: Case, name: str, batch: BatchSpec) -> Case:
+    path = implied_path(case.layer) if batch.path.name in _CUT_BATCHES else batch.path
+    cache = replace(case.cache, num_blocks=None, first_block=None)
+    return replace(case, id=f"{case.id}.{name}", batch=replace(batch, path=path), cache=cache, tolerance=None)
+
+
+# Layers that run in a step together with a case's own, and their right outputs.
+#
+# The mirror image of a layer negates queries, keys and values, so that scores stay the same and outputs are negated. It
+# needs no truth of its own, and shares no value with the case's layer.
+
+_TWIN = "a second layer of the same kind"
+
+_WINDOW = 3
+"""Sliding window, in keys, of a layer that runs with a layer without one."""
+
+
+@dataclass(frozen=True)
+class LayerBeside:
+    """A layer that runs before or after the case's own. ``rows``: its right rows, or None if it is not judged."""
+
+    layer: OtherLayer
+    rows: RightRows | None
+    comes_after: bool = False
+
+
+def mirrored(problem: Problem) -> Problem:
+    """Return the problem of a layer over the same batch with all values negated."""
+    return replace(problem, query=-problem.query, keys=-problem.keys, values=-problem.values)
+
+
+def mirrored_rows(rows: RightRows) -> RightRows:
+    """Return the right rows for the mirror image of a problem. Its bits are not compared."""
+    conventions = replace(rows.conventions, batch_invariant=False)
+    return replace(rows, truth=replace(rows.truth, out=-rows.truth.out), conventions=conventions)
+
+
+def mirror_layer(rows: RightRows) -> LayerBeside:
+    """Return a second layer of the same kind with its own cache."""
+    return LayerBeside(OtherLayer(mirrored(rows.problem), _TWIN), mirrored_rows(rows), comes_after=True)
+
+
+def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBeside | None:
+    """Return a layer that shares the cache of the case's layer, and that is passed keys of its own nevertheless.
+
+    Its right outputs are those of the case's layer. Return None if the backend does not declare it.
+    """
+    problem, case = rows.problem, rows.problem.case
+    if not case.layer.has_cache or shares_cache(case) or case.layer.attn_type != AttentionType.DECODER:
+        return None
+    if case.layer.mla is not None or not _supports(backend, replace(case, layer=replace(case.layer, kv_sharing=True))):
+        return None
+    negated = replace(problem, keys=-problem.keys, values=-problem.values)
+    return LayerBeside(OtherLayer(negated, "a layer that shares its cache", shares_cache=True), rows, comes_after=True)
+
+
+def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> LayerBeside | None:
+    """Return a layer with another window, soft cap and scale, as far as the backend declares them, else None.
+
+    If the case's layer has a window, the other has none and vice versa, because a vLLM group has at most one window
+    size.
+    """
+    layer = problem.layer
+    other = replace(layer, scale=(layer.softmax_scale or 1.0) / 2)
+    if layer.mla is None and layer.attn_type == AttentionType.DECODER:
+        window = replace(other, sliding_window=None if layer.sliding_window else _WINDOW)
+        other = window if _supports(backend, replace(problem.case, layer=window)) else other
+        cap = replace(other, logits_soft_cap=None if layer.logits_soft_cap else 2.0)
+        other = cap if _supports(backend, replace(problem.case, layer=cap)) else other
+    if not _supports(backend, replace(problem.case, layer=other)):
+        return None
+    return LayerBeside(_layer(problem, other), None)
+
+
+def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) -> LayerBeside | None:
+    """Return a layer of another head size, with pages of its own, or None if the backend declares none.
+
+    Layers whose caches differ in shape form separate groups, each with its own builder, block table and slots.
+    """
+    layer, case = problem.layer, problem.case
+    if layer.mla is not None or not layer.has_cache:
+        return None
+    for head_size in (layer.head_size // 2, layer.head_size * 2):
+        other = replace(layer, head_size=head_size)
+        if head_size % 8 == 0 and _supports(backend, replace(case, layer=other)):
+            return LayerBeside(_layer(problem, other), None)
+    return None
+
+
+def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
+    """Return the layers that the case names and the backend declares.
+
+    Each is judged on the rows that it has right alone. Raise StageError if one raises alone.
+    """
+    problem, made = rows.problem, []
+    for spec in problem.case.layers:
+        if not _supports(session.backend, replace(problem.case, layer=spec)):
+            continue
+        beside = _layer(problem, replace(spec, kv_sharing=problem.layer.kv_sharing))
+        alone = Session(session.backend, beside.problem, session.device)
+        seen = alone.run(images=False)
+        if isinstance(seen, Raised):
+            raise StageError(replace(seen, stage=f"{seen.stage} of {beside.role}"))
+        truth = truth_of(beside.problem, session.device, refuse_blindness=False)
+        right = RightRows.of(beside.problem, truth, seen, rows.conventions)
+        shares = spec.kv_sharing and not problem.writes_nothing
+        if shares:
+            # It reads the keys of the case's layer, and is passed the negated ones.
+            negated, right = replace(beside.problem, query=-beside.problem.query), mirrored_rows(right)
+            beside = replace(beside, problem=negated, role=f"{beside.role} that shares its cache", shares_cache=True)
+        made.append(LayerBeside(beside, right, comes_after=shares))
+    return tuple(made)
+
+
+def _layer(problem: Problem, layer: LayerSpec) -> OtherLayer:
+    """Return the mirror image of ``problem`` with another spec, or a new problem if the head sizes differ."""
+    given = differences(layer, problem.layer).items()
+    named = ", ".join(f"no {name}" if value in (None, False) else f"{name} {value}" for name, value in given)
+    role, case = f"a layer with {named}" if named else _TWIN, replace(problem.case, layer=layer)
+    if layer.head_size != problem.layer.head_size:
+        drawn = build_problem(replace(case, id=f"{case.id}.group"), problem.seed)
+        return OtherLayer(drawn, f"{role} in another group", has_own_group=True)
+    return OtherLayer(replace(mirrored(problem), case=case), role)
+
+
+def _supports(backend: type[AttentionBackend], case: Case) -> bool:
+    return not declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
+
+
+# A decode loop: a case's requests start some steps earlier and gain rows, keys and pages in each step.
+#
+# The cache is filled once; the backend writes every later key in the step that adds it. A row sees the same keys as in
+# the case, so the case's truth applies.
+
+_PATHS = ("paged", "mla", "local", "spec_decode", "micro_batch")
+"""Paths whose truth has the budget of a single call that sees all keys."""
+
+_FIRST_ROWS, _LONGEST = 8, 64
+"""Most rows of the first and of the second step that are not rows of the case."""
+
+
+@dataclass(frozen=True)
+class LoopStep:
+    """One step. ``rows``: int64, the case's row for each row of the step, or -1 if the case has no such row."""
+
+    problem: Problem
+    rows: Tensor
+
+    @property
+    def in_words(self) -> str:
+        """The step in words, for a message."""
+        lens = ", ".join(f"{r.query_len} of {r.num_keys}" for r in self.problem.requests[:4])
+        more = "" if len(self.problem.requests) <= 4 else f", ... ({len(self.problem.requests)} requests)"
+        return f"new tokens {lens}{more}"
+
+
+def check_decode_loop(rows: RightRows, session: Session) -> Broken | Raised | None:
+    """Return what is wrong with a step of the loop. Return None if all are right, or if the case allows no loop."""
+    steps = loop_steps(rows.problem)
+    if len(steps) < 2 or not all(_is_declared(session.backend, step.problem) for step in steps):
+        return None
+    try:
+        going = Session(
+            session.backend,
+            steps[0].problem,
+            session.device,
+            tuple(step.problem for step in steps[1:]),
+            pool=session.pool,
+        )
+        for number, step in enumerate(steps):
+            going = going.following(step.problem) if number else going
+            wrong = _judged(rows, step).wrong_in(going.run(images=False))
+            if isinstance(wrong, Raised):
+                return replace(wrong, stage=f"{wrong.stage} of step {number + 1} of a decode loop")
+            if wrong is not None:
+                return _as_finding(wrong, steps, number)
+    except StageError as failure:
+        return replace(failure.raised, stage=f"{failure.raised.stage} of a decode loop")
+    return None
+
+
+def loop_steps(problem: Problem) -> tuple[LoopStep, ...]:
+    """Return up to three steps that build up the case's requests; empty if rows would see other keys.
+
+    The first ends at the edge of a page, the second begins a page, and the third has the case's last rows.
+    """
+    case, layer = problem.case, problem.layer
+    is_plain = layer.attn_type == AttentionType.DECODER and layer.is_causal and not problem.writes_nothing
+    has_contexts = all(spec.context_len >= 0 and not spec.shared_prefix for spec in case.batch)
+    if not is_plain or not has_contexts or case.batch.path.name not in _PATHS:
+        return ()
+    cuts = [_cuts(request, problem.cache.block_size) for request in problem.requests]
+    spans = ([(i, own[n], own[n + 1]) for i, own in enumerate(cuts) if own[n] < own[n + 1]] for n in range(3))
+    return tuple(_step(problem, number, own) for number, own in enumerate(spans) if own)
+
+
+def _cuts(request: Request, block_size: int) -> tuple[int, int, int, int]:
+    """Return the positions at which a request's three steps start, and at which the last one ends."""
+    first, end = request.first_position, request.num_keys
+    last = end - max(1, request.rows // 2)
+    page = max((last - 1) // block_size * block_size, last - _LONGEST, 0)
+    return min(first, max(0, page - _FIRST_ROWS)), page, last, end
+
+
+def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> LoopStep:
+    """Return step ``number``, in which request ``i`` of each span ``(i, start, end)`` adds these positions."""
+    case, size = problem.case, problem.cache.block_size
+    path = case.batch.path if case.batch.path.name == "local" else implied_path(problem.layer)
+    specs = tuple(RequestSpec(query_len=end - start, seq_len=end) for _, start, end in spans)
+    batch = replace(case.batch, requests=specs, path=path, padding=type(case.batch.padding)())
+    requests, rows, tables = [], list[Tensor](), []
+    for index, start, end in spans:
+        whole = problem.requests[index]
+        pages = -(-end // size)
+        requests.append(
+            replace(
+                whole,
+                rows=end - start,
+                query_len=end - start,
+                num_keys=end,
+                cached=start,
+                first_row=sum(len(own) for own in rows),
+                pages=whole.pages[:pages],
+            )
+        )
+        positions = torch.arange(start, end)
+        of_case = positions - whole.first_position + whole.first_row
+        rows.append(torch.where(positions >= whole.first_position, of_case, -1))
+        # The columns after a request's pages name pages of other requests, as the table's last column does.
+        table = problem.block_table[index].clone()
+        table[pages:] = table[-1]
+        tables.append(table)
+    of_case = torch.cat(rows)
+    layout = PageLayout(
+        tuple(request.pages for request in requests), torch.stack(tables), problem.key_slots, problem.num_blocks
+    )
+    step = replace(
+        problem,
+        case=replace(case, id=f"{case.id}.loop-{number}", batch=batch, tolerance=None),
+        requests=tuple(requests),
+        query=problem.query[of_case % len(problem.query)],
+        layout=layout,
+    )
+    return LoopStep(step, of_case)
+
+
+def _judged(rows: RightRows, step: LoopStep) -> RightRows:
+    """Return the right rows of a step, without rows that the case does not have. Bits are not compared."""
+    truth, index = rows.truth, step.rows.clamp(min=0).to(rows.truth.out.device)
+    own = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    is_known = (step.rows >= 0).to(index.device)[:, None]
+    return replace(
+        rows,
+        problem=step.problem,
+        conventions=replace(rows.conventions, batch_invariant=False),
+        truth=replace(truth, out=truth.out[index], lse=truth.lse[index], budget=own),
+        is_right=rows.is_right[index] & is_known,
+        lse_is_right=rows.lse_is_right[index] & is_known,
+    )
+
+
+def _is_declared(backend: type[AttentionBackend], problem: Problem) -> bool:
+    case = problem.case
+    return not declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
+
+
+def _as_finding(wrong: Broken, steps: tuple[LoopStep, ...], number: int) -> Broken:
+    played = [f"step {n} of the loop: {step.in_words}" for n, step in enumerate(steps[: number + 1], start=1)]
+    return replace(
+        wrong,
+        summary=f"right in one step, wrong in step {number + 1} of a decode loop: {wrong.summary}",
+        meaning="something of an earlier step is kept, or what it wrote is not read, when requests gain rows and pages",
+        details=(*wrong.details, *played),
+    )
+
+
+# Earlier batches, and other layers and micro-batches of a step, which must not change a case's outputs.
+#
+# A model runner uses one impl and one builder for batch after batch, and every layer of a group receives the metadata
+# of its builder. So the case's batch runs again after other batches, in a step of several layers. If the result is
+# wrong, it runs again with fewer of these, to find what makes the difference.
+
+_LARGE_POOL = 2**22
+"""Largest cache in bytes for which other layers run beside the case's. Each of them allocates as much again."""
+
+_SINGLE_CALLS = ("paged", "mla", "local", "encoder_only", "cross", "spec_decode")
+"""Paths with one call per step, so that another micro-batch can be in flight."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What an impl and builder run before a case's batch, and in its step.
+
+    ``layers``: the other layers of its step; with a micro-batch, all run before the case's layer. ``flight``: a
+    micro-batch that is built before the case's has run.
+    """
+
+    before: tuple[EarlierBatch, ...] = ()
+    layers: tuple[LayerBeside, ...] = ()
+    flight: EarlierBatch | None = None
+
+    @property
+    def in_words(self) -> str:
+        """The history in words, for a message."""
+        beside = [beside.layer.role for beside in self.layers]
+        beside += [f"{self.flight.in_words} in flight as a micro-batch"] if self.flight else []
+        parts = [f"after {' and '.join(batch.in_words for batch in self.before)}"] if self.before else []
+        parts += [f"in a step with {' and '.join(beside)}"] if beside else []
+        return ", ".join(parts) or "when the step is repeated"
+
+    def parts(self) -> Iterator["History"]:
+        """Yield parts of the history, smallest first: none, then each element alone."""
+        yield History()
+        yield from (History(before=(batch,)) for batch in self.before)
+        yield from (History(layers=(beside,)) for beside in self.layers)
+        if self.flight is not None:
+            yield History(flight=self.flight)
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The case's rows in further steps. ``what``: the steps in words. ``wrong``: runs them; returns what is wrong."""
+
+    what: str
+    wrong: Callable[[], Broken | Raised | None]
+
+
+def repetitions(rows: RightRows, session: Session) -> Iterator[Repetition]:
+    """Yield the case's step with a history, and in most cases a decode loop. Raise StageError."""
+    history = history_of(rows, session)
+    yield Repetition(history.in_words, partial(check_step, rows, session, history))
+    steps = loop_steps(rows.problem)
+    if len(steps) > 1 and _chosen(rows.problem.case, among=3) < 2:
+        yield Repetition(f"a decode loop of {len(steps)} steps", partial(check_decode_loop, rows, session))
+
+
+def history_of(rows: RightRows, session: Session) -> History:
+    """Return the history that the case names, or else one chosen by its hash, limited to what the backend declares.
+
+    The hash chooses an earlier batch, and layers of the step. A third of the cases, and every case with a large cache,
+    gets two earlier batches and no layers.
+    """
+    problem, backend, case = rows.problem, session.backend, rows.problem.case
+    named = case.after or case.layers
+    batches = named_batches(case) if named else earlier_batches(case)
+    before = tuple(batch for batch in batches if _is_batch_declared(session, batch))
+    if named:
+        return History(before, named_layers(rows, session))
+    kind = _chosen(case, among=6)
+    if kind < 2 or (session.pool is not None and len(session.pool.bytes()) > _LARGE_POOL):
+        return History(before)
+    mirror, before = mirror_layer(rows), before[:1]
+    if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
+        flight = (half, alike)[_chosen(case, among=2)](case)
+        if _is_batch_declared(session, flight):
+            return History(before, (mirror,), flight=flight)
+    group = layer_of_another_group(problem, backend) if kind == 3 else None
+    others = (mirror, sharing_layer(rows, backend), group or other_kind_of_layer(problem, backend))
+    return History(before, tuple(beside for beside in others if beside is not None))
+
+
+def _chosen(case: Case, among: int) -> int:
+    """Return a number below ``among`` that depends only on the case's hash and ``among``."""
+    return int(hashlib.sha256(f"{case.hash} {among}".encode()).hexdigest(), 16) % among
+
+
+def _is_batch_declared(session: Session, batch: EarlierBatch) -> bool:
+    case = batch.case
+    return not declared_reasons(partial(session.backend.unsupported_reasons, case.layer, case.cache, case.batch))
+
+
+def check_step(rows: RightRows, session: Session, history: History) -> Broken | Raised | None:
+    """Return what is wrong with the case's step under ``history``, naming the first part that suffices for it."""
+    wrong = _played(rows, session, history)
+    if wrong is None:
+        return None
+    least = next((less for less in history.parts() if _played(rows, session, less) is not None), history)
+    changes: list[str] = []
+    wrong = _played(rows, session, least, changes) or wrong
+    if isinstance(wrong, Raised):
+        return replace(wrong, stage=f"{wrong.stage}, {least.in_words}")
+    beside = bool(least.layers or least.flight)
+    return replace(
+        wrong,
+        summary=f"right in a first step, wrong {least.in_words}: {wrong.summary}",
+        meaning=_meaning(least, changes),
+        details=(*wrong.details, *dict.fromkeys(changes)) if beside else wrong.details,
+    )
+
+
+def _meaning(least: History, changes: list[str]) -> str:
+    if least == History():
+        return "the same step is wrong when it is repeated: the backend keeps state, or is not deterministic"
+    if changes and least.layers:
+        return "a layer changes the metadata, which all layers of the group share"
+    if least.flight is not None:
+        return "two micro-batches share memory: what is built for one is overwritten by the other"
+    if [beside for beside in least.layers if beside.layer.shares_cache] == list(least.layers) != []:
+        return (
+            "a layer writes to a cache that it shares, or to something else that belongs to another layer of the step"
+        )
+    if least.layers:
+        return "layers share what each must have for itself: something is kept from another layer of the step"
+    return "something is kept from an earlier call"
+
+
+def _played(
+    rows: RightRows, session: Session, history: History, changes: list[str] | None = None
+) -> Broken | Raised | None:
+    """Return what is wrong with the step on a new impl and builder. The backend may refuse some of its layers."""
+    try:
+        return _played_once(rows, session, history, changes)
+    except StageError as failure:
+        kept = tuple(beside for beside in history.layers if beside.rows is not None and not beside.layer.shares_cache)
+        less = replace(history, layers=kept)
+        if failure.raised.is_refusal and less != history:
+            return _played(rows, session, less, changes)
+        return failure.raised
+
+
+def _played_once(
+    rows: RightRows, session: Session, history: History, changes: list[str] | None
+) -> Broken | Raised | None:
+    problem, backend, device = rows.problem, session.backend, session.device
+    drawn = [
+        build_problem(other.case, problem.seed + 1 + number, rows_of=problem)
+        for number, other in enumerate((*history.before, *([history.flight] if history.flight else [])))
+    ]
+    before = drawn[: len(history.before)]
+    in_group = [beside for beside in history.layers if not beside.layer.has_own_group]
+    layers = [beside.layer for beside in in_group]
+    own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers)
+    for batch, other in zip(before, history.before, strict=True):
+        seen = own.beside(batch).run(images=False)
+        if isinstance(seen, Raised):
+            return replace(seen, stage=f"{seen.stage} of {other.in_words}")
+    earlier: list[tuple[Session, RightRows | None]] = []
+    later: list[tuple[Session, RightRows | None]] = []
+    for beside, layer in zip(in_group, own.layers, strict=True):
+        is_later = beside.comes_after and history.flight is None
+        (later if is_later else earlier).append((layer, beside.rows))
+    turns = [*earlier, (own, rows), *later]
+    if history.flight is not None:
+        turns = list(_with_flight(own, turns, drawn[-1], history.flight.in_words))
+    for beside in history.layers:
+        if beside.layer.has_own_group:
+            turns.insert(0, (Session(backend, beside.layer.problem, device, role=beside.layer.role), beside.rows))
+    observations = run_step([turn for turn, _ in turns], changes)
+    for seen, (turn, judge) in zip(observations, turns, strict=True):
+        wrong = None if judge is None else judge.wrong_in(seen)
+        if isinstance(wrong, Broken):
+            return replace(wrong, summary=f"{turn.role}: {wrong.summary}") if turn.role else wrong
+    return None
+
+
+def _with_flight(
+    own: Session, turns: list[tuple[Session, RightRows | None]], other: Problem, role: str
+) -> Iterator[tuple[Session, RightRows | None]]:
+    """Yield each layer's turn for the case's micro-batch, then for the other one, which a second builder serves."""
+    second = own.in_flight(other, role)
+    for layer, judge in turns:
+        yield layer, judge
+        yield second if layer is own else layer.in_flight(mirrored(other), role, second), None

@@ -1,0 +1,215 @@
+"""The check ``invariance``: whether an output depends on something that must not matter."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+from attncheck.harness.checks.again import Change, RightRows, Variation
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.checks.history import Repetition, repetitions
+from attncheck.harness.checks.interface import Check, CheckedCase
+from attncheck.harness.driver.foreign_code import declared_reasons
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.step import strides_of
+from attncheck.harness.problem.problem import Arrangement, Problem, arranged
+from attncheck.reference.spec import PaddingSpec, StrideForm, StridesSpec
+from attncheck.reports.run_file.causes import UNKNOWN
+
+# Ways of passing one step that must not matter: strides of operands, and maxima that are only upper bounds.
+#
+# Only one maximum is raised at a time, because `max_query_len` above 1 takes a batch of decodes off a backend's decode
+# path. No engine transposes heads, so a backend may raise for that, and then gets strides that keep the heads of a row
+# together. A wrong output is a failure in any case.
+
+_BOUNDS = (
+    "a maximum is taken for a length: the maxima of the metadata may be upper bounds; "
+    "lengths are in query_start_loc and seq_lens"
+)
+
+_FORMS: tuple[tuple[StrideForm, ...], ...] = (
+    ("transposed", "transposed", "contiguous", "padded"),
+    ("contiguous", "contiguous", "transposed", "transposed"),
+    ("transposed", "transposed", "padded", "offset"),
+    ("padded", "padded", "transposed", "transposed"),
+)
+"""Forms of query, key, value and output. Each two consecutive rows transpose every operand once."""
+
+_ROW_FORMS: tuple[tuple[StrideForm, ...], ...] = (
+    ("padded", "contiguous", "offset"),
+    ("contiguous", "offset", "padded"),
+    ("offset", "padded", "contiguous"),
+)
+"""Forms of query, key and value in which the heads of a row are contiguous."""
+
+
+def same_step(rows: RightRows, session: Session) -> Iterator[Variation[Fill]]:
+    """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
+    number = int(rows.problem.case.hash, 16)
+
+    def judge(fill: Fill) -> Broken | Raised | None:
+        return rows.wrong_in(session.run(fill))
+
+    for turn, maximum in enumerate(("max_seq_len", "max_query_len")):
+        loosened = Change(f"{maximum} above the batch's", _BOUNDS, partial(_loosened, maximum))
+        by_rows = Variation(Fill(), (*_stride_changes(rows, _ROW_FORMS, number + turn), loosened), judge)
+        if rows.conventions.operand_strides == "rows":
+            yield by_rows
+        else:
+            yield replace(by_rows, changes=(*_stride_changes(rows, _FORMS, number + turn), loosened), instead=by_rows)
+
+
+def _loosened(maximum: str, fill: Fill) -> Fill:
+    return replace(fill, loose=(*fill.loose, maximum))
+
+
+def _stride_changes(rows: RightRows, known: Sequence[tuple[StrideForm, ...]], number: int) -> Iterator[Change[Fill]]:
+    problem, plain = rows.problem, strides_of(rows.problem)
+    forms = known[number % len(known)]
+    heads = {"query": problem.query, "key": problem.keys, "value": problem.values}
+    for name, usual in zip(("query", "key", "value", "output"), forms, strict=False):
+        if name in ("key", "value") and problem.writes_nothing:
+            continue
+        form = usual
+        if form == "contiguous" and name in heads and 1 in heads[name].shape[:2]:
+            form = "odd"
+        elif form == "transposed" and name == "output" and problem.layer.mla is not None:
+            form = "padded"  # the output of a latent layer is ``[T, H * V]``
+        if form != getattr(plain, name):
+            meaning = f"a stride of {name} is taken for granted"
+            yield Change(
+                f"strides.{name}: {form}", meaning, partial(_with_strides, replace(plain, **{name: form}), name)
+            )
+
+
+def _with_strides(wanted: StridesSpec, name: str, fill: Fill) -> Fill:
+    return replace(fill, strides=replace(fill.strides or wanted, **{name: getattr(wanted, name)}))
+
+
+# Rearranged batches, which must not change outputs: order, pages and neighbours of requests, and unused room.
+
+_ROWS = "the output of a row depends on what is beside it in the batch"
+_PAGES = "pages are not found through the block table alone"
+_ROOM = "the output depends on room that the batch does not use: the width of the block table, or padding"
+
+_COLUMNS, _PADDING = 5, PaddingSpec(requests=2, tokens=3)
+
+_UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree", "fast_prefill")
+"""Paths whose requests are independent, so that any subset of them makes a batch."""
+
+_UNPADDED = ("encoder_only", "cross", "micro_batch")
+
+
+def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arrangement]]:
+    """Yield variations of the batch's arrangement."""
+    problem = rows.problem
+    plain = Arrangement(tuple(range(len(problem.requests))))
+    for change in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
+        yield Variation(plain, (change,), partial(_judge, rows, session), afresh=partial(_judge_afresh, rows, session))
+    changes = tuple(_recomposed(problem, _padding_for(session)))
+    if changes:
+        largest = plain
+        for change in changes:
+            largest = change.alter(largest)
+        bounds = tuple(arranged(problem, how) for how in (largest, replace(largest, which=plain.which)))
+        made = Session(session.backend, problem, session.device, bounds, pool=session.pool)
+        yield Variation(plain, changes, partial(_judge, rows, made))
+
+
+def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
+    problem = arranged(rows.problem, how)
+    return rows.wrong_in(session.beside(problem, is_judged=True).run(images=False), how)
+
+
+def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
+    made = Session(session.backend, rows.problem, session.device, pool=session.pool)
+    return _judge(rows, made, how)
+
+
+def _alone(problem: Problem) -> Iterator[Change[Arrangement]]:
+    """Yield changes to apply one at a time: other pages for all requests, and one request without the others."""
+    if problem.has_pool:
+        yield Change("the requests in other pages of a pool", _PAGES, partial(replace, elsewhere=True))
+    count, one = len(problem.requests), int(problem.case.hash, 16) % len(problem.requests)
+    if problem.case.batch.path.name in _UNCUT and count > 1 and problem.requests[one].num_keys:
+        yield Change(f"request {one} alone", _ROWS, partial(_of, (one,)))
+
+
+def _recomposed(problem: Problem, padding: PaddingSpec | None) -> Iterator[Change[Arrangement]]:
+    """Yield the changes of one step: other neighbours and another order, a wider block table, and padding."""
+    path = problem.case.batch.path.name
+    count, number = len(problem.requests), int(problem.case.hash, 16)
+    backwards, one = tuple(reversed(range(count))), number // 3 % count
+    if path in _UNCUT and number % 3 == 0:
+        more = (*backwards, one)
+        what = f"the requests {_listed(more)}, in this order and other pages"
+        yield Change(what, _ROWS, lambda how: replace(how, which=more, elsewhere=True))
+    elif path in _UNCUT and number % 3 == 1 and count > 2:
+        yield _ordered(tuple(i for i in backwards if i != one))
+    elif path != "micro_batch" and count > 1:
+        yield _ordered(backwards if number % 2 else (*range(1, count), 0))
+    if problem.has_pool and not problem.parts:
+        what = f"{_COLUMNS} more columns of null pages in the block table"
+        yield Change(what, _ROOM, lambda how: replace(how, spare_columns=_COLUMNS))
+    if padding is not None:
+        what = f"{padding.requests} padding requests and {padding.tokens} padding tokens"
+        yield Change(what, _ROOM, lambda how: replace(how, padding=padding))
+
+
+def _padding_for(session: Session) -> PaddingSpec | None:
+    """Return padding that the batch lacks and the backend accepts with such a batch, or None if there is none."""
+    case = session.problem.case
+    if case.batch.path.name in _UNPADDED or case.batch.padding.requests or case.batch.padding.tokens:
+        return None
+    uniform = PaddingSpec(requests=_PADDING.requests, tokens=_PADDING.requests * case.batch.max_query_len)
+    for padding in (_PADDING, uniform):
+        specs = (case.layer, case.cache, replace(case.batch, padding=padding))
+        if not declared_reasons(partial(session.backend.unsupported_reasons, *specs)):
+            return padding
+    return None
+
+
+def _ordered(which: tuple[int, ...]) -> Change[Arrangement]:
+    return Change(f"the requests {_listed(which)}, in this order", _ROWS, partial(_of, which))
+
+
+def _of(which: tuple[int, ...], how: Arrangement) -> Arrangement:
+    return replace(how, which=which)
+
+
+def _listed(which: tuple[int, ...]) -> str:
+    return ", ".join(map(str, which))
+
+
+# `invariance`: an output does not depend on anything that must not matter.
+#
+# The same step runs again in other ways, and the rows that were right in the first step must be right again. If several
+# things change at once, a finding names the smallest set that makes the difference. Cannot see: variations that this
+# case does not use, and rows that are wrong in the first step.
+
+
+def _check(case: CheckedCase) -> Finding:
+    session, seen = case.first_step()
+    rows = RightRows.of(case.problem, case.truth, seen, case.backend.conventions)
+    done: list[str] = []
+    others = repetitions(rows, session)
+    # State kept from other steps disturbs every variation, so run one repetition first, which reports it as such.
+    variations: Iterator[Variation[Any] | Repetition] = chain(
+        islice(others, 1), same_step(rows, session), same_requests(rows, session), others
+    )
+    for variation in variations:
+        wrong, what = variation.wrong(), variation.what
+        if isinstance(wrong, Raised) and isinstance(variation, Variation) and variation.instead is not None:
+            done.append(f"not held against the backend: {wrong.in_words}")
+            wrong, what = variation.instead.wrong(), variation.instead.what
+        if isinstance(wrong, Broken) and not bool(rows.is_right.all() and rows.lse_is_right.all()):
+            return replace(wrong, meaning=f"{UNKNOWN}the first step has wrong rows, too")
+        if wrong is not None:
+            return wrong
+        done.append(what)
+    return Holds({"rows": int(rows.is_right.all(dim=1).sum()), "variations": len(done)}, tuple(done))
+
+
+CHECKS = {"invariance": Check(_check)}

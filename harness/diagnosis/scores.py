@@ -1,0 +1,518 @@
+"""Faults of scores, modifiers, softmax and log-sum-exp."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.faults import Hypothesis
+from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.unpaged import UnpagedAttention
+from attncheck.reference import AttentionParams
+
+# Faults of scale, soft cap, ALiBi and sinks that change the scores without ignoring the modifier.
+
+_LOG2E = math.log2(math.e)
+
+_FACTORS = (
+    (_LOG2E, "log2(e): a softmax to base 2 of scores that have this factor already, or a natural one of such scores"),
+    (1 / _LOG2E, "ln(2): a softmax to base 2 of natural scores"),
+    (2.0, "2"),
+    (0.5, "1/2"),
+    (math.sqrt(2.0), "the square root of 2"),
+    (math.sqrt(0.5), "the square root of 1/2"),
+    (4.0, "4"),
+    (0.25, "1/4"),
+    (-1.0, "-1"),
+)
+"""Factors on the scores that kernels leave out or apply once too often: (factor, its name)."""
+
+_CAPS = (1.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
+"""Soft caps that models use, and that a kernel may hard-code."""
+
+_PARTS = (16, 32, 64, 128, 256, 512)
+"""Numbers of keys in a tile or split, each of which may count the sinks once."""
+
+_LIKE = 0.02
+"""Difference of two sinks below which they count as equal."""
+
+_FEWEST_ROWS = 3
+"""Wrong rows of a head that its fitted sink must explain; in fewer, a sink would fit any factor on the output."""
+
+_LEAST_SHARE = 0.05
+"""Share of the weights that the keys and the sink each need before their ratio determines the sink."""
+
+
+def modifier_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults that these parameters allow, except those of sinks, which :func:`other_sinks` yields."""
+
+    def with_changes(meaning: str, *features: str, **changes: object) -> Hypothesis:
+        return Hypothesis(meaning, lambda: rows.attend(replace(params, **changes)), features)  # type: ignore[arg-type]
+
+    scale, size = params.softmax_scale, params.value_head_size
+    if size != params.head_size:
+        yield with_changes(f"the scale is that of the value's head size, {size}", scale=size**-0.5)
+    for factor, name in _FACTORS:
+        yield with_changes(f"the scores are multiplied by {name}", scale=scale * factor)
+    cap = params.soft_cap
+    if cap is not None:
+        feature = "logits_soft_cap"
+        yield with_changes("the soft cap is applied before the scale", feature, logits_soft_cap=cap * scale)
+        yield with_changes("the soft cap is multiplied by log2(e)", feature, logits_soft_cap=cap * _LOG2E)
+        yield with_changes("the soft cap is multiplied by ln(2)", feature, logits_soft_cap=cap / _LOG2E)
+        meaning = "the soft cap divides the scores, and does not multiply their tanh"
+        yield with_changes(meaning, feature, logits_soft_cap=1.0, scale=scale / cap)
+        meaning = "the soft cap multiplies the tanh of scores that it does not divide"
+        yield with_changes(meaning, feature, logits_soft_cap=cap, scale=scale * cap)
+        for other in _CAPS:
+            if other != cap:
+                yield with_changes(f"the soft cap is {other:g} instead of {cap:g}", feature, logits_soft_cap=other)
+    if params.alibi_slopes is not None:
+        for meaning, slopes in _slopes(params, params.alibi_slopes):
+            yield with_changes(meaning, "alibi", alibi_slopes=slopes)
+        if not params.alibi_sqrt:
+            yield from _alibi_references(params, params.alibi_slopes, rows)
+
+
+def _alibi_references(
+    params: AttentionParams, slopes: tuple[float, ...], rows: UnpagedAttention
+) -> Iterator[Hypothesis]:
+    """Yield the faults of measuring ALiBi's distance from elsewhere, which show beside sinks, and in the LSE."""
+    num_keys, _, node, context_len = rows.places
+    position = context_len + node
+    measured_from = {
+        "position 0": position,
+        "the first new position of the request": node,
+        "the last key of the request": position - (num_keys - 1),
+    }
+
+    def compute(distance: Tensor) -> tuple[Tensor, Tensor]:
+        bare, lse = rows.attend(replace(params, sinks=None))
+        lse = lse + distance[:, None] * lse.new_tensor(slopes)
+        if params.sinks is None:
+            return bare, lse
+        total = torch.logaddexp(lse, lse.new_tensor(params.sinks))
+        return bare * torch.exp(lse - total)[..., None], total
+
+    for place, distance in measured_from.items():
+        meaning = f"the ALiBi bias is measured from {place}, not from the query"
+        yield Hypothesis(meaning, partial(compute, distance), ("alibi",))
+
+
+def _slopes(params: AttentionParams, slopes: tuple[float, ...]) -> Iterator[tuple[str, tuple[float, ...]]]:
+    number, group = params.num_heads, params.group_size
+    for factor, name in ((-1.0, "the ALiBi bias has the wrong sign"), (2.0, "the ALiBi bias is applied twice")):
+        yield name, tuple(factor * slope for slope in slopes)
+    factors = {
+        "scale": params.softmax_scale,
+        "log2(e)": _LOG2E,
+        "ln(2)": 1 / _LOG2E,
+        "1/2": 0.5,
+        "sqrt(head size)": params.head_size**0.5,
+    }
+    for name, factor in factors.items():
+        yield f"the ALiBi bias is multiplied by {name}", tuple(factor * slope for slope in slopes)
+    yield "the ALiBi slopes are in reversed order of heads", slopes[::-1]
+    yield "every head has the ALiBi slope of head 0", (slopes[0],) * number
+    yield (
+        "query head h has the ALiBi slope of its KV head, h // group size",
+        tuple(slopes[head // group] for head in range(number)),
+    )
+    yield (
+        "query head h has the ALiBi slope of head h % group size",
+        tuple(slopes[head % group] for head in range(number)),
+    )
+    yield (
+        "query head h has the ALiBi slope of head h % num_kv_heads",
+        tuple(slopes[head % params.num_kv_heads] for head in range(number)),
+    )
+    for shift in (1, -1):
+        yield (
+            f"query head h has the ALiBi slope of head h {'+' if shift > 0 else '-'} 1",
+            tuple(slopes[(head + shift) % number] for head in range(number)),
+        )
+    for base in dict.fromkeys((number, 1 << (number - 1).bit_length(), 1 << (number.bit_length() - 1))):
+        plain = tuple(2.0 ** (-8.0 * (head + 1) / base) for head in range(number))
+        yield f"the ALiBi slopes are 2 ** (-8 (h + 1) / {base}), whatever the layer's are", plain
+
+
+def other_sinks(params: AttentionParams, rows: UnpagedAttention) -> Iterator[tuple[str, Tensor]]:
+    """Yield (meaning, output ``[T, H, Dv]``) of faults of sinks."""
+    if params.sinks is None:
+        return
+    bare, lse = rows.attend(replace(params, sinks=None))
+    sinks = torch.tensor(params.sinks, dtype=torch.float64, device=bare.device)
+
+    # A sink divides the output without it by 1 + exp(sink - lse).
+    def with_sinks(other: Tensor) -> Tensor:
+        return bare * torch.sigmoid(lse - other)[..., None]
+
+    num_keys = rows.places.num_keys.double()[:, None]
+    for keys in _PARTS:
+        count = (num_keys / keys).ceil().clamp(min=1)
+        if bool((count > 1).any()):
+            yield f"the sinks are counted once for every {keys} keys", with_sinks(sinks + count.log())
+    for number in (2, 4, 8, 16):
+        yield f"the sinks are counted {number} times", with_sinks(sinks + math.log(number))
+    yield from ((meaning, with_sinks(other)) for meaning, other in _sinks(params, sinks))
+
+
+def fitted_sinks(_problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (meaning, output) of the sinks that fit ``values``, one per wrong head for all rows."""
+    params = truth.params
+    if params.sinks is None:
+        return
+    bare, lse = truth.rows.attend(replace(params, sinks=None))
+    share = (values * bare).sum(-1) / (bare * bare).sum(-1).clamp(min=1e-300)
+    is_determined = (share > _LEAST_SHARE) & (share < 1 - _LEAST_SHARE) & torch.isfinite(lse)
+    found = lse + torch.log(1 / share.clamp(1e-9, 1 - 1e-9) - 1)
+    wrong = shares > 1
+    fitted = torch.where(is_determined & wrong, found, torch.nan).nanmedian(dim=0).values
+    fitted = torch.where(wrong.any(dim=0), fitted, fitted.new_tensor(params.sinks))
+    has_evidence = bool((wrong.sum(dim=0) >= _FEWEST_ROWS)[wrong.any(dim=0)].all())
+    if (
+        has_evidence
+        and bool(torch.isfinite(fitted).all())
+        and (words := _sinks_in_words(fitted.tolist(), params.sinks))
+    ):
+        yield words, bare * torch.sigmoid(lse - fitted)[..., None]
+
+
+def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor]]:
+    group, number = params.group_size, params.num_heads
+    head = torch.arange(number, device=sinks.device)
+    yield "the sinks are multiplied by the scale", sinks * params.softmax_scale
+    yield "the sinks are divided by the scale", sinks / params.softmax_scale
+    yield "the sinks are to base 2: multiplied by ln(2)", sinks / _LOG2E
+    yield "the sinks are multiplied by log2(e)", sinks * _LOG2E
+    yield "the sinks have the wrong sign", -sinks
+    yield "every sink is 0", torch.zeros_like(sinks)
+    yield "sinks above 0 are taken for 0", sinks.clamp(max=0)
+    if params.soft_cap is not None:
+        yield "the soft cap is applied to the sinks", torch.tanh(sinks / params.soft_cap) * params.soft_cap
+    yield "every head has the sink of head 0", sinks[:1].expand(number)
+    yield "query head h has the sink of its KV head, h // group size", sinks[head // group]
+    yield "every head has the sink of the first head of its group", sinks[head // group * group]
+    yield "query head h has the sink of head h % group size", sinks[head % group]
+    yield "query head h has the sink of head h % num_kv_heads", sinks[head % params.num_kv_heads]
+    yield "the sinks are in reversed order of heads", sinks.flip(0)
+    yield "query head h has the sink of head h + 1", sinks.roll(-1)
+    yield "query head h has the sink of head h - 1", sinks.roll(1)
+
+
+def _sinks_in_words(found: list[float], right: tuple[float, ...]) -> str:
+    """Return which sinks differ; "" if none does."""
+    named = [
+        f"head {head}: {new:.3g}, not {old:.3g}"
+        for head, (new, old) in enumerate(zip(found, right, strict=True))
+        if abs(new - old) > _LIKE
+    ]
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return f"the sinks are others ({', '.join(named[:3])}{more})" if named else ""
+
+
+# Faults of an online softmax: earlier sums are not rescaled when a tile of keys raises the maximum.
+#
+# With `m_t` the maximum after tile `t` and `m` the final one, a correct kernel ends with `sum exp(s - m) V` over `sum
+# exp(s - m)`. If one of the two is not rescaled, the keys of tile `t` stay in it with `exp(s - m_t)`.
+
+_TILES = (16, 32, 64, 128, 256, 512, 1024)
+"""Numbers of keys in a tile, besides the page size."""
+
+MOST_SCORES = 2**25
+"""Scores ``H * rows * keys`` of a request above which they are not all held at once."""
+
+_FAULTS = (
+    ("the accumulator is not rescaled", True, False),
+    ("the sum of the weights is not rescaled", False, True),
+    ("neither the accumulator nor the sum of the weights is rescaled", True, True),
+)
+"""(meaning, whether the accumulator keeps old weights, whether the sum of the weights does)."""
+
+Weigh = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""``(scores [H, rows, keys], sinks [H, 1, 1] or None)`` -> weights of the keys, and the LSE ``[H, rows, 1]``."""
+
+
+def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
+    """Yield the faults for each usual tile size shorter than the longest request; tiles are counted from position 0."""
+    most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
+    if most * longest * params.num_heads > MOST_SCORES:
+        return
+    scores = cache(partial(masked_scores, params, rows))
+    for tile in sorted({*_TILES, block_size}):
+        if tile < longest:
+            for what, spoils_acc, spoils_sum in _FAULTS:
+                meaning = f"{what} when a tile of {tile} keys raises the maximum"
+                weigh = partial(_online, tile, spoils_acc, spoils_sum)
+                yield Hypothesis(meaning, partial(attend_scores, params, rows, scores, weigh))
+
+
+def masked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
+    """Return the masked scores of a request, float64 ``[H, rows, keys]``."""
+    scores = unmasked_scores(params, rows, request)
+    num_rows, num_keys = scores.shape[1:]
+    q_pos = torch.arange(num_rows, device=scores.device)[:, None] + (num_keys - num_rows)
+    k_pos = torch.arange(num_keys, device=scores.device)[None]
+    return scores.masked_fill(~rows.sees(params, q_pos, k_pos, num_keys - num_rows), -torch.inf)
+
+
+def unmasked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
+    """Return the scores of a request as if every row saw every key, float64 ``[H, rows, keys]``."""
+    query, keys, _ = parts_of_request(rows, request)
+    query_qNgD = query.unflatten(1, (params.num_kv_heads, params.group_size))
+    scores = torch.einsum("qngd,knd->ngqk", query_qNgD, keys).flatten(0, 1) * params.softmax_scale
+    if params.soft_cap is not None:
+        scores = torch.tanh(scores / params.soft_cap) * params.soft_cap
+    if params.alibi_slopes is not None:
+        q_pos = torch.arange(len(query), device=query.device)[:, None] + (len(keys) - len(query))
+        distance = (torch.arange(len(keys), device=query.device)[None] - q_pos).double()
+        bias = -(-distance.clamp(max=0)).sqrt() if params.alibi_sqrt else distance
+        slopes = torch.tensor(params.alibi_slopes, dtype=torch.float64, device=query.device)
+        scores = scores + slopes[:, None, None] * bias
+    return scores
+
+
+def parts_of_request(rows: UnpagedAttention, request: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, keys and values of a request, float64."""
+    q, k = (starts[request : request + 2].tolist() for starts in (rows.cu_seqlens_q, rows.cu_seqlens_k))
+    return rows.query[slice(*q)].double(), rows.keys[slice(*k)].double(), rows.values[slice(*k)].double()
+
+
+def softmax_weights(s_HqK: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the right weights of the keys, ``[H, rows, keys]``, and the LSE ``[H, rows, 1]``."""
+    return _online(s_HqK.shape[-1], False, False, s_HqK, sinks)
+
+
+def attend_scores(
+    params: AttentionParams,
+    rows: UnpagedAttention,
+    scores: Callable[[int], Tensor],
+    weigh: Weigh = softmax_weights,
+) -> tuple[Tensor, Tensor]:
+    """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` from ``scores``, which maps a request to ``[H, rows, keys]``."""
+    outs, lses = [], []
+    for request in range(len(rows.cu_seqlens_q) - 1):
+        values_KNv = parts_of_request(rows, request)[2]
+        s_HqK = scores(request)
+        if not s_HqK.numel():
+            outs.append(s_HqK.new_zeros(s_HqK.shape[1], params.num_heads, values_KNv.shape[-1]))
+            lses.append(s_HqK.new_full((s_HqK.shape[1], params.num_heads), -torch.inf))
+            continue
+        sinks = None if params.sinks is None else s_HqK.new_tensor(params.sinks)[:, None, None]
+        weights, lse = weigh(s_HqK, sinks)
+        by_kv_head = weights.unflatten(0, (params.num_kv_heads, params.group_size))
+        outs.append(torch.einsum("ngqk,knv->qngv", by_kv_head, values_KNv).flatten(1, 2))
+        lses.append(lse.squeeze(-1).transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _online(
+    tile: int, spoils_acc: bool, spoils_sum: bool, s_HqK: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weigh keys as an online softmax over tiles does that does not rescale the accumulator, or the sum of weights."""
+    top_Hqt = torch.stack([part.amax(-1) for part in s_HqK.split(tile, -1)], -1).cummax(-1).values
+    last = top_Hqt[..., -1:] if sinks is None else torch.maximum(top_Hqt[..., -1:], sinks)
+    right = torch.exp(s_HqK - last.masked_fill(last == -torch.inf, 0.0))
+    pivot = top_Hqt.masked_fill(top_Hqt == -torch.inf, 0.0).repeat_interleave(tile, -1)[..., : s_HqK.shape[-1]]
+    old = torch.exp(s_HqK - pivot)
+    total = (old if spoils_sum else right).sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - last)
+    weights = (old if spoils_acc else right) / total.masked_fill(total == 0, 1.0)
+    return weights, last + total.log()
+
+
+# Faults in computing and summing scores: order of cap and bias, masks after the softmax, sums left out.
+
+_FEW_CAPS = 5.0
+"""Score in soft caps below which ``exp`` inside ``tanh`` overflows in no dtype."""
+
+_PADDED_TILES = (8, 16, 32, 64, 128)
+"""Numbers of keys to whose multiples a kernel may pad those of a request."""
+
+Scores = Callable[[int], Tensor]
+"""``request`` -> scores ``[H, rows, keys]``, -inf where a key is hidden."""
+
+
+def score_explanations(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults that these parameters allow; none if there are too many scores to hold at once."""
+    most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
+    if not longest or most * longest * params.num_heads > MOST_SCORES:
+        return
+    plain = replace(params, logits_soft_cap=None, alibi_slopes=None, sinks=None)
+    cap, slopes = params.soft_cap, params.alibi_slopes
+
+    def with_scores(meaning: str, scores: Scores, *features: str) -> Hypothesis:
+        return Hypothesis(meaning, partial(attend_scores, params, rows, scores), features)
+
+    def hidden(request: int) -> Tensor:
+        return torch.isneginf(masked_scores(plain, rows, request))
+
+    if cap is not None:
+
+        def clipped(request: int) -> Tensor:
+            product = unmasked_scores(replace(params, logits_soft_cap=None, alibi_slopes=None), rows, request)
+            bias = unmasked_scores(params, rows, request) - unmasked_scores(capped, rows, request)
+            return (product.clamp(-cap, cap) + bias).masked_fill(hidden(request), -torch.inf)
+
+        capped = replace(params, alibi_slopes=None)
+        yield with_scores("the soft cap clips the scores, and is no tanh", clipped, "logits_soft_cap")
+    if cap is not None and slopes is not None:
+
+        def biased_first(request: int) -> Tensor:
+            scores = unmasked_scores(replace(params, logits_soft_cap=None), rows, request)
+            return (torch.tanh(scores / cap) * cap).masked_fill(hidden(request), -torch.inf)
+
+        yield with_scores("the soft cap is applied after the ALiBi bias", biased_first, "logits_soft_cap", "alibi")
+    if slopes is not None:
+
+        def scaled_bias(request: int) -> Tensor:
+            bare = unmasked_scores(replace(params, alibi_slopes=None), rows, request)
+            bias = unmasked_scores(params, rows, request) - bare
+            return (bare - bias.abs()).masked_fill(hidden(request), -torch.inf)
+
+        if not params.causal:
+            yield with_scores("the ALiBi bias uses the distance without its sign", scaled_bias, "alibi")
+        root = replace(params, alibi_sqrt=not params.alibi_sqrt)
+        words = "the ALiBi bias is the square root of the distance" if root.alibi_sqrt else "no square root is taken"
+        yield Hypothesis(words, partial(rows.attend, root), ("alibi",))
+    if any(bool(hidden(request).any()) for request in range(len(rows.num_rows))):
+        unhidden = partial(unmasked_scores, params, rows)
+        zero = "hidden keys get a score of 0, not of -inf"
+        yield with_scores(zero, lambda request: unhidden(request).masked_fill(hidden(request), 0.0))
+        words = "the mask is applied after the softmax: hidden keys count in its sum"
+        yield Hypothesis(words, partial(_masked_late, params, rows))
+    yield Hypothesis(
+        "the output is not divided by the sum of the weights", partial(_times, params, rows, _unnormalised)
+    )
+    yield Hypothesis("the output is divided by the number of keys too", partial(_times, params, rows, _averaged))
+    for tile in _PADDED_TILES:
+        rest = -rows.places.num_keys.double()[:, None] % tile
+        if bool((rest > 0).any()):
+            meaning = f"the places behind the last key, up to a multiple of {tile}, count with a score of 0"
+            yield Hypothesis(meaning, partial(_padded, params, rows, rest))
+    if params.sinks is None:
+        plus_one = replace(params, sinks=(0.0,) * params.num_heads)
+        yield Hypothesis(
+            "1 is added to the sum of the weights: a sink of 0, or an empty part with an LSE of 0",
+            partial(rows.attend, plus_one),
+        )
+
+
+def largest_scores(params: AttentionParams, rows: UnpagedAttention) -> Tensor | None:
+    """Return the largest score of each row and head, ``[T, H]``, or None if there are too many scores to hold at once.
+
+    It is -inf if the row sees no key and has no sink.
+    """
+    if int(rows.num_rows.max()) * int(rows.num_keys.max()) * params.num_heads > MOST_SCORES:
+        return None
+    tops = []
+    for request in range(len(rows.num_rows)):
+        scores = masked_scores(params, rows, request)
+        empty = scores.new_full((*scores.shape[:2], 1), -torch.inf)
+        tops.append(torch.cat([scores, empty], dim=-1).amax(dim=-1).T)
+    top: Tensor = torch.cat(tops)
+    return top if params.sinks is None else torch.maximum(top, top.new_tensor(params.sinks))
+
+
+def overflowing_caps(params: AttentionParams, rows: UnpagedAttention, wrong: Tensor) -> float | None:
+    """Return how many soft caps a score must reach to make its row and head ``wrong`` (bool ``[T, H]``).
+
+    None if no such number separates wrong rows and heads from right ones, or if there are too many scores to hold at
+    once.
+    """
+    bare = replace(params, logits_soft_cap=None, alibi_slopes=None, sinks=None)
+    tops = [largest_scores(each, rows) for each in (bare, replace(bare, scale=-bare.softmax_scale))]
+    if params.soft_cap is None or tops[0] is None or tops[1] is None:
+        return None
+    size = torch.maximum(tops[0], tops[1]).nan_to_num(neginf=0.0) / params.soft_cap
+    least, most = float(size[wrong].min()), float(size.masked_fill(wrong, 0.0).max())
+    return least if least > max(most, _FEW_CAPS) else None
+
+
+def _masked_late(params: AttentionParams, rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
+    out, lse = rows.attend(params)
+    _, every = attend_scores(params, rows, partial(unmasked_scores, params, rows))
+    share = torch.nan_to_num(torch.exp(lse - every))
+    return out * share[..., None], every
+
+
+def _times(
+    params: AttentionParams,
+    rows: UnpagedAttention,
+    factor: Callable[[AttentionParams, UnpagedAttention, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    out, lse = rows.attend(params)
+    return out * factor(params, rows, lse)[..., None], lse
+
+
+def _unnormalised(params: AttentionParams, rows: UnpagedAttention, lse: Tensor) -> Tensor:
+    top = largest_scores(params, rows)
+    return torch.ones_like(lse) if top is None else torch.nan_to_num(torch.exp(lse - top))
+
+
+def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result with ``count [T, 1]`` more keys in the sum, whose score is 0 and whose value is 0."""
+    out, lse = rows.attend(params)
+    total = torch.logaddexp(lse, count.log())
+    return out * torch.nan_to_num(torch.exp(lse - total))[..., None], total
+
+
+def _averaged(_params: AttentionParams, rows: UnpagedAttention, _lse: Tensor) -> Tensor:
+    return 1 / rows.places.num_keys.double()[:, None].clamp(min=1)
+
+
+# Faults of the LSE alone: another base, a term left out, or the LSE of another row or head.
+
+
+def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield (meaning, LSE ``[T, H]``) of faults of the LSE alone. ``got``: the wrong LSE.
+
+    ``output_holds``: whether the output is right. If not, both may be wrong for the same reason, and few faults are
+    tried.
+    """
+    right = truth.lse
+    yield "the LSE is -inf, as if no key were seen", torch.full_like(right, -math.inf)
+    for base, name in ((2, "2"), (10, "10")):
+        yield (
+            f"the logarithm is to base {name} (declare lse_base, or multiply by ln {name})",
+            right / math.log(base),
+        )
+    if truth.params.sinks is not None and output_holds:
+        sinks = torch.tensor(truth.params.sinks, dtype=torch.float64, device=right.device)
+        yield "the sinks are in the output but not in the LSE", right + torch.log1p(-torch.exp(sinks - right))
+    if not output_holds:
+        return
+    top = largest_scores(truth.params, truth.rows)
+    if top is not None:
+        yield "the LSE is the largest score: the sum of the weights is missing", top
+        rest = torch.nan_to_num(right - top, nan=-math.inf)
+        yield "the largest score is missing: the LSE is the logarithm of the sum alone", rest
+        yield "the logarithm of the sum is subtracted, not added", torch.nan_to_num(2 * top - right, nan=-math.inf)
+        yield "the logarithm of the sum is to base 2, the largest score natural", top + rest / math.log(2)
+        yield "the largest score is not scaled", top / truth.params.softmax_scale + rest
+    yield "the LSE has the wrong sign", -right
+    yield "the LSE is the sum of the weights, without its logarithm", right.exp()
+    yield "the LSE is multiplied by the scale", right * truth.params.softmax_scale
+    yield "the LSE is divided by the scale", right / truth.params.softmax_scale
+    yield "the LSE is multiplied by ln(2)", right * math.log(2)
+    number = truth.params.num_heads
+    heads = torch.arange(number, device=right.device)
+    source = (got[:, :, None] - right[:, None]).abs().nan_to_num(nan=0.0).sum(dim=0).argmin(dim=1)
+    named = [f"head {head} has that of head {int(of)}" for head, of in enumerate(source.tolist()) if head != of][:3]
+    yield "every head has the LSE of head 0", right[:, :1].expand_as(right)
+    yield (
+        "every head has the LSE of the first of its group",
+        right[:, heads // truth.params.group_size * truth.params.group_size],
+    )
+    yield "the LSEs are in reversed order of heads", right.flip(1)
+    yield f"LSEs are those of other heads: {', '.join(named)}", right[:, source]
+    yield "the LSEs are laid out heads first", right.T.reshape(right.shape)
+    if len(right) > 1:
+        yield "every row has the LSE of the next row", right.roll(-1, 0)
+        yield "every row has the LSE of the row before", right.roll(1, 0)
+        yield "every row has the LSE of row 0", right[:1].expand_as(right)

@@ -1,0 +1,138 @@
+"""Sizes of a layer, and an estimate of the memory that a case needs."""
+
+from typing import TYPE_CHECKING
+
+from attncheck.cases.model import Case
+from attncheck.harness.host import free_host_bytes, free_own_bytes
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    CausalConv1dOptions,
+    DCPOptions,
+    LayerSpec,
+    SplitKVOptions,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# Sizes of a layer with a latent cache: of the equivalent ordinary layer, and of its cache rows. Imports no torch.
+
+
+def naive_layer(layer: LayerSpec) -> LayerSpec:
+    """Return the ordinary layer equivalent to a layer with ``mla``; any other layer is returned unchanged."""
+    if layer.mla is None:
+        return layer
+    return LayerSpec(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_heads,
+        head_size=layer.mla.qk_nope_head_dim + layer.mla.qk_rope_head_dim,
+        head_size_v=layer.mla.v_head_dim,
+        dtype=layer.dtype,
+        scale=layer.softmax_scale,
+        causal=layer.causal,
+    )
+
+
+def stored_sizes(layer: LayerSpec) -> tuple[int, int]:
+    """Return the widths of what a token stores in the cache: key and value, or latent row and rotated part."""
+    if layer.mla is None:
+        return layer.head_size, layer.value_head_size
+    return layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim
+
+
+# An estimate of the memory that a case needs, before any allocation. Imports no torch.
+
+_ROW_COPIES = 12
+"""Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
+
+_WEIGHT_COPIES = 3
+"""Float64 tensors of the size of the up-projections alive at once."""
+
+_POOL_COPIES = 8
+"""The pool, its clean image, and the images before and after each of the three steps of containment, alive at once."""
+
+SMALL_POOL = 1 << 18
+"""Most slots of a pool that is filled, poisoned and copied whole. Of a larger pool, only pages near owned ones are."""
+
+_NEAR = 8
+"""Pages of interest per owned page: its neighbours, and the targets of page numbers that overflow fewer bits."""
+
+_MOST_RESERVED = 2**37
+"""Most bytes of a pool that a host can reserve without using memory; a larger pool counts in full."""
+
+
+def needed_bytes(case: Case, *, reserves: bool = False) -> int:
+    """Return an upper estimate of the bytes held at once while examining ``case``, on the host or the device.
+
+    ``reserves``: whether a large pool uses memory only where it is touched, as on a host.
+    """
+    layer, cache, batch = case.layer, case.cache, case.batch
+    if isinstance(batch.path.options, CausalConv1dOptions):
+        columns = batch.num_tokens + 2 * batch.num_requests * (batch.path.options.width + 3)
+        return _ROW_COPIES * columns * batch.path.options.channels * 8
+    if batch.path.name == "merge":
+        return 2 * _ROW_COPIES * batch.num_tokens * layer.num_heads * layer.value_head_size * 8
+    cross = layer.attn_type == AttentionType.ENCODER_DECODER
+    keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
+    itemsize = 4 if layer.dtype == "float32" else 2
+    stored, naive = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
+    exact = naive.num_kv_heads * (naive.head_size + naive.value_head_size)
+    # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
+    copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
+    if cache.kv_cache_dtype.startswith("fp8"):
+        copies += 4  # per number: its magnitude, its code as an index, and both ends of its rounding interval
+    pools, parts = _pools_and_parts(batch)
+    pages = keys // cache.block_size + 2 * batch.num_requests
+    blocks = cache.num_blocks or (cache.first_block or 0) + 2 * pages
+    page = cache.block_size * stored * itemsize
+    pool = pools * blocks * page
+    held = _POOL_COPIES * pool
+    if blocks * cache.block_size > SMALL_POOL:
+        held = _POOL_COPIES * _NEAR * pages * page + (0 if reserves and pool <= _MOST_RESERVED else pool)
+    rows = batch.num_tokens * layer.num_heads * max(width, naive.head_size + naive.value_head_size) * 8
+    held += keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
+    return held + _WEIGHT_COPIES * _num_weights(layer) * 8
+
+
+def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
+    """Return the number of consecutive pools, and the number of parts whose outputs are held until they are merged."""
+    match batch.path.options:
+        case DCPOptions(size=size):
+            return size + 1, size + 1
+        case SplitKVOptions(parts=parts):
+            return 1, parts
+        case _:
+            return 1, 0
+
+
+def _num_weights(layer: LayerSpec) -> int:
+    if layer.mla is None:
+        return 0
+    return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
+
+
+def shortage(case: Case, device: "torch.device") -> str | None:
+    """Return why ``case`` does not fit ``device`` or the host right now, with the GiB it needs, or None if it fits."""
+    needed = needed_bytes(case, reserves=device.type == "cpu")
+    room = {
+        "the host": free_host_bytes(),
+        "the process": free_own_bytes(),
+        str(device): _free_device_bytes(device),
+    }
+    for name, free in room.items():
+        if free is not None and needed > 0.9 * free:
+            return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
+    return None
+
+
+def _free_device_bytes(device: "torch.device") -> int | None:
+    if device.type != "cuda":
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
+    # The driver counts memory that torch's allocator reserves as used, but torch can allocate from it again.
+    return min(free + reserved, allowed) - allocated

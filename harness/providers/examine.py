@@ -1,0 +1,413 @@
+"""Examine a provider: the plan, the answers to each subject, and their records."""
+
+import importlib.metadata
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial, reduce
+from hashlib import sha256
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+import attncheck.reference
+import attncheck.reference.v0
+from attncheck.cases.model import Case
+from attncheck.errors import InternalError, SelectionError
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches, has_hypothesis
+from attncheck.harness.providers.provider import (
+    AnswerDifference,
+    Departure,
+    Explanation,
+    Generation,
+    Provider,
+    ProviderAnswer,
+    Subject,
+    SubjectCall,
+    SubjectSetting,
+    answer_of,
+    explain_answer,
+    is_bound,
+    load_provider,
+    signature_differences,
+)
+from attncheck.harness.providers.subjects import SUBJECTS
+from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome
+
+# Resolve names and patterns to the questions for each provider.
+
+
+@dataclass(frozen=True)
+class ProviderPlan:
+    """Every subject of every provider, in one setting. ``notes``: where the batches come from."""
+
+    providers: tuple[Provider, ...] = ()
+    subjects: tuple[Subject, ...] = ()
+    setting: SubjectSetting = field(default_factory=lambda: SubjectSetting((), torch.device("cpu")))
+    notes: tuple[str, ...] = ()
+
+
+def plan_providers(
+    refs: Sequence[str], patterns: Sequence[str], cases: Iterable[Case], device: str, seed: int
+) -> ProviderPlan:
+    """Return the plan for providers ``refs`` and the functions that match one of ``patterns`` (all if empty).
+
+    The plan is empty if ``refs`` is empty.
+
+    Raises:
+        QuestionError: a provider cannot be imported, two have the same name, or a pattern matches nothing.
+    """
+    if not refs:
+        return ProviderPlan()
+    providers = tuple(load_provider(ref) for ref in dict.fromkeys(refs))
+    names = [provider.name for provider in providers]
+    for name in names:
+        if names.count(name) > 1:
+            raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
+    written = batches_of(cases)
+    drawn = drawn_batches(seed) if has_hypothesis() else []
+    setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
+    sources = [f"{len(ALWAYS)} always used", f"{len(written)} of the suites"]
+    if drawn:
+        sources.append(f"{len(drawn)} drawn by hypothesis {importlib.metadata.version('hypothesis')}")
+    notes = [f"utilities are called with {len(setting.batches)} batches: {', '.join(sources)}"]
+    if not drawn:
+        notes.append("hypothesis is not installed (pip install 'attncheck[fuzz]'): no batch was drawn")
+    return ProviderPlan(
+        providers, _matching(patterns), setting, (*notes, *(note for each in providers for note in _age(each)))
+    )
+
+
+def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
+    keys = [subject.key for subject in SUBJECTS]
+    for pattern in patterns:
+        if not any(fnmatchcase(key, pattern) for key in keys):
+            near = get_close_matches(pattern, keys, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SelectionError(f"no function matches {pattern!r}{hint}")
+    return tuple(s for s in SUBJECTS if not patterns or any(fnmatchcase(s.key, pattern) for pattern in patterns))
+
+
+def _age(provider: Provider) -> list[str]:
+    """Return a note if the table of departures was made from another version of the provider."""
+    made_from = provider.departures.version
+    if not made_from or made_from == provider.version:
+        return []
+    known = plural(len(provider.departures.known), "known departure")
+    return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]
+
+
+# Put all questions about one subject to one provider, and count the results.
+
+Word = Literal["equal", "drifted", "judged", "differs"]
+
+
+class UnfitQuestionError(InternalError):
+    """The reference answered a question it should refuse, or refused one it should answer: a bug in attncheck."""
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A question whose answer no known departure explains, with the differences."""
+
+    question: str
+    differences: tuple[AnswerDifference, ...]
+
+
+@dataclass
+class SubjectResult:
+    """The result of one subject. ``place``: the module it was found in. ``counts``: questions by result.
+
+    ``shown``: how often each departure showed. ``missed``: how often a departure was predicted but did not show.
+    ``bounds``: number of upper bounds. ``first``: the first disagreement, which may come from the comparison of
+    parameters; that comparison is not counted as a question.
+    """
+
+    place: str
+    questions: int = 0
+    counts: Counter[Word] = field(default_factory=Counter)
+    bounds: int = 0
+    shown: Counter[Departure] = field(default_factory=Counter)
+    missed: Counter[Departure] = field(default_factory=Counter)
+    stale: tuple[Departure, ...] = ()
+    first: Disagreement | None = None
+
+    @property
+    def verdict(self) -> Word:
+        """The most serious result; a judgement outranks a drift."""
+        if self.first is not None:
+            return "differs"
+        kinds = {departure.kind for departure in self.shown}
+        if "judgement" in kinds:
+            return "judged"
+        return "drifted" if "drift" in kinds else "equal"
+
+
+def reference_targets(subject: Subject) -> list[Any]:
+    """Return the reference's own objects of a subject: the subject's, then its helpers."""
+    home = attncheck.reference if subject.generation == "v1" else attncheck.reference.v0
+    named, *helpers = [getattr(home, name) for name in (subject.name, *subject.helpers)]
+    return [subject.ours or named, *helpers]
+
+
+def examine_subject(provider: Provider, subject: Subject, setting: SubjectSetting) -> SubjectResult | None:
+    """Put every question about ``subject`` to the reference and the provider; return None if the provider lacks it.
+
+    Raises:
+        UnfitQuestionError: a question does not fit the reference.
+    """
+    generation: Generation = subject.generation
+    offered = [provider.find(name, generation) for name in (subject.name, *subject.helpers)]
+    found = [each for each in offered if each is not None]
+    if len(found) < len(offered):
+        return None
+    raw = found[0].target
+    ours = reference_targets(subject)
+    theirs = [provider.adapted(subject.key, raw), *(each.target for each in found[1:])]
+    known = provider.departures.of(subject.key)
+    examined = SubjectResult(found[0].place)
+    if subject.is_function:
+        _enter(
+            examined, "its parameters", _explain_parameters(signature_differences(ours[0], raw, subject.newer), known)
+        )
+    lacking = subject.newer - _parameters_of(raw)
+    for question in subject.questions(setting):
+        if not lacking.isdisjoint(question.arguments):
+            continue
+        explanation = _explain(subject, question, ours, theirs, known)
+        examined.questions += 1
+        examined.counts[_enter(examined, question.text, explanation)] += 1
+    for departure in known:
+        if departure.shows is not None and departure.shows(raw):
+            examined.shown[departure] += 1
+    examined.stale = tuple(each for each in known if examined.missed[each] or not examined.shown[each])
+    # Sort by the table, since the order in which departures were seen depends on the questions.
+    examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
+    return examined
+
+
+def _parameters_of(function: Any) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departure, ...]) -> Explanation:
+    """Return which departures explain differences between parameters. Tolerated differences are ignored."""
+    shown = tuple(each for each in known if any(map(each.explains_parameter, found)))
+    wrong = [each for each in found if not each.tolerated and not any(one.explains_parameter(each) for one in shown)]
+    return Explanation(shown, wrong=tuple(wrong))
+
+
+def _explain(
+    subject: Subject, question: SubjectCall, ours: list[Any], theirs: list[Any], known: tuple[Departure, ...]
+) -> Explanation:
+    """Put one question to the reference, to the reference with known departures, and to the provider."""
+    expected = _expected(subject, question, ours)
+    seen = _seen(subject, question, theirs)
+
+    def predict(chosen: tuple[Departure, ...]) -> ProviderAnswer:
+        changed = reduce(_change, chosen, ours[0])
+        return _seen(subject, question, [changed, *ours[1:]])
+
+    return explain_answer(expected, seen, tuple(each for each in known if each.concerns(question)), predict)
+
+
+def _change(target: Any, departure: Departure) -> Any:
+    return target if departure.changes is None else departure.changes(target)
+
+
+def _expected(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
+    expected = answer_of(partial(subject.call, *targets), question.copies())
+    if expected.refused != question.refused:
+        what = f"answered {question.text}, which it should refuse" if question.refused else "refused"
+        detail = "" if question.refused else f" {question.text}: {expected.returned}"
+        raise UnfitQuestionError(f"{subject.key}: the reference {what}{detail}")
+    return expected
+
+
+def _seen(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on malformed input, a provider may divide by zero
+        return answer_of(partial(subject.call, *targets), question.copies())
+
+
+def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> Word:
+    """Count the result of one question, and return its name."""
+    examined.bounds += sum(is_bound(difference.place) for difference in explanation.tolerated)
+    if explanation.wrong:
+        if examined.first is None:
+            examined.first = Disagreement(question, explanation.wrong)
+        return "differs"
+    examined.shown.update(explanation.shown)
+    examined.missed.update(explanation.missed)
+    return "judged" if "judgement" in explanation.kinds else "drifted" if "drift" in explanation.kinds else "equal"
+
+
+# Turn the result of a subject into a record, and add providers to the header of a run.
+
+SHOWN_DIFFERENCES = 5
+
+
+@dataclass(frozen=True)
+class SubjectIdentity:
+    """A subject as records name it. Its hash covers only the name, since its questions come from many sources."""
+
+    id: str
+    suite: str = UTILITIES
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits."""
+        return sha256(self.id.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class PlannedProviders:
+    """A plan as plain data. ``subjects``: keys of the examined ones, out of all that are ``known``."""
+
+    infos: tuple[BackendInfo, ...] = ()
+    subjects: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return len(self.infos) * len(self.subjects)
+
+
+def describe_plan(plan: ProviderPlan) -> PlannedProviders:
+    """Return ``plan`` as plain data."""
+    return PlannedProviders(
+        tuple(BackendInfo(name=each.name, ref=each.ref, version=each.version) for each in plan.providers),
+        tuple(subject.key for subject in plan.subjects),
+        tuple(subject.key for subject in SUBJECTS),
+        plan.notes,
+    )
+
+
+def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeader:
+    """Return the header of a run that also examines providers, or only these if it has no backends.
+
+    Raises:
+        SelectionError: a provider and a backend have the same name, or a suite has the name of the functions' suite.
+    """
+    if not plan.infos:
+        return header
+    for taken in header.backends:
+        if taken.name in {provider.name for provider in plan.infos}:
+            raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
+    if any(suite.name == UTILITIES for suite in header.suites):
+        raise SelectionError(
+            f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
+        )
+    suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(plan.subjects))
+    return header.model_copy(
+        update={
+            "suites": (*header.suites, suite),
+            "checks": (*(header.checks if header.backends else ()), UTILITIES),
+            "backends": (*header.backends, *plan.infos),
+            "notes": (*header.notes, *plan.notes),
+        }
+    )
+
+
+def examine_providers(
+    plan: ProviderPlan, circumstances: Circumstances, first: int = 0, begin: Callable[[str], None] | None = None
+) -> Iterator[Record]:
+    """Yield a record for each subject and provider, from index ``first`` on.
+
+    ``begin``: called with the name of each function before it is examined.
+    """
+    pairs = [(provider, subject) for provider in plan.providers for subject in plan.subjects]
+    for provider, subject in pairs[first:]:
+        if begin is not None:
+            begin(f"function {subject.key}")
+        yield _record(provider, subject, plan, circumstances)
+
+
+def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
+    began = perf_counter()
+    examined: SubjectResult | None = None
+    finding: Finding
+    try:
+        examined = examine_subject(provider, subject, plan.setting)
+        finding = _finding(provider, subject, examined)
+    except Exception as error:  # noqa: BLE001 (ours: only this function's result is lost, and reported as an error)
+        finding = capture_exception(OURSELVES, error)
+    record = record_of(
+        circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
+    )
+    if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
+        departures = "; ".join(departure.what for departure in examined.stale)
+        reason = f"known in {provider.departures.version}, and no longer there: {departures}"
+        return XPassed(**without_outcome(record), reason=reason)
+    return record
+
+
+def _is_stale(provider: Provider, examined: SubjectResult) -> bool:
+    """Return whether a departure is stale in the very version that the table was made from.
+
+    For other versions, a note states it.
+    """
+    return bool(examined.stale) and provider.version == provider.departures.version
+
+
+def _finding(provider: Provider, subject: Subject, examined: SubjectResult | None) -> Finding:
+    if examined is None:
+        why = provider.departures.why_gone(subject.key)
+        return NotExamined((f"offers nothing of that name{f': {why}' if why else ''}",))
+    figures = {
+        "questions": examined.questions,
+        **{word: examined.counts[word] for word in ("equal", "drifted", "judged", "differs")},
+        "upper_bounds": examined.bounds,
+        "drifts": sum(departure.kind == "drift" for departure in examined.shown),
+        "judgements": sum(departure.kind == "judgement" for departure in examined.shown),
+    }
+    if examined.first is None:
+        return Holds(figures, _notes(provider, examined))
+    first = examined.first
+    wrong = examined.counts["differs"]
+    count = (
+        f"{wrong} of {plural(examined.questions, 'question')} have another answer than the reference, the first is "
+        if wrong
+        else ""
+    )
+    return Broken(
+        f"{count}{first.question}: {first.differences[0]}",
+        figures,
+        details=tuple(map(str, first.differences[1:SHOWN_DIFFERENCES])),
+    )
+
+
+def _notes(provider: Provider, examined: SubjectResult) -> tuple[str, ...]:
+    """Return a note for every departure that showed, with how often, for upper bounds, and for stale departures."""
+    notes = [
+        f"{departure.kind}: {departure.what}{_how_often(departure, count, examined)}"
+        for departure, count in examined.shown.items()
+    ]
+    if examined.bounds and not any("upper bound" in note for note in notes):
+        notes.append(f"upper bound: {plural(examined.bounds, 'maximum')} above the truth, which is no wrong answer")
+    notes += [
+        f"stale: known in {provider.departures.version}, and no longer there: {departure.what}"
+        for departure in examined.stale
+    ]
+    return tuple(notes)
+
+
+def _how_often(departure: Departure, count: int, examined: SubjectResult) -> str:
+    if departure.is_form:
+        return ""
+    return f" ({count} of {plural(examined.questions, 'question')})"

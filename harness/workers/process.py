@@ -1,0 +1,810 @@
+"""A worker process: its start, its output, its first messages, and its end."""
+
+import codecs
+import contextlib
+import ctypes
+import fcntl
+import math
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
+
+from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.errors import InternalError, QuestionError
+from attncheck.harness.host import free_host_bytes, oom_kills
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, LoadError, unloaded
+from attncheck.harness.workers.limits import Limit, passed_environment
+from attncheck.harness.workers.protocol import (
+    Assignment,
+    ChooseDevice,
+    Described,
+    DeviceChosen,
+    HarnessFailure,
+    Prepare,
+    Refused,
+)
+from attncheck.reports.run_file.header import Environment
+
+if TYPE_CHECKING:
+    from attncheck.harness.run.outcomes import ProcessEnd
+    from attncheck.harness.run.selection import RunPlan, Selection
+    from attncheck.harness.workers.protocol import Answer, Examine, Request
+
+# Start a worker, end it with all its children, and find out what it was doing. Imports neither torch nor pydantic.
+
+_START = """\
+import sys
+sys.path[:] = sys.argv.pop().split(chr(10))
+from attncheck.harness.workers.worker import main
+main(sys.argv[1:])
+"""
+_ROOM = 2**20
+"""Capacity in bytes of the pipes for answers and output, the most that Linux gives to unprivileged processes."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Signal at which a worker prints the Python stacks of its threads, even while C code holds the GIL."""
+
+MARK = "ATTNCHECK_WORKER"
+"""Environment variable whose value marks a worker and all its descendants."""
+
+_STACK = "(most recent call first):"
+_STACK_S = 2.0
+"""Seconds that a worker may take to print its stacks."""
+_NATIVE_STACK_S = 20.0
+_TERM_S, _KILL_S = 1.0, 10.0
+"""Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
+
+
+class ChildProcess(Protocol):
+    """A child of this process. ``returncode``: negative for a signal; None if it is not known to have ended."""
+
+    pid: int
+    returncode: int | None
+
+
+@dataclass
+class _Copy:
+    """A fork of this process."""
+
+    pid: int
+    returncode: int | None = None
+
+
+@dataclass(frozen=True)
+class StartedWorker:
+    """A worker, and this end of its pipes: ``writing`` requests, ``reading`` answers, ``printed`` output."""
+
+    process: ChildProcess
+    writing: int
+    reading: int
+    printed: int
+
+
+def start_worker(environment: Mapping[str, str]) -> StartedWorker:
+    """Start a worker in a session of its own. Raises OSError if that fails, leaving no descriptor open."""
+
+    def start(to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]) -> ChildProcess:
+        words = (to_read, to_write, os.getpid(), "\n".join(map(str, sys.path)))
+        return subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
+            [sys.executable, "-P", "-u", "-c", _START, *map(str, words)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=to_print,
+            stderr=to_print,
+            pass_fds=(to_read, to_write),
+            start_new_session=True,
+        )
+
+    return _with_pipes(start)
+
+
+def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
+    """Fork this process; the copy calls ``serve`` with descriptors for requests and answers, and this process's id.
+
+    Raises:
+        OSError: no further process can be started.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # else the copy inherits the unwritten output in its buffers, too
+    run = os.getpid()
+
+    def start(to_read: int, to_write: int, to_print: int, ours: tuple[int, ...]) -> ChildProcess:
+        if pid := os.fork():
+            return _Copy(pid)
+        status = 1
+        try:
+            os.setsid()
+            for each in ours:
+                os.close(each)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number in (1, 2):
+                os.dup2(to_print, number)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+            serve(to_read, to_write, run)
+            status = 0
+        finally:
+            os._exit(status)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the copy does not use
+        return _with_pipes(start)
+
+
+def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess]) -> StartedWorker:
+    """Return the worker that ``start`` starts with its ends of three pipes (read, write, print) and with ours.
+
+    If that fails, no descriptor is left open.
+    """
+    with contextlib.ExitStack() as started:
+        theirs_to_read, writing = _pipe(started)
+        reading, theirs_to_write = _pipe(started)
+        printed, theirs_to_print = _pipe(started)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # room for what it writes before the run reads it
+            for ours in (reading, printed):
+                with suppress(OSError):
+                    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
+        process = start(theirs_to_read, theirs_to_write, theirs_to_print, (writing, reading, printed))
+        started.pop_all()
+    for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
+        os.close(theirs)
+    return StartedWorker(process, writing, reading, printed)
+
+
+def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:
+    """Return the reading and the writing end of a pipe, which are closed if the process cannot be started."""
+    ends = os.pipe()
+    for end in ends:
+        started.callback(os.close, end)
+    return ends
+
+
+def print_stacks(pid: int, printed: Callable[[], str]) -> None:
+    """Make the worker ``pid`` print its Python stacks, and wait until ``printed()`` contains them.
+
+    A worker that is stopped, or whose backend has replaced the signal handler, prints none.
+    """
+    before = printed()
+    with suppress(ProcessLookupError):
+        os.kill(pid, STACK_SIGNAL)
+    deadline, latest = time.monotonic() + _STACK_S, before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = printed()
+        if now.count(_STACK) > before.count(_STACK) and now == latest:
+            return
+        latest = now
+
+
+def native_stack(pid: int) -> str:
+    """Return the stacks of Python and C frames from py-spy, or "" if it is not installed or has no permission."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if (program := shutil.which("py-spy", path=path)) is None:
+        return ""
+    for words in (["--native"], []):  # py-spy cannot read C frames on every platform
+        with suppress(OSError, subprocess.TimeoutExpired):
+            dumped = subprocess.run(  # noqa: S603 (a program of the user's own environment, and words of ours)
+                [program, "dump", *words, "--pid", str(pid)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_NATIVE_STACK_S,
+                check=False,
+            )
+            if dumped.returncode == 0:
+                _, thread, stacks = dumped.stdout.partition("\nThread ")
+                return f"Thread {stacks}" if thread else dumped.stdout
+    return ""
+
+
+def state_words(pid: int) -> str:
+    """Return what keeps the process ``pid`` from running, by its state in /proc, or "" if it runs or sleeps."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][0]
+    except (OSError, IndexError):
+        return ""
+    return {"T": "a signal has stopped the process", "D": "the process waits in the kernel"}.get(state, "")
+
+
+def exit_words(code: int, peak_bytes: int, oom_kills_before: int | None) -> str:
+    """Return how a process ended: its exit code or signal, with memory figures for SIGKILL.
+
+    ``code``: negative for a signal. ``oom_kills_before``: OOM kills of the control group when the process started.
+    """
+    if code >= 0:
+        return f"exited with code {code}"
+    if -code != signal.SIGKILL:
+        known = {each.value: each.name for each in signal.Signals}
+        return f"killed by {known.get(-code, f'signal {-code}')}"
+    now, free = oom_kills(), free_host_bytes()
+    is_counted = oom_kills_before is not None and now is not None and now > oom_kills_before
+    figures = [f"peak memory of the process {peak_bytes / 2**30:.1f} GiB"]
+    figures += [] if free is None else [f"free memory {free / 2**30:.1f} GiB"]
+    counted = ", as the kernel counts" if is_counted else "?"
+    return f"killed by SIGKILL; out of memory{counted} ({', '.join(figures)})"
+
+
+def end_group(pid: int, wait: Callable[[float], bool], *, politely: bool = False) -> bool:
+    """Kill the process group ``pid``; return False if it does not end, for instance because a driver holds it.
+
+    ``wait``: waits up to the given seconds for the process, and returns whether it has ended. ``politely``: send
+    SIGTERM first.
+    """
+    for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
+        if number == signal.SIGTERM and not politely:
+            continue
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+        if wait(seconds) and number == signal.SIGTERM:
+            with suppress(ProcessLookupError, PermissionError):  # its children may ignore SIGTERM
+                os.killpg(pid, signal.SIGKILL)
+            return True
+    return wait(0)
+
+
+def end_marked(mark: str) -> None:
+    """Kill all processes whose environment has ``mark``, including daemons that left the session.
+
+    Works on Linux only.
+    """
+    wanted, own = f"{MARK}={mark}".encode(), os.getpid()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(place.name) != own and wanted in (place / "environ").read_bytes().split(b"\0"):
+                os.kill(int(place.name), signal.SIGKILL)
+
+
+# Read what a backend's process prints, and keep the end of it for each case.
+#
+# The process writes into a pipe that a thread empties, so that no file is needed and the process never blocks. The
+# worker marks in the stream where a case begins, since it may be some cases ahead of the run that reads. Output of a
+# case beyond 64 MiB is read, since a full pipe would stop the backend, but not shown.
+
+KEPT = 20_000
+"""Bytes kept of the latest case, and of what is printed before the first one."""
+KEPT_OF_EARLIER = 4096
+"""Bytes kept of each case before the latest."""
+
+SHOWN = 2**26
+"""Bytes shown of each case."""
+
+_READ = 2**20
+"""Bytes per read; the capacity of the pipe."""
+
+_LONGEST_LINE = 2**16
+"""Characters after which a line is shown before it ends."""
+
+_DROPPED = f"[{SHOWN // 2**20} MiB of this case are shown; the rest is dropped]\n"
+_MARK, _END = b"\0attncheck begins ", b"\0\n"
+_LONGEST_MARK = 4096  # PIPE_BUF: writes up to this size are atomic
+
+Show = Callable[[str, str], None]
+"""``(label, text)``: shows whole lines that a process printed."""
+
+
+def mark_of(case: str) -> bytes:
+    """Return what a worker writes into its output at the start of the case with this key."""
+    return _MARK + case.encode() + _END
+
+
+class PrintedOutput:
+    """Reads the pipe ``reading`` until it is closed, and keeps the end of each case's output.
+
+    ``label``: name of the process, passed to ``show`` with every complete line. Must be closed.
+    """
+
+    def __init__(self, reading: int, label: str, show: Show | None = None) -> None:
+        self.label = label
+        self._reading, self._show = reading, show
+        self._lock = threading.Lock()
+        self._kept: dict[str, bytearray] = {"": bytearray()}
+        self._printed: dict[str, int] = {"": 0}
+        self._case = ""
+        self._left = SHOWN
+        self._pending = b""
+        self._line = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        os.set_blocking(reading, False)
+        self._stopping, self._stop = os.pipe()
+        self._thread = threading.Thread(target=self._follow, name=f"output of {label}", daemon=True)
+        self._thread.start()
+
+    def of(self, case: str | None = None, limit: int = KEPT) -> str:
+        """Return the last ``limit`` bytes printed since ``case`` began, starting at the beginning of a line.
+
+        None means the latest case. Output that precedes an answer already received is included.
+        """
+        self._read()
+        with self._lock:
+            key = self._case if case is None else case
+            end, printed = bytes(self._kept.get(key, b"")[-limit:]), self._printed.get(key, 0)
+        if printed > len(end):
+            end = end.partition(b"\n")[2] or end
+        dropped = printed - len(end)
+        cut = f"; of a case that prints more than {SHOWN // 2**20} MiB no more is shown" if printed > SHOWN else ""
+        note = f"[{dropped} bytes before this are not kept{cut}]\n" if dropped else ""
+        return note + end.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Stop reading, and show the incomplete last line. May be called repeatedly."""
+        if self._stop < 0:
+            return
+        os.close(self._stop)
+        self._stop = -1
+        self._thread.join()
+        self._read()
+        self._show_lines("\n" if self._line else "")
+        os.close(self._stopping)
+        os.close(self._reading)
+
+    def _follow(self) -> None:
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        poll.register(self._stopping, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if self._stopping in ready or (self._reading in ready and not self._read()):
+                return
+
+    def _read(self) -> bool:
+        """Read what is in the pipe; return whether more may come."""
+        with self._lock:
+            for _ in range(2):  # bounded, since the process may print endlessly
+                try:
+                    chunk = os.read(self._reading, _READ)
+                except BlockingIOError:
+                    return True
+                except OSError:
+                    return False
+                if not chunk:
+                    return False
+                self._take(chunk)
+        return True
+
+    def _take(self, chunk: bytes) -> None:
+        data = self._pending + chunk
+        while (begin := data.find(_MARK)) >= 0:
+            name, end, rest = data[begin + len(_MARK) :].partition(_END)
+            if not end and len(name) < _LONGEST_MARK:
+                break
+            self._keep(data[:begin])
+            if end:
+                self._begin(name.decode("utf-8", "replace"))
+            data = rest
+        held = len(data) - begin if begin >= 0 else _begun(data)
+        self._keep(data[: len(data) - held])
+        self._pending = data[len(data) - held :]
+
+    def _begin(self, case: str) -> None:
+        del self._kept[self._case][:-KEPT_OF_EARLIER]
+        self._case = case
+        self._kept[case], self._printed[case], self._left = bytearray(), 0, SHOWN
+
+    def _keep(self, text: bytes) -> None:
+        kept = self._kept[self._case]
+        self._printed[self._case] += len(text)
+        kept += text[-KEPT:]
+        del kept[:-KEPT]
+        if self._show is None or not self._left:
+            return
+        self._show_lines(self._decoder.decode(text[: self._left], final=len(text) >= self._left))
+        self._left = max(self._left - len(text), 0)
+        if not self._left:
+            self._show_lines(("\n" if self._line else "") + _DROPPED)
+
+    def _show_lines(self, text: str) -> None:
+        lines, _, self._line = (self._line + text).rpartition("\n")
+        if len(self._line) > _LONGEST_LINE:
+            lines, self._line = f"{lines}\n{self._line}" if lines else self._line, ""
+        if lines and self._show is not None:
+            self._show(self.label, lines)
+
+
+def _begun(data: bytes) -> int:
+    """Return how many bytes at the end of ``data`` may be the beginning of a mark."""
+    return next((size for size in range(min(len(_MARK) - 1, len(data)), 0, -1) if data.endswith(_MARK[:size])), 0)
+
+
+def flush_c_streams() -> None:
+    """Flush the output buffered by C code in this process."""
+    ctypes.CDLL(None).fflush(None)
+
+
+# Control the process of one backend from the run: start it, exchange messages, and find out how it ended.
+#
+# Importing this module imports neither torch nor pydantic, so that a process can be started before anything else. The
+# process leads a session of its own: Ctrl-C does not reach it, and its children can be ended with it. Its end is
+# detected from the process itself as well as from its pipe, since a copy that the backend made may hold the pipe open.
+
+StartWorker = Callable[[Mapping[str, str]], StartedWorker]
+"""Starts a worker with this environment."""
+
+_LOOK_EVERY_MS = 200
+"""Milliseconds between checks of a silent process."""
+_GRACE_S = 5.0
+"""Seconds that a process may take to end after a request to end, or after it closed its pipe."""
+
+MOST_EARLIER = 64
+"""Maximum number of requests about cases that are remembered."""
+
+_INTRUDED = "stopped, since it wrote into attncheck's own pipe"
+_LONGEST_ANSWER = 2**24
+"""Maximum bytes of one answer; a longer one does not come from the worker."""
+
+
+class ProcessEndedError(InternalError):
+    """A backend's process ended while an answer was due."""
+
+    def __init__(self, end: "ProcessEnd") -> None:
+        self.end = end
+        super().__init__(end.cause)
+
+
+class WorkerProcess:
+    """A process that imports torch, and then waits for the backend to load; see ``protocol.py``.
+
+    ``inherited``: the variables it gets from this process's environment, by ``pass_env`` of :func:`passed_environment`.
+    ``environment``: additional variables, also an attribute. ``show``: gets what the process prints. ``start``: starts
+    it. ``ref``: of its backend; "" before :meth:`load`. ``examined``: its latest requests about cases. It must be
+    closed; a context manager does so.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        show: Show | None = None,
+        pass_env: Iterable[str] = (),
+        start: StartWorker = start_worker,
+    ) -> None:
+        self.ref = ""
+        self.inherited = passed_environment(os.environ, pass_env)
+        self.environment = dict(environment or {})
+        self._is_prepared = False
+        self._finishing_since: float | None = None
+        self._received = bytearray()
+        self._waiting_since: float | None = None
+        self._is_closed = False
+        self._reaping = threading.Lock()
+        self._peak_bytes = 0
+        self._ended_for = ""
+        self._oom_kills = oom_kills()
+        self._end: ProcessEndedError | None = None
+        self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
+        self._mark = secrets.token_hex(16)
+        started = start({**self.inherited, **self.environment, MARK: self._mark})
+        self._process, self._writing, self._reading = started.process, started.writing, started.reading
+        self.printed = PrintedOutput(started.printed, "", show)
+        self._poll = select.poll()
+        self._poll.register(self._reading, select.POLLIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the pipe that answers come from."""
+        return self._reading
+
+    @property
+    def identity(self) -> int:
+        """The id of the process, and of its session."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        with self._reaping:
+            if self._process.returncode is None:
+                identity, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+                if identity:
+                    self._process.returncode = os.waitstatus_to_exitcode(status)
+                    self._peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return self._process.returncode is not None
+
+    def prepare(self, request: "Prepare") -> None:
+        """Make the process import what it will need. It sends no answer; only the first call has an effect."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self.send(request)
+
+    def load(self, ref: str) -> None:
+        """Make the process load the backend ``ref``. It sends no answer."""
+        from attncheck.harness.workers.protocol import Load
+
+        self.ref = self.printed.label = ref
+        self.send(Load(ref=ref))
+
+    def send(self, request: "Request") -> None:
+        """Send one request. If the process has ended, :meth:`receive` reports it."""
+        from attncheck.harness.workers.protocol import format_message
+
+        if request.kind == "examine":
+            self.examined.append(request)
+        rest = memoryview(format_message(request))
+        with contextlib.suppress(BrokenPipeError):
+            while rest:
+                rest = rest[os.write(self._writing, rest) :]
+
+    def receive(self, limit: "Limit | None" = None) -> "Answer":
+        """Wait for the next answer, and return it; see :meth:`answer`."""
+        while (answer := self.answer(limit)) is None:
+            wait_for_answers([self])
+        return answer
+
+    def is_ready(self, limit: "Limit | None" = None) -> bool:
+        """Return whether :meth:`receive` returns or raises at once, or almost at once; see :meth:`answer`."""
+        is_there = b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
+        return is_there or self._is_late(limit)
+
+    def answer(self, limit: "Limit | None" = None) -> "Answer | None":
+        """Return the next answer, or None if there is none yet.
+
+        A process that exceeds ``limit``, counted from the first call without an answer, is killed with its children.
+
+        Raises:
+            ProcessEndedError: the process ended, closed its pipe, or was killed, and no answer is left. Later calls
+                raise it again.
+        """
+        try:
+            return self._answer(limit)
+        except ProcessEndedError as ended:
+            self._end = ended
+            raise
+
+    def _answer(self, limit: "Limit | None") -> "Answer | None":
+        from pydantic import ValidationError
+
+        from attncheck.harness.workers.protocol import parse_answer
+
+        if self._end is not None:
+            raise self._end
+        is_late = self._is_late(limit)
+        while b"\n" not in self._received:
+            if len(self._received) > _LONGEST_ANSWER:
+                self._kill()
+                raise self._ended(_INTRUDED)
+            is_over = self.has_ended  # before the pipe is polled, so that no later answer can be missed
+            has_more = bool(self._poll.poll(0))
+            if has_more:
+                chunk = os.read(self._reading, 2**16)
+                self._received += chunk
+                is_over = not chunk
+            if is_over:
+                raise self._ended(self._cause())
+            if limit is not None and is_late and b"\n" not in self._received:
+                raise self._timed_out(limit)
+            if not has_more:
+                return None
+        line, _, self._received = self._received.partition(b"\n")
+        self._waiting_since = None
+        try:
+            return parse_answer(bytes(line))
+        except ValidationError:
+            self._kill()
+            raise self._ended(_INTRUDED) from None
+
+    def output(self, case: str | None = None, limit: int = KEPT) -> str:
+        """Return the end of what was printed since ``case`` (None: the latest) began; see :class:`PrintedOutput`."""
+        return self.printed.of(case, limit)
+
+    def finish(self) -> None:
+        """Close the pipe for requests, so that the process ends by itself; it is closed later."""
+        if self._finishing_since is None:
+            self._finishing_since = time.monotonic()
+            os.close(self._writing)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process with its children; a finishing one gets a moment to end. May be called repeatedly."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._finishing_since is not None and not at_once:
+            self._wait(self._finishing_since + _GRACE_S - time.monotonic())
+        self._kill()
+        self.finish()
+        os.close(self._reading)
+        self.printed.close()
+
+    def kill(self) -> None:
+        """End the process with its children. :meth:`receive` in another thread then raises."""
+        if not self.has_ended:
+            self._kill()
+
+    def end_for(self, cause: str) -> None:
+        """Kill the process with its children, without waiting; :meth:`receive` then raises with ``cause``."""
+        with self._reaping:
+            if self._process.returncode is None:
+                self._ended_for = cause
+                end_group(self._process.pid, lambda _: False)
+
+    def _kill(self, *, politely: bool = False) -> bool:
+        """End the process with its children; return False if it cannot be ended."""
+        has_ended = end_group(self._process.pid, self._wait, politely=politely)
+        end_marked(self._mark)
+        return has_ended
+
+    def _is_late(self, limit: "Limit | None") -> bool:
+        """Return whether the process exceeds ``limit``; the first call starts the clock."""
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        return limit is not None and time.monotonic() - self._waiting_since > limit.seconds
+
+    def _timed_out(self, limit: "Limit") -> ProcessEndedError:
+        """Kill the process that exceeded ``limit``; return how it ended, with what it was doing."""
+        state = state_words(self._process.pid)
+        print_stacks(self._process.pid, self.output)
+        stack = native_stack(self._process.pid)
+        words = [f"not finished within the time limit; {limit}", *([state] if state else [])]
+        words += [] if self._kill(politely=True) else [f"process {self._process.pid} could not be killed, and is left"]
+        return self._ended("; ".join(words), stack, limit.seconds)
+
+    def _ended(self, cause: str, stack: str = "", limit_s: float | None = None) -> ProcessEndedError:
+        from attncheck.harness.run.outcomes import ProcessEnd
+
+        return ProcessEndedError(ProcessEnd(cause, self.output(), stack, limit_s))
+
+    def _wait(self, limit_s: float = math.inf) -> bool:
+        """Wait until the process has ended, for at most ``limit_s`` seconds; return whether it has."""
+        deadline, pause = time.monotonic() + limit_s, 0.001
+        while not self.has_ended:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return True
+
+    def _cause(self) -> str:
+        """Return in words how the process ended."""
+        if not self._wait(_GRACE_S):
+            self._kill()
+            return "stopped, since it closed attncheck's own pipe"
+        code = self._process.returncode or 0
+        if code == -signal.SIGKILL and self._ended_for:
+            return self._ended_for
+        return exit_words(code, self._peak_bytes, self._oom_kills)
+
+
+def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:
+    """Wait until one of ``processes`` has sent something, but at most ``_LOOK_EVERY_MS``."""
+    poll = select.poll()
+    for process in processes:
+        poll.register(process, select.POLLIN)
+    poll.poll(_LOOK_EVERY_MS)
+
+
+# The messages between a run and a backend's process before the first case: the device, the run, the backend.
+
+
+class WorkerError(InternalError):
+    """attncheck itself failed in the process of a backend; exit code 3, as for a failure in the run's own process."""
+
+    def __init__(self, ref: str, fault: HarnessFailure) -> None:
+        super().__init__(f"{fault.error} (in the process of {ref})")
+        self.add_note(fault.traceback)
+
+
+def preparation_of(selection: "Selection", libraries: Sequence[str] = ()) -> Prepare:
+    """Return what a backend's process imports before the backend.
+
+    ``libraries``: those that the backend imports itself.
+    """
+    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
+    return Prepare(checks=selection.selected_checks, functions=functions, libraries=tuple(libraries))
+
+
+def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environment) -> Assignment:
+    """Return the message that describes the run to a process."""
+    return Assignment(
+        suites=selection.refs,
+        cases=None if selection.cases == selection.all_cases else tuple(case.key for case in selection.cases),
+        by_default=selection.by_default,
+        is_short=selection.is_short,
+        digests=tuple(suite.hash for suite in selection.suites),
+        device=plan.device,
+        seed=plan.seed,
+        dump=None if plan.dump is None else str(plan.dump.absolute()),
+        truths=None if plan.truths is None else str(plan.truths.absolute()),
+        environment=environment,
+        timing=plan.timing,
+    )
+
+
+def device_chosen_by(
+    processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit
+) -> tuple[DeviceChosen, list[str]]:
+    """Return the first answer of ``processes``, the last of which has no backend.
+
+    Also return the references of the backends in whose processes attncheck failed.
+
+    Raises:
+        QuestionError: the device that the user wants does not exist, or no process lives long enough.
+        WorkerError: attncheck itself failed in the process without a backend.
+    """
+    cause, spoilt = "", list[str]()
+    for process in processes:
+        process.send(request)
+        try:
+            return chosen_device_of(process, limit), spoilt
+        except ProcessEndedError as ended:
+            cause = ended.end.cause
+        except WorkerError:
+            if not process.ref:
+                raise
+            spoilt.append(process.ref)
+    raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
+
+
+def chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
+    """Return the device that ``process`` chose.
+
+    Raises:
+        QuestionError: the device that the user wants does not exist.
+        WorkerError: attncheck itself failed in the process.
+        ProcessEndedError: the process ended.
+    """
+    match answer := process.receive(limit):
+        case DeviceChosen():
+            return answer
+        case Refused():
+            raise QuestionError(answer.reason)
+        case HarnessFailure():
+            raise WorkerError(process.ref, answer)
+        case _:
+            raise RuntimeError(f"the process of {process.ref} chose a device by {answer.kind!r}")
+
+
+def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription | QuestionError:
+    """Return the description of the backend of ``process``, or the error that prevents one.
+
+    If the process ends while it loads the backend, or attncheck itself fails in it, the description contains the
+    failure.
+    """
+    try:
+        answer = process.receive(limit)
+    except ProcessEndedError as ended:
+        return unloaded(process.ref, ended.end)
+    match answer:
+        case Described():
+            process.printed.label = answer.description.name
+            return answer.description
+        case Refused():
+            if answer.raised:
+                return unloaded(process.ref, LoadError(answer.raised, answer.reason))
+            return QuestionError(answer.reason)
+        case HarnessFailure():
+            error = LoadError(WorkerError.__name__, answer.error, OURSELVES, answer.traceback)
+            return unloaded(process.ref, error)
+        case _:
+            raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
+
+
+def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
+    """Return ``found`` if it describes a backend that was loaded.
+
+    Raises:
+        QuestionError: the backend was not loaded.
+        WorkerError: attncheck itself failed while it was loaded.
+    """
+    if isinstance(found, QuestionError):
+        raise found
+    error = found.failure
+    if isinstance(error, LoadError) and error.stage == OURSELVES:
+        raise WorkerError(found.ref, HarnessFailure(error=error.message, traceback=error.traceback))
+    if not found.is_loaded:
+        raise QuestionError(found.reason)
+    return found
