@@ -376,7 +376,7 @@ def _note(line: str) -> None:
 # backends with `--in-process`.
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
-_AT_FIRST = "at the first record that did not pass (--exitfirst)"
+_AT_FIRST = "at the first record that did not pass (-x)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
