@@ -20,7 +20,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import terminal_width
-from attncheck.harness.recording.plugin import DEFAULT_CASES, RecordingSettings
+from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
 
 if TYPE_CHECKING:
     from attncheck.harness.host import KernelCache
