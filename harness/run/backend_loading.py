@@ -11,7 +11,14 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import import_checks
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    call_backend,
+    declared_reasons,
+    settings_kept,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
 from attncheck.harness.driver.observation import printable
 from attncheck.harness.run.outcomes import BackendDescription, missing_variables, unloadable
 from attncheck.harness.run.selection import DEFAULT_SUITES, UnavailableBackend
@@ -100,10 +107,9 @@ def reasons_against(
 def _reasons_against(backend: LoadedBackend | UnavailableBackend, device: str, case: Case) -> tuple[str, ...]:
     if isinstance(backend, UnavailableBackend):
         return backend.reasons
-    cls, specs = backend.backend, (case.layer, case.cache, case.batch)
     try:
-        absent = declared_reasons(lambda: cls.unavailable_case_reasons(device, *specs))
-        return absent or declared_reasons(lambda: cls.unsupported_reasons(*specs))
+        absent = unavailable_case_reasons(backend.backend, case, device)
+        return absent or unsupported_reasons(backend.backend, case)
     except StageError:
         return ()
 

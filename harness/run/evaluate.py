@@ -19,7 +19,12 @@ from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    declared_reasons,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
 from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.host import collect_environment, is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -234,9 +239,7 @@ class Examiner:
         try:
             absent = self._unavailable(cls, case)
             # Skip the declarations of a class that cannot run here: they may raise for the same reason.
-            reasons = (
-                () if absent else declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
-            )
+            reasons = () if absent else unsupported_reasons(cls, case)
         except StageError as failure:
             yield from same_for_all(failure.raised)
             return
@@ -310,9 +313,9 @@ class Examiner:
         return ()
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
-        device, specs = self.plan.device, (case.layer, case.cache, case.batch)
+        device = self.plan.device
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
-        return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *specs)))
+        return (*everywhere, *unavailable_case_reasons(backend, case, device))
 
     def _case_checks(
         self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]
