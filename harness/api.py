@@ -19,7 +19,7 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
-from attncheck.backends.registry import LoadedBackend, load_object
+from attncheck.backends.registry import load_object
 from attncheck.errors import (
     BackendLoadError,
     BackendUnavailableError,
@@ -32,8 +32,9 @@ from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.run.backend_loading import load_backend
 from attncheck.harness.run.evaluate import Examiner
+from attncheck.harness.run.outcomes import Backend, not_loaded
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
-from attncheck.harness.run.selection import UnavailableBackend, check_timed, select_cases
+from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings, read_limit
@@ -259,7 +260,7 @@ def _check_options(kernel_options: Iterable[str]) -> None:
             raise UnknownNameError("argument of examine", name, [*own, *options])
 
 
-def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
+def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> Backend:
     _check_options(kernel_options)
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
@@ -276,12 +277,12 @@ def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend
         raise BackendLoadError(str(options["name"]), str(error)) from error
 
 
-def _handed_over(backend: type) -> LoadedBackend | UnavailableBackend:
+def _handed_over(backend: type) -> Backend:
     """Load a class given in Python; its reference is a Python expression, so that repro commands are in Python too."""
     try:
         loaded = load_object(backend)
     except BackendUnavailableError as error:
-        return UnavailableBackend(error.name, python_ref(error.name), error.reasons)
+        return not_loaded(python_ref(error.name), error.reasons, error.name)
     found = vars(sys.modules.get(backend.__module__, object)).items()
     names = [name for name, value in found if value is backend]
     return replace(loaded, ref=python_ref(names[0] if names else loaded.name))

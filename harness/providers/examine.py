@@ -39,7 +39,7 @@ from attncheck.harness.providers.provider import (
     signature_differences,
 )
 from attncheck.harness.providers.subjects import SUBJECTS
-from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome
@@ -291,7 +291,7 @@ class PlannedProviders:
 def describe_plan(plan: ProviderPlan) -> PlannedProviders:
     """Return ``plan`` as plain data."""
     return PlannedProviders(
-        tuple(BackendInfo(name=each.name, ref=each.ref, version=each.version) for each in plan.providers),
+        tuple(each.info for each in plan.providers),
         tuple(subject.key for subject in plan.subjects),
         tuple(subject.key for subject in SUBJECTS),
         plan.notes,
@@ -347,9 +347,9 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
         finding = _finding(provider, subject, examined)
     except Exception as error:  # noqa: BLE001 (ours: only this function's result is lost, and reported as an error)
         finding = capture_exception(OURSELVES, error)
-    record = record_of(
-        circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
-    )
+    took = perf_counter() - began
+    described = BackendDescription(info=provider.info)
+    record = record_of(circumstances, SubjectIdentity(subject.key), described, UTILITIES, finding, took)
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
         departures = "; ".join(departure.what for departure in examined.stale)
         reason = f"known in {provider.departures.version}, and no longer there: {departures}"

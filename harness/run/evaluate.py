@@ -31,13 +31,16 @@ from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
 from attncheck.harness.run.outcomes import (
     OURSELVES,
+    Backend,
+    BackendDescription,
     Circumstances,
+    absent,
     is_device_error,
     record_of,
     unavailable,
     until_device_is_lost,
 )
-from attncheck.harness.run.selection import RunPlan, UnavailableBackend, unanswered_reasons
+from attncheck.harness.run.selection import RunPlan, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, TruthCache
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
@@ -186,9 +189,7 @@ class Examiner:
                             if is_over:
                                 break
 
-    def examine(
-        self, case: Case, backend: LoadedBackend | UnavailableBackend, checks: tuple[str, ...] | None = None
-    ) -> list[Record]:
+    def examine(self, case: Case, backend: Backend, checks: tuple[str, ...] | None = None) -> list[Record]:
         """Return the records of one pair of case and backend; empty if the case itself is at fault (see ``blind``).
 
         ``checks``: the checks to run. If it is None, all checks of the plan run.
@@ -198,7 +199,7 @@ class Examiner:
     def records(
         self,
         case: Case,
-        backend: LoadedBackend | UnavailableBackend,
+        backend: Backend,
         begin: Callable[[str], None] = _ignore,
         *,
         checks: tuple[str, ...] | None = None,
@@ -214,9 +215,9 @@ class Examiner:
         """
         checks = self.plan.checks_of(case) if checks is None else checks
         self._circumstances = replace(self._circumstances, round=round_number)
-        if isinstance(backend, UnavailableBackend):
+        if isinstance(backend, BackendDescription):
             for check in checks:
-                yield unavailable(self._circumstances, case, backend, check, backend.reasons)
+                yield absent(self._circumstances, case, backend, check)
             return
         with exact_float32(), current_device(self.device), num_threads(self._num_threads):
             yield from until_device_is_lost(self._records(case, backend, checks, begin), self.device)

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from attncheck.backends import registry
-from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.outline import keys_of, shape_of
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.run.outcomes import IMPORT, BackendDescription, DescribeBackends, LoadError, unloadable
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.run.outcomes import IMPORT, Backend, BackendDescription, DescribeBackends, not_loaded
 from attncheck.harness.run.selection import (
     RunPlan,
     Selection,
     Shard,
-    UnavailableBackend,
     check_seed,
     default_cases,
     default_suites,
@@ -193,15 +192,15 @@ def choose_backends(
             if isinstance(each, QuestionError):
                 raise each
         failures = [None if isinstance(each, QuestionError) else each.failure for each in found]
-        raised = [each for each in failures if isinstance(each, LoadError) and each.stage == IMPORT]
+        raised = [each for each in failures if isinstance(each, Raised) and each.stage == IMPORT]
         if len(raised) == len(found):  # nothing is left to examine
             raise QuestionError("\n".join(failure.message for failure in raised))
-    descriptions = list(map(_or_unloaded, first, found))
+    descriptions = list(map(_or_not_loaded, first, found))
     notes: list[str] = []
     has_wishes = not refs and any(suite.default_backends for suite in suites)
     if has_wishes and all(each.unavailable_reasons for each in descriptions):
         others = [name for name in registry.builtin_names() if name not in first]
-        defaults, notes = _serving(list(map(_or_unloaded, others, describe(others))), cases)
+        defaults, notes = _serving(list(map(_or_not_loaded, others, describe(others))), cases)
         notes.insert(0, "none of the backends that the suite names can run here: the built-in ones run as well")
         descriptions += defaults
     elif not refs and not has_wishes:
@@ -234,12 +233,12 @@ def _serving(
     return [each for each in descriptions if each.is_mla in kinds], notes
 
 
-def _or_unloaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:
+def _or_not_loaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:
     """Return ``found``, or the description of an unavailable backend if ``found`` is an error.
 
     The user did not name this backend, so its error does not end the run: a case file may list foreign backends.
     """
-    return unloadable(ref, ref, (str(found),)) if isinstance(found, QuestionError) else found
+    return not_loaded(ref, (str(found),), name=ref) if isinstance(found, QuestionError) else found
 
 
 # Prepares a run: from a selection of cases to the plan, the backends and the environment.
@@ -310,7 +309,7 @@ def prepare_run(
     *,
     pool: ProcessPool | None = None,
     chooser: DeviceChooser | None = None,
-    loaded: Sequence[LoadedBackend | UnavailableBackend] = (),
+    loaded: Sequence[Backend] = (),
     environment: Environment | None = None,
     keeps_unavailable: bool = False,
     fits_pages: bool = False,

@@ -44,11 +44,9 @@ from attncheck.harness.workers.protocol import (
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.backends.registry import LoadedBackend
     from attncheck.cases.model import Case
     from attncheck.harness.run.evaluate import Examiner
-    from attncheck.harness.run.outcomes import BackendDescription
-    from attncheck.harness.run.selection import UnavailableBackend
+    from attncheck.harness.run.outcomes import Backend, BackendDescription
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _NEEDS_TERMINAL = "breakpoint() needs --in-process: the process of a backend has no terminal"
@@ -166,7 +164,7 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None" = None) -> None:
+def serve_cases(pipes: WorkerPipes, handed_over: "Backend | None" = None) -> None:
     """Examine cases of one backend as the run requests. ``handed_over``: the backend, if it is already loaded."""
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
@@ -184,7 +182,7 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
     load = next_request(pipes)
     if not isinstance(load, Load):
         return
-    backend: LoadedBackend | UnavailableBackend | QuestionError
+    backend: Backend | QuestionError
     try:
         backend = handed_over or load_backend(load.ref, prepare.checks, functions=prepare.functions)
     except QuestionError as error:
@@ -268,7 +266,7 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
 def _examine(
     pipes: WorkerPipes,
     examiner: "Examiner",
-    backend: "LoadedBackend | UnavailableBackend",
+    backend: "Backend",
     case: "Case",
     request: Examine,
     memory: MemoryLimits,

@@ -14,9 +14,7 @@ from attncheck.harness.run.backend_loading import (
     describe_backend,
     load_backend,
     unavailable_reasons,
-    usable_here,
 )
-from attncheck.harness.run.evaluate import UnavailableBackend
 from attncheck.harness.run.outcomes import BackendDescription
 
 TEXT = """\
@@ -86,7 +84,7 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_is_set(
     )
     assert (description.is_loaded, description.default_suite) == (False, "interpreted")
     (missing,) = loader.backends([description])
-    assert isinstance(missing, UnavailableBackend)
+    assert missing == description
     monkeypatch.setenv("ATTNCHECK_TEST_NEED", "cpu")
     loaded = described(f"{file}:Needy")
     assert loaded.unavailable_reasons == ()
@@ -98,7 +96,7 @@ def test_an_environment_that_is_none_is_a_wrong_backend(monkeypatch: pytest.Monk
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "required_environment", classmethod(lambda cls, device: answer))
     with pytest.raises(BackendLoadError, match="no dict of names to texts"):
-        usable_here(backend, "cpu")
+        describe_backend(backend, "cpu")
 
 
 def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:

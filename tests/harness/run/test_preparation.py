@@ -10,7 +10,8 @@ from inline_snapshot import snapshot
 import attncheck
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendLoadError, SelectionError
-from attncheck.harness.run.evaluate import Examiner, UnavailableBackend, environment_of
+from attncheck.harness.run.evaluate import Examiner, environment_of
+from attncheck.harness.run.outcomes import not_loaded
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
 from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, select_cases
 from attncheck.reports.run_file.records import Record
@@ -132,7 +133,7 @@ def test_a_process_prepares_its_part_without_choosing_a_backend() -> None:
 
 
 def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
-    gone = UnavailableBackend("gone", "gone", ("no library",))
+    gone = not_loaded("gone", ("no library",))
     selection, settings = select_cases(["smoke"]), RunSettings(device="cpu")
     with pytest.raises(SelectionError) as refused:
         prepare_run(selection, ["gone"], settings, loaded=[gone])
