@@ -29,7 +29,7 @@ from tabulate import tabulate
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.cases.loader import suite_names
 from attncheck.harness.cli.mutants import ExaminedGroup, examine_groups, groups_of
-from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.run.options import RunOptions
 from attncheck.reports.run_file.records import FALLEN_SHORT
 
 T = TypeVar("T")

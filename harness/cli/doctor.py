@@ -253,15 +253,16 @@ def warm(
     and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
     each backend that compiles kernels. Exit code 0, even if cases fail.
     """
+    from attncheck.harness.run.options import split_commas
     from attncheck.harness.run.preparation import first_refs
     from attncheck.harness.run.selection import select_cases
     from attncheck.harness.truth.shared_folder import truths_folder
-    from attncheck.harness.workers.limits import WorkerSettings, read_patterns
+    from attncheck.harness.workers.limits import WorkerSettings
     from attncheck.harness.workers.pool import WorkerPool
 
     refs = (*(backends or ()), *(backend or ()))
     selection = select_cases(suite or (), case or (), check or (), settings or ())
-    with WorkerPool(settings=WorkerSettings(pass_env=read_patterns(pass_env or ()))) as pool:
+    with WorkerPool(settings=WorkerSettings(pass_env=split_commas(pass_env or ()))) as pool:
         pool.start(first_refs(refs, selection.suites))
 
         from attncheck.harness.run.preparation import RunSettings, prepare_run

@@ -214,10 +214,10 @@ def audit(
     examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. After Ctrl-C, the page
     has what was measured before. The tables show failures of backends; the exit code is 0 even so.
     """
-    from attncheck.harness.cli.options import RunOptions, read_jobs
     from attncheck.harness.cli.run import execute_run
     from attncheck.harness.cli.run_files import kept_folder
-    from attncheck.harness.run.selection import choose_checks, split_commas
+    from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
+    from attncheck.harness.run.selection import choose_checks
     from attncheck.harness.workers.limits import read_limit
     from attncheck.reports.audit import page
     from attncheck.reports.run_file.store import read_run
@@ -238,7 +238,7 @@ def audit(
             cases=split_commas(case or ()),
             checks=choose_checks(check or ()),
             device=device,
-            jobs=read_jobs(jobs),
+            jobs=read_jobs("--jobs", jobs or "auto"),
             deadline=time.monotonic() + limit_s,
             output=run_file,
             folder=kept_folder(),

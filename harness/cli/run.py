@@ -21,8 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attncheck.errors import BackendLoadError, ClusterError, QuestionError, SelectionError, WriteError
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import (
     Color,
     ColorChoice,
@@ -34,12 +32,22 @@ from attncheck.harness.cli.common import (
     terminal_width,
     use_color,
 )
-from attncheck.harness.cli.options import RunOptions
-from attncheck.harness.cli.run_files import found_in, make_dump_folder, measured_costs, open_run, read_part
+from attncheck.harness.cli.options import Given, read_config, read_options, with_options
+from attncheck.harness.cli.run_files import (
+    found_in,
+    kept_folder,
+    make_dump_folder,
+    measured_costs,
+    newest_run,
+    only_failed,
+    open_run,
+    read_part,
+)
+from attncheck.harness.run.options import RunOptions, options_in, split_commas
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.limits import only_passed, passed_environment, read_patterns, variables_read
+from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerProcess, preparation_of
 from attncheck.harness.workers.ray import RayCluster
@@ -76,7 +84,7 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
             continue
         from attncheck.harness.workers.survey import survey
 
-        limit = options.worker_settings.limits.of_loading
+        limit = worker_settings(options).limits.of_loading
         found = survey(ref.removesuffix(_ALL), options.device, selection.device_wishes, limit)
         able = [each.name for each in found if not each.reason]
         if not able:
@@ -304,7 +312,7 @@ def open_processes(
         SelectionError: timing is requested on a Ray cluster.
         ClusterError, MissingExtraError: the Ray cluster cannot be used.
     """
-    prepare, settings = preparation_of(selection), options.worker_settings
+    prepare, settings = preparation_of(selection), worker_settings(options)
     settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
     if options.ray is not None:
         if selection.is_timed:
@@ -613,152 +621,87 @@ def take_records(
 # `attncheck run`: examines backends with the cases of suites, writes a run file and prints the table.
 
 
-def run(
-    context: typer.Context,
-    backends: arguments.BackendArguments = None,
-    backend: arguments.BackendOptions = None,
-    provider: arguments.Providers = None,
-    suite: arguments.Suites = None,
-    settings: arguments.Settings = None,
-    case: arguments.Cases = None,
-    keywords: arguments.Keywords = None,
-    last_failed: arguments.LastFailed = False,
-    watch: arguments.Watch = False,
-    check: arguments.Checks = None,
-    skip: arguments.Skip = None,
-    shard: arguments.ShardOption = None,
-    rounds: arguments.Rounds = None,
-    time_limit: arguments.TimeLimit = None,
-    warm_cache: arguments.WarmCache = False,
-    kernels: arguments.Kernels = False,
-    function: arguments.Functions = None,
-    device: arguments.Device = None,
-    case_timeout: processes.CaseTimeout = None,
-    backend_timeout: processes.BackendTimeout = None,
-    memory_limit: processes.MemoryLimit = None,
-    device_memory_limit: processes.DeviceMemoryLimit = None,
-    pass_env: processes.PassEnv = None,
-    seed: arguments.Seed = None,
-    output: arguments.Output = None,
-    resume: arguments.Resume = None,
-    no_output: arguments.NoOutput = False,
-    exitfirst: arguments.ExitFirst = False,
-    maxfail: arguments.MaxFail = None,
-    expect: arguments.Expect = None,
-    strict_expect: arguments.StrictExpect = False,
-    dump: arguments.Dump = None,
-    in_process: processes.InProcess = False,
-    jobs: processes.Jobs = None,
-    executor: processes.Executor = processes.ExecutorChoice.LOCAL,
-    ray_address: processes.RayAddress = None,
-    ray_resources: processes.RayResources = None,
-    ray_runtime_env: processes.RayRuntimeEnv = None,
-    show_output: arguments.ShowOutput = False,
-    no_warm: processes.NoWarm = False,
-    no_cache: processes.NoCache = False,
-    quiet: arguments.Quiet = False,
-    verbose: arguments.Verbose = False,
-    durations: arguments.Durations = None,
-    color: Color = ColorChoice.AUTO,
-) -> int:
+@with_options(*options_in("run"))
+def run(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO) -> int:
     """Examine backends or providers, and print the results.
 
     Without options, every built-in backend runs on the GPU, or on the CPU without one, in about a minute. The suite is
     smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
     alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
-    options. Each backend runs in its own processes, so a crash costs one case. `--check timing` measures in rounds;
-    each round is a fresh process that runs alone. The run file holds every record; `attncheck report` shows it.
+    options. Each backend runs in its own processes, so a crash costs one case. The run file holds every record;
+    `attncheck report` shows it. `attncheck time` measures times.
     """
+    return _run(context, given, color)
+
+
+@with_options(*options_in("time"))
+def time_backends(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO) -> int:
+    """Measure the times of backends, and print them.
+
+    The check timing runs in rounds; each round is a fresh process that runs alone. A backend whose output is wrong gets
+    no time. `attncheck compare` compares the run files of two such runs.
+    """
+    return _run(context, given | {"checks": [TIMING]}, color)
+
+
+def _run(context: typer.Context, given: Given, color: ColorChoice) -> int:
     began, environment = time.monotonic(), dict(os.environ)
+    in_process = "in_process" in given
     if not in_process:  # in process, Python cannot interrupt a kernel
         context.with_resource(interruptible())
-    refs = (*(backends or ()), *(backend or ()))
     spare = None
-    is_ray = executor is processes.ExecutorChoice.RAY
-    if not in_process and not is_ray and (refs or not provider):
-        from attncheck.harness.workers.process import WorkerProcess
-
+    is_local = given.get("ray", "local") == "local"
+    if not in_process and is_local and ("backends" in given or "providers" not in given):
         # Start it before any import here: loading torch takes longest, and it does so meanwhile.
-        show = show_printed if show_output else None
-        spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
+        show = show_printed if "show_output" in given else None
+        spare = context.with_resource(WorkerProcess(show=show, pass_env=split_commas(given.get("pass_env", ()))))
 
-    from attncheck.harness.cli.options import RunOptions, read_config, read_jobs, read_ray, read_size
-    from attncheck.harness.cli.run_files import kept_folder, newest_run, only_failed
-    from attncheck.harness.run.expectations import expectation_file
-    from attncheck.harness.run.selection import choose_checks, read_shard, split_commas
-
-    if no_output and output is not None:
-        raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
-    if no_output and resume is not None:
-        raise SelectionError(f"--resume {resume} cannot be combined with --no-output; leave out one of them")
-    config = read_config(Path.cwd())
-    is_by_name = bool(refs or provider)
-    default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())
-    folder = config.output or kept_folder()
-    options = RunOptions(
-        backends=refs or (() if provider else config.backends),
-        providers=tuple(provider or ()),
-        suites=split_commas(suite or config.suites),
-        settings=tuple(settings or config.settings),
-        cases=split_commas(case or ()),
-        keywords=keywords or "",
-        checks=choose_checks(check or default_checks),
-        skip=choose_checks(skip or (() if check else default_skip)),
-        functions=tuple(function or ()),
-        shard=read_shard(shard),
-        rounds=rounds,
-        time_limit=time_limit,
-        warm_cache=warm_cache,
-        kernels=kernels,
-        device=device or config.device,
-        case_timeout=config.case_timeout if case_timeout is None else case_timeout,
-        backend_timeout=config.backend_timeout if backend_timeout is None else backend_timeout,
-        memory_limit=read_size("--memory-limit", memory_limit, config.memory_limit),
-        device_memory_limit=read_size("--device-memory-limit", device_memory_limit, config.device_memory_limit),
-        pass_env=read_patterns(pass_env or config.pass_env),
-        seed=(config.seed or 0) if seed is None else seed,
-        output=output,
-        resume=resume,
-        folder=None if no_output else folder,
-        keep=config.keep,
-        maxfail=1 if exitfirst else maxfail,
-        expect=expectation_file(expect) if expect else config.expect,
-        strict_expect=strict_expect,
-        dump=dump,
-        in_process=in_process,
-        jobs=read_jobs(jobs),
-        ray=read_ray(ray_address, ray_resources or (), ray_runtime_env, is_used=is_ray),
-        show_output=show_output,
-        warm=not no_warm,
-        cache=config.cache and not no_cache,
-        verbose=verbose,
-        color=color is not ColorChoice.NEVER,
-        notes=(config.note,) if config.note else (),
-        command=tuple(context.obj or ()),
-    )
-    if last_failed:
-        options = only_failed(options, newest_run(folder))
+    options = _options_of(given, context.obj or (), color)
     if in_process:
         context.with_resource(only_passed(options.pass_env))
-    if watch:
+    if options.watch:
         from attncheck.harness.cli.watch import watch_run
 
         return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
         with printing_to_stdout(finished.path):
-            _print_report(finished, quiet=quiet, verbose=verbose, color=use_color(color))
+            _print_report(finished, quiet=options.quiet, verbose=options.verbose, color=use_color(color))
             for info in finished.header.backends:
                 _print_not_passed(info.ref, environment, options.pass_env)
-            if durations is not None:
-                _print_durations(finished.records, durations or None)
+            if options.durations is not None:
+                _print_durations(finished.records, options.durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
 
-    finished = execute_run(options, _print_opening if not quiet else _print_nothing, print_result, spare)
+    finished = execute_run(options, _print_nothing if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
         raise finished.ended_by
-    return _exit_code(finished, by_name=is_by_name)
+    return _exit_code(finished, by_name="backends" in given or "providers" in given)
+
+
+def _options_of(given: Given, command: Sequence[str], color: ColorChoice) -> RunOptions:
+    """Return the options that the command line and ``[tool.attncheck]`` give."""
+    config = read_config(Path.cwd())
+    options = read_options(
+        config.completed(given),
+        color=color is not ColorChoice.NEVER,
+        notes=(config.note,) if config.note else (),
+        command=tuple(command),
+    )
+    if options.providers and options.cases:
+        from attncheck.harness.providers.examine import split_patterns
+
+        functions, cases = split_patterns(options.cases)
+        options = replace(options, functions=functions, cases=cases)
+    folder = options.folder or kept_folder()
+    if options.last_failed:
+        options = only_failed(options, newest_run(folder))
+    return replace(
+        options,
+        folder=None if options.no_output else folder,
+        maxfail=1 if options.exitfirst else options.maxfail,
+    )
 
 
 def _print_opening(header: "RunHeader") -> None:

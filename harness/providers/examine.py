@@ -88,13 +88,22 @@ def plan_providers(
     )
 
 
-def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
+def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return those of ``patterns`` that match a function, and the others, which are for cases.
+
+    Raises:
+        SelectionError: a pattern is almost the name of a function.
+    """
     keys = [subject.key for subject in SUBJECTS]
-    for pattern in patterns:
-        if not any(fnmatchcase(key, pattern) for key in keys):
-            near = get_close_matches(pattern, keys, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise SelectionError(f"no function matches {pattern!r}{hint}")
+    functions = tuple(pattern for pattern in patterns if any(fnmatchcase(key, pattern) for key in keys))
+    others = tuple(pattern for pattern in patterns if pattern not in functions)
+    for pattern in others:
+        if near := get_close_matches(pattern, keys, n=1):
+            raise SelectionError(f"no function matches {pattern!r}; did you mean {near[0]!r}?")
+    return functions, others
+
+
+def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
     return tuple(s for s in SUBJECTS if not patterns or any(fnmatchcase(s.key, pattern) for pattern in patterns))
 
 

@@ -15,17 +15,17 @@ import torch
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import InternalError, QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.cli.options import RunOptions, read_size
 from attncheck.harness.cli.run_files import make_dump_folder
-from attncheck.harness.pytest_plugin.plugin import BackendTests
+from attncheck.harness.pytest_plugin.plugin import BackendTests, given_to_pytest, has_question, name_in_pytest
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.expectations import Expectations, LocatedExpectation, load_expectations
+from attncheck.harness.run.options import RunOptions, read_given
 from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, make_header, prepare_run, suite_device
 from attncheck.harness.run.selection import RunPlan, Selection, checks_of, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import Supervisor
-from attncheck.harness.workers.limits import read_patterns
+from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
@@ -161,7 +161,7 @@ class Question:
         settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
         pool = None
         if not self.is_in_process:
-            pool = self._stack.enter_context(WorkerPool(settings=options.worker_settings))
+            pool = self._stack.enter_context(WorkerPool(settings=worker_settings(options)))
         describing = _FewProcesses(pool) if pool and hasattr(self.config, "workerinput") else pool
         prepared = prepare_run(self.selection, options.backends, settings, pool=describing, keeps_unavailable=True)
         if pool is not None:
@@ -419,35 +419,22 @@ class PytestSession:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        option = config.getoption
         self._config = config
         self._questions: list[Question] = []
         self._expectations: dict[Question, _Expected] = {}
         self._entries: tuple[LocatedExpectation, ...] = ()
         self._unmet: list[str] = []
         try:
-            self._options = RunOptions(
-                settings=tuple(option("attncheck_set")),
-                device=option("attncheck_device"),
-                case_timeout=option("attncheck_case_timeout"),
-                backend_timeout=option("attncheck_backend_timeout"),
-                memory_limit=read_size("--attncheck-memory-limit", option("attncheck_memory_limit")),
-                device_memory_limit=read_size(
-                    "--attncheck-device-memory-limit", option("attncheck_device_memory_limit")
-                ),
-                seed=option("attncheck_seed"),
-                dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
-                in_process=option("attncheck_in_process"),
-                pass_env=read_patterns(option("attncheck_pass_env")),
-                cache=not option("attncheck_no_cache"),
-            )
-            if option("attncheck_expect") is not None and not option("runxfail"):
-                self._entries = load_expectations(Path(option("attncheck_expect")))
+            given = given_to_pytest(config).items()
+            options = RunOptions(**{name: read_given(name, value, name_in_pytest(name)) for name, value in given})
+            self._options = replace(options, dump=options.dump and options.dump.absolute())
+            if options.expect is not None and not config.getoption("runxfail"):
+                self._entries = load_expectations(options.expect)
             if has_question(config):
-                checks = option("attncheck_check")
-                if option("attncheck_timing"):
-                    checks = [*(checks or DEFAULT_CHECKS), TIMING]
-                self._add(option("attncheck_backend"), option("attncheck_suite"), option("attncheck_case"), checks)
+                checks = options.checks
+                if config.getoption("attncheck_timing"):
+                    checks = (*(checks or DEFAULT_CHECKS), TIMING)
+                self._add(options.backends, options.suites, options.cases, checks)
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
 
@@ -585,11 +572,6 @@ class PytestSession:
             unmatched, notes = expectations.unmet(stopped_early=True), expectations.unseen()
             self._expectations[question] = _Expected(expectations, tuple(unmatched), tuple(notes))
         return self._expectations[question].expectations
-
-
-def has_question(config: pytest.Config) -> bool:
-    """Return whether the options request items."""
-    return bool(config.getoption("attncheck_suite") or config.getoption("attncheck_backend"))
 
 
 def pair_scheduling() -> Any:

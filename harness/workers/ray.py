@@ -9,12 +9,13 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import attncheck
 from attncheck.errors import AttncheckError, ClusterError, MissingExtraError, QuestionError
+from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd
 from attncheck.harness.run.preparation import file_digest
 from attncheck.harness.run.selection import RunPlan
@@ -80,8 +81,8 @@ class RayActor:
             if folder is not None:
                 os.chdir(folder)
         except OSError as error:
-            reason = f"it cannot use the folder {folder} ({error.strerror}); share it, or give working_dir in "
-            return Refused(reason=f"{reason}--ray-runtime-env")
+            reason = f"it cannot use the folder {folder} ({error.strerror}); share it, or give a working_dir "
+            return Refused(reason=f"{reason}in the runtime_env of --executor ray:FILE")
         prepare, wish = map(parse_request, messages)
         assert isinstance(prepare, Prepare)
         assert isinstance(wish, ChooseDevice)
@@ -156,20 +157,6 @@ _CLOSING_S, _BREAKING_S = 10.0, 1.0
 
 _CONNECTING_S = 10.0
 """Seconds that the head of the cluster may take to accept a connection."""
-
-
-@dataclass(frozen=True)
-class RaySettings:
-    """Which Ray cluster a run uses, and the resources of each actor.
-
-    ``address``: None for RAY_ADDRESS, or else for the cluster that this machine is part of. ``resources``: amounts of
-    ``CPU``, ``GPU``, ``memory`` in bytes, and of other resources of the nodes. ``runtime_env``: Ray's description of an
-    actor's environment.
-    """
-
-    address: str | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -401,7 +388,7 @@ def _connected(name: str, settings: RaySettings) -> Any:
             logging_level=logging.ERROR,
         )
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"cannot be used: {_cause(error)}; --ray-address local starts one on this machine"
+        reason = f"cannot be used: {_cause(error)}; `address: local` in --executor ray:FILE starts one on this machine"
         raise ClusterError(name, reason) from error
     return ray
 

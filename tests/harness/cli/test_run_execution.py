@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.cli.run import case_examiner, execute_run
 from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.run.preparation import Gpu, PreparedRun
 from attncheck.harness.run.selection import select_cases
@@ -54,8 +54,8 @@ def test_a_run_is_a_call(
 
 
 def test_options_that_contradict_each_other_are_no_options() -> None:
-    with pytest.raises(SelectionError, match="give --provider"):
-        RunOptions(functions=("*",))
+    with pytest.raises(SelectionError, match="--no-output cannot be combined with --output"):
+        RunOptions(no_output=True, output=Path("run.jsonl"))
 
 
 @pytest.mark.parametrize(
