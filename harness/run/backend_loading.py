@@ -3,7 +3,8 @@
 import os
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from attncheck.backends import registry
 from attncheck.backends.declarations import MultipleOf
@@ -20,10 +21,16 @@ from attncheck.harness.driver.foreign_code import (
     unsupported_reasons,
 )
 from attncheck.harness.driver.observation import printable
+from attncheck.harness.run.evaluate import Examiner, environment_of
 from attncheck.harness.run.outcomes import Backend, BackendDescription, missing_variables, not_loaded
-from attncheck.harness.run.selection import DEFAULT_SUITES
+from attncheck.harness.run.preparation import suite_device
+from attncheck.harness.run.selection import DEFAULT_SUITES, RunPlan, Selection
 from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment
+
+if TYPE_CHECKING:
+    from attncheck.harness.checks.timing.check import TimingCheck
+    from attncheck.harness.run.run import Run
 
 
 def load_backend(ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True) -> Backend:
@@ -177,21 +184,39 @@ def _described_here(backend: Backend, device: str) -> BackendDescription:
     return description.model_copy(update={"is_loaded": False, "unavailable_reasons": (reason,)})
 
 
-class Loader:
-    """Loads backends into this process, which also examines them."""
+class ThisProcess:
+    """Loads the backends of a run into this process, and examines them here."""
 
-    def __init__(self, device: str, loaded: Sequence[Backend] = ()) -> None:
+    fits_pages = True
+
+    def __init__(self, loaded: Sequence[Backend] = ()) -> None:
         """``loaded``: backends that are loaded already."""
-        self._device = device
+        self._device = "cpu"
         self._loaded = {each.ref: each for each in loaded}
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        """Return the device of the run, notes on the choice, and the environment on it.
+
+        Raises:
+            DeviceError: the device that the user named is not there.
+        """
+        self._device, notes = suite_device(wishes, wanted)
+        return self._device, notes, environment_of(self._device)
+
+    def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+        """Do nothing: this process has the run."""
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """Return the description of each of ``refs``, or the error that loading it raised."""
         return [self._description(ref) for ref in refs]
 
-    def backends(self, descriptions: Sequence[BackendDescription]) -> tuple[Backend, ...]:
-        """Return the backends that belong to these descriptions; a description itself if its backend is not loaded."""
-        return tuple(self._loaded[each.ref] if each.is_loaded else each for each in descriptions)
+    def examiner(self, run: "Run", costs: object = None, clocks: "TimingCheck | None" = None) -> Examiner:
+        """Return what examines the questions of ``run``, one after another. ``clocks``: as for :class:`Examiner`."""
+        backends = tuple(self._loaded[each.ref] if each.is_loaded else each for each in run.backends)
+        return Examiner(replace(run.plan, backends=backends), run.environment, clocks)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Do nothing: there is no other process."""
 
     def _description(self, ref: str) -> BackendDescription | QuestionError:
         try:

@@ -25,7 +25,7 @@ from attncheck.harness.driver.foreign_code import (
     unavailable_case_reasons,
     unsupported_reasons,
 )
-from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.host import collect_environment, is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
@@ -36,9 +36,9 @@ from attncheck.harness.run.outcomes import (
     Circumstances,
     absent,
     is_device_error,
+    raise_if_device_is_lost,
     record_of,
     unavailable,
-    until_device_is_lost,
 )
 from attncheck.harness.run.selection import RunPlan, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, TruthCache
@@ -220,16 +220,48 @@ class Examiner:
                 yield absent(self._circumstances, case, backend, check)
             return
         with exact_float32(), current_device(self.device), num_threads(self._num_threads):
-            yield from until_device_is_lost(self._records(case, backend, checks, begin), self.device)
+            prepared = self._prepare(case, backend, checks, begin)
+            if isinstance(prepared, list):
+                for record in prepared:
+                    raise_if_device_is_lost(record, self.device)
+                    yield record
+                return
+            for check in checks:
+                begin(f"check {check}")
+                began = perf_counter()
+                finding: Finding | Raised | BackendUnavailableError
+                try:
+                    with num_threads(self._timing_threads if check == TIMING else self._num_threads):
+                        finding = prepared.examine(check)
+                except StageError as failure:  # checks also call the backend's codec
+                    finding = failure.raised
+                except BackendUnavailableError as error:
+                    finding = error
+                except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
+                    finding = capture_exception(OURSELVES, error)
+                    if is_refused_memory(finding.error_type, finding.message):
+                        finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
+                took = perf_counter() - began
+                if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
+                    note = self._dump(prepared, self.plan.dump, backend.name)
+                    finding = replace(finding, details=(*finding.details, *note))
+                if isinstance(finding, BackendUnavailableError):
+                    record = unavailable(self._circumstances, case, backend, check, finding.reasons)
+                else:
+                    record = record_of(self._circumstances, case, backend, check, finding, took)
+                raise_if_device_is_lost(record, self.device)
+                yield record
 
     def fault_of(self, case: Case) -> QuestionError | None:
         """Return the error of the case if examining it was tried and was impossible, else None."""
         return self._faults.get(case)
 
-    def _records(
+    def _prepare(
         self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
-    ) -> Iterator[Record]:
-        def same_for_all(finding: Finding) -> list[Record]:
+    ) -> "CaseChecks | FunctionChecks | BuilderChecks | list[Record]":
+        """Return the checks of the case, or their records if no check can run; none if the case itself is at fault."""
+
+        def same_for_all(finding: Finding | Raised) -> list[Record]:
             return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
 
         def gone(reasons: tuple[str, ...]) -> list[Record]:
@@ -238,69 +270,41 @@ class Examiner:
         cls = backend.backend
         begin("declarations")
         try:
-            absent = self._unavailable(cls, case)
+            absent_reasons = self._unavailable(cls, case)
             # Skip the declarations of a class that cannot run here: they may raise for the same reason.
-            reasons = () if absent else unsupported_reasons(cls, case)
+            reasons = () if absent_reasons else unsupported_reasons(cls, case)
         except StageError as failure:
-            yield from same_for_all(failure.raised)
-            return
-        if absent:
-            yield from gone(absent)
-            return
+            return same_for_all(failure.raised)
+        if absent_reasons:
+            return gone(absent_reasons)
         unanswered = unanswered_reasons(case)
         if unanswered:
-            yield from same_for_all(NotExamined(unanswered, "attncheck"))
-            return
+            return same_for_all(NotExamined(unanswered, "attncheck"))
         excluded = cls.conventions.excluded_strides(case.strides)
         if excluded:
-            yield from same_for_all(NotExamined((f"{excluded}: operand_strides 'rows' is declared",)))
-            return
+            return same_for_all(NotExamined((f"{excluded}: operand_strides 'rows' is declared",)))
         if case in self._faults:
-            return
+            return []
         begin("the preparation of the case")
         try:
             if self._latest is None or self._latest[0] != case:
                 self._latest = None  # free the tensors of the previous case before free memory is measured
                 lacking = shortage(case, self.device)
                 if lacking is not None:
-                    yield from gone((lacking,))
-                    return
-            case_checks = self._case_checks(case, backend, reasons)
+                    return gone((lacking,))
+            return self._case_checks(case, backend, reasons)
         except StageError as failure:
-            yield from same_for_all(failure.raised)
-            return
+            return same_for_all(failure.raised)
         except QuestionError as error:
             self._faults[case] = error.with_traceback(None)  # its frames would keep the case's tensors alive
             self.blind.append(error)
-            return
+            return []
         except (MemoryError, RuntimeError) as error:  # the declarations ran before and may have lost the device
             if is_refused_memory(type(error).__name__, str(error)):
-                yield from gone((f"out of memory while the truth was computed: {error}",))
-                return
+                return gone((f"out of memory while the truth was computed: {error}",))
             if not is_device_error(error, self.device):
                 raise
-            yield from same_for_all(capture_exception(OURSELVES, error))
-            return
-        for check in checks:
-            begin(f"check {check}")
-            began = perf_counter()
-            try:
-                with num_threads(self._timing_threads if check == TIMING else self._num_threads):
-                    finding = case_checks.examine(check)
-            except StageError as failure:  # checks also call the backend's codec
-                finding = failure.raised
-            except BackendUnavailableError as error:
-                yield unavailable(self._circumstances, case, backend, check, error.reasons)
-                continue
-            except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
-                finding = capture_exception(OURSELVES, error)
-                if is_refused_memory(type(error).__name__, finding.message):
-                    finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
-            took = perf_counter() - began
-            if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
-                note = self._dump(case_checks, self.plan.dump, backend.name)
-                finding = replace(finding, details=(*finding.details, *note))
-            yield record_of(self._circumstances, case, backend, check, finding, took)
+            return same_for_all(capture_exception(OURSELVES, error))
 
     def _dump(
         self, case_checks: "CaseChecks | FunctionChecks | BuilderChecks", folder: Path, backend: str

@@ -1,6 +1,6 @@
 """From findings to records: outcomes, descriptions of backends, and lost devices."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -194,16 +194,11 @@ class DeviceLostError(AttncheckError):
         )
 
 
-def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> Iterator[Record]:
-    """Yield ``records`` of one case and backend, checking the device before each.
-
-    Raises:
-        DeviceLostError: the check of the next record lost the device, or left a CUDA error that the harness hit.
-    """
-    for record in records:
-        if (cause := _loss(device) or _error_met(record)) is not None:
-            raise DeviceLostError(_crashed_instead(record, cause))
-        yield record
+def raise_if_device_is_lost(record: Record, device: "torch.device") -> None:
+    """Raise DeviceLostError if the check of ``record`` lost the device, or left a CUDA error that the harness hit."""
+    cause = _loss(device) or _error_met(record)
+    if cause is not None:
+        raise DeviceLostError(_crashed_instead(record, cause))
 
 
 def is_device_error(error: Exception, device: "torch.device") -> bool:

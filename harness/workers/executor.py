@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -24,6 +24,7 @@ from attncheck.harness.run.outcomes import (
     ended,
     record_of,
 )
+from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
@@ -170,9 +171,6 @@ _START_S = 5.0
 
 _SAMPLE = 5
 """Number of cases of a backend from whose times those of the others are estimated."""
-
-Costs = Mapping[tuple[str, str, str], float]
-"""Seconds that a check took in earlier runs, by reference of the backend, hash of the case and check."""
 
 
 @dataclass(frozen=True)

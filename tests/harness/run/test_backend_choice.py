@@ -13,7 +13,7 @@ from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError, UnknownNameError
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.run.backend_loading import Loader
+from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.outcomes import (
     IMPORT,
     OURSELVES,
@@ -33,7 +33,7 @@ from attncheck.harness.run.preparation import (
 def choose(
     refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case] = ()
 ) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
-    return choose_backends(refs, suites, cases, Loader("cpu").describe)
+    return choose_backends(refs, suites, cases, ThisProcess().describe)
 
 
 def suite(*backends: str, device: str | None = None) -> Suite:
