@@ -224,6 +224,7 @@ def attncheck_command(
 
 
 app.command("run")(with_exit_code(run.run))
+app.command("time")(with_exit_code(run.time_backends))
 app.command("fuzz")(with_exit_code(fuzz.fuzz))
 app.command("shrink")(with_exit_code(fuzz.shrink))
 app.command("warm")(with_exit_code(doctor.warm))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from pretend_cuda import Settings, present
 
-from attncheck.harness.workers.limits import MemoryLimits, keep_within, size_in_words, with_limit_named
+from attncheck.harness.run.options import size_in_words
+from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
 from attncheck.reports.run_file.records import Record
 
 MIB, GIB = 2**20, 2**30
@@ -67,7 +68,7 @@ def test_on_a_gpu_torch_takes_no_more_than_its_limit(device_limit: int | None, *
         ("MemoryError", "(no message)", "(no message) (--memory-limit: 1 GiB)"),
         ("_ArrayMemoryError", "Unable", "Unable (--memory-limit: 1 GiB)"),
         ("RuntimeError", "DefaultCPUAllocator: can't allocate memory", None),
-        ("OutOfMemoryError", "CUDA out of memory", "CUDA out of memory (--device-memory-limit: 2 GiB)"),
+        ("OutOfMemoryError", "CUDA out of memory", "CUDA out of memory (device_memory_limit: 2 GiB)"),
         ("ValueError", "no such thing", "no such thing"),
     ],
 )
