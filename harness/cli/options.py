@@ -33,6 +33,7 @@ def parameter(name: str) -> Any:
         *option.names,
         metavar=option.metavar,
         help=option.help,
+        hidden=option.hidden,
         min=option.least,
         autocompletion=getattr(common, option.complete) if option.complete else None,
         rich_help_panel=option.group,

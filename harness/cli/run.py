@@ -22,9 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli.common import (
-    Color,
     ColorChoice,
-    interruptible,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -32,7 +30,7 @@ from attncheck.harness.cli.common import (
     terminal_width,
     use_color,
 )
-from attncheck.harness.cli.options import Given, read_config, read_options, with_options
+from attncheck.harness.cli.options import Given, read_config, read_options
 from attncheck.harness.cli.run_files import (
     found_in,
     kept_folder,
@@ -43,7 +41,7 @@ from attncheck.harness.cli.run_files import (
     open_run,
     read_part,
 )
-from attncheck.harness.run.options import RunOptions, options_in, split_commas
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
@@ -512,43 +510,16 @@ def _after_failures(maxfail: int | None) -> str:
 # `attncheck run`: examines backends with the cases of suites, writes a run file and prints the table.
 
 
-@with_options(*options_in("run"))
-def run(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO) -> int:
-    """Examine backends or providers, and print the results.
+def run_command(
+    context: typer.Context, given: Given, spare: WorkerProcess | None, *, began: float, color: ColorChoice
+) -> int:
+    """Execute the run that is ``given``, print it, and return the exit code.
 
-    Without options, every built-in backend runs on the GPU, or on the CPU without one, in about a minute. The suite is
-    smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
-    alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
-    options. Each backend runs in its own processes, so a crash costs one case. The run file holds every record;
-    `attncheck report` shows it. `attncheck time` measures times.
+    ``spare``: a process started in advance. ``began``: when the command began, by time.monotonic().
     """
-    return _run(context, given, color)
-
-
-@with_options(*options_in("time"))
-def time_backends(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO) -> int:
-    """Measure the times of backends, and print them.
-
-    The check timing runs in rounds; each round is a fresh process that runs alone. A backend whose output is wrong gets
-    no time. `attncheck compare` compares the run files of two such runs.
-    """
-    return _run(context, given | {"checks": [TIMING]}, color)
-
-
-def _run(context: typer.Context, given: Given, color: ColorChoice) -> int:
-    began, environment = time.monotonic(), dict(os.environ)
-    in_process = "in_process" in given
-    if not in_process:  # in process, Python cannot interrupt a kernel
-        context.with_resource(interruptible())
-    spare = None
-    is_local = given.get("ray", "local") == "local"
-    if not in_process and is_local and ("backends" in given or "providers" not in given):
-        # Start it before any import here: loading torch takes longest, and it does so meanwhile.
-        show = show_printed if "show_output" in given else None
-        spare = context.with_resource(WorkerProcess(show=show, pass_env=split_commas(given.get("pass_env", ()))))
-
+    environment = dict(os.environ)
     options = _options_of(given, context.obj or (), color)
-    if in_process:
+    if options.in_process:
         context.with_resource(only_passed(options.pass_env))
     if options.watch:
         from attncheck.harness.cli.watch import watch_run

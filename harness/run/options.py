@@ -170,6 +170,7 @@ class Option:
     ``places``: where it is valid. ``key``: in ``[tool.attncheck]``; empty for the name of the field.
     ``read``: turns what was given into the value; called with the name of the option and the text, words or TOML value.
     ``least``: the least number. ``complete``: the function of ``cli/common.py`` that completes the value in a shell.
+    ``hidden``: whether the help leaves it out.
     """
 
     names: tuple[str, ...]
@@ -181,6 +182,7 @@ class Option:
     read: Callable[[str, Any], Any] | None = None
     least: int | None = None
     complete: str = ""
+    hidden: bool = False
 
 
 def _option(
@@ -400,9 +402,9 @@ class RunOptions:
         "GPU memory that torch may allocate in the process of a backend, such as 40GiB. Default: all.",
         Group.LIMITS,
         *_TABLE_AND_PYTEST,
-        places=(),
         metavar="SIZE",
         read=read_size,
+        hidden=True,
     )
     deadline: float | None = None
     expect: Path | None = _option(
@@ -524,11 +526,11 @@ class RunOptions:
     )
     warm: bool = _option(
         True,
-        "",
-        "On a GPU, compile kernels in advance in other processes.",
+        "--no-warm",
+        "On a GPU, do not compile kernels in advance in other processes.",
         Group.MACHINE,
         "table",
-        places=(),
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -550,7 +552,7 @@ class RunOptions:
                 )
         for option, limit in (
             ("--memory-limit", self.memory_limit),
-            ("device_memory_limit", self.device_memory_limit),
+            ("--device-memory-limit", self.device_memory_limit),
         ):
             if limit is not None and limit < _LEAST_MEMORY:
                 raise SelectionError(
@@ -561,7 +563,7 @@ class RunOptions:
                     f"{option} limits the process of a backend, and --in-process starts none; leave out one of them"
                 )
         if self.device == "cpu" and self.device_memory_limit is not None:
-            raise SelectionError("device_memory_limit is for a GPU, and --device cpu has none; leave out one of them")
+            raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process exclude each other; leave out one of them")
 

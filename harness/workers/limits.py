@@ -185,7 +185,7 @@ def with_limit_named(record: "Record", limits: MemoryLimits) -> "Record":
     if record.outcome != "errored" or not is_refused_memory(record.error_type, record.message):
         return record
     is_of_device = record.error_type == "OutOfMemoryError"  # torch's
-    option, limit = ("device_memory_limit", limits.device) if is_of_device else ("--memory-limit", limits.host)
+    option, limit = ("--device-memory-limit", limits.device) if is_of_device else ("--memory-limit", limits.host)
     if limit is None:
         return record
     return record.model_copy(update={"message": f"{record.message} ({option}: {size_in_words(limit)})"})

@@ -77,6 +77,7 @@ def test_a_backend_that_prints_without_end_does_not_stop_a_run(run: Attncheck) -
         (("--memory-limit", "0"), "--memory-limit 0 MiB: torch needs more; give 512 MiB or more"),
         (("--memory-limit", "100MiB"), "--memory-limit 100 MiB: torch needs more; give 512 MiB or more"),
         (("--memory-limit", "1GiB", "--in-process"), "--in-process starts none; leave out one of them"),
+        (("--device-memory-limit", "2GiB"), "--device-memory-limit is for a GPU, and --device cpu has none"),
     ],
 )
 def test_a_limit_that_cannot_be_kept_is_refused(
@@ -84,9 +85,3 @@ def test_a_limit_that_cannot_be_kept_is_refused(
 ) -> None:
     assert run("mine.py:Huge", *words) == 2
     assert reason in " ".join(capfd.readouterr().err.split())
-
-
-def test_a_limit_of_a_gpu_is_in_the_table(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("pyproject.toml").write_text('[tool.attncheck]\ndevice_memory_limit = "2GiB"\n')
-    assert run("mine.py:Huge") == 2
-    assert "device_memory_limit is for a GPU, and --device cpu has none" in capfd.readouterr().err

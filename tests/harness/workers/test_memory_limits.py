@@ -68,7 +68,7 @@ def test_on_a_gpu_torch_takes_no_more_than_its_limit(device_limit: int | None, *
         ("MemoryError", "(no message)", "(no message) (--memory-limit: 1 GiB)"),
         ("_ArrayMemoryError", "Unable", "Unable (--memory-limit: 1 GiB)"),
         ("RuntimeError", "DefaultCPUAllocator: can't allocate memory", None),
-        ("OutOfMemoryError", "CUDA out of memory", "CUDA out of memory (device_memory_limit: 2 GiB)"),
+        ("OutOfMemoryError", "CUDA out of memory", "CUDA out of memory (--device-memory-limit: 2 GiB)"),
         ("ValueError", "no such thing", "no such thing"),
     ],
 )
