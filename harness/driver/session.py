@@ -241,7 +241,7 @@ class Session:
         self.backend, self.problem, self.device = backend, problem, device
         self._problems, self._capture_sizes = (problem, *later), capture_sizes
         self._num_blocks = max(each.num_blocks for each in self._problems)
-        self._builders: list[Any] = []
+        self.builders: list[Any] = []
         self.pool = self._known_pool = pool
         self._latest: PreparedStep | None = None
         self.role, self._is_refilled = role, True
@@ -264,15 +264,21 @@ class Session:
         other._prepare(is_judged=is_judged)
         return other
 
-    def in_flight(self, problem: Problem, role: str, first: "Session | None" = None) -> "Session":
+    def in_flight(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
         """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
         other = copy(self)
-        other.role, other._builders = role, [] if first is None else first._builders
+        other.role, other.builders = role, [] if first is None else first.builders
         other.problem = problem
         other._prepare()
+        return other
+
+    def in_order(self, order: Sequence[int]) -> "Session":
+        """Return a session over the same cache and builder whose steps have the requests in ``order``."""
+        other = copy(self)
+        other.order, other._latest = list(order), None
         return other
 
     def following(self, problem: Problem) -> "Session":
@@ -302,7 +308,7 @@ class Session:
     @property
     def builder(self) -> Any:
         """The builder of every call, except those of micro-batches after the first."""
-        return self._builders[0]
+        return self.builders[0]
 
     @property
     def threshold(self) -> int | None:
@@ -337,7 +343,7 @@ class Session:
 
     def begin(self, fill: Fill = Fill(), *, images: bool = True) -> Turn:
         """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError."""
-        prepared = self._prepared(fill)
+        prepared = self.prepared(fill)
         kv_cache = self._filled_cache(prepared.step, fill)
         before = self._image() if images else None
         return Turn(prepared.step, prepared.calls, copied_calls(prepared.calls), kv_cache, before, images)
@@ -370,7 +376,7 @@ class Session:
 
     def run_without_metadata(self) -> Tensor | Raised:
         """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
-        call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
+        call, *_ = copied_calls(self.prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         try:
             returned = call_backend(
@@ -390,7 +396,7 @@ class Session:
     def _prepare(self, *, is_judged: bool = False) -> None:
         """Set up everything that depends on the problem."""
         self.problem = self.problem.in_pool_of(self._num_blocks)
-        for _ in range(len(self._builders), num_builders(self.problem)):
+        for _ in range(len(self.builders), num_builders(self.problem)):
             self._add_builder()
         self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
         self._latest = None
@@ -410,7 +416,7 @@ class Session:
 
     def _add_builder(self) -> None:
         sizes, beside = self._capture_sizes, [session.attn_layer for session in self.layers]
-        self._builders.append(
+        self.builders.append(
             call_backend(
                 "builder",
                 lambda: construct_builder(
@@ -420,7 +426,7 @@ class Session:
             )
         )
 
-    def _prepared(self, fill: Fill) -> PreparedStep:
+    def prepared(self, fill: Fill = Fill()) -> PreparedStep:
         """Return the step for ``fill``. The latest one is reused, unless ``fill`` brings rows of its own."""
         padding = self.problem.case.batch.padding
         is_padded = padding.query_rows or padding.key_rows
@@ -443,7 +449,7 @@ class Session:
         return self.pool.kv_cache
 
     def _build(self, call: ForwardCall) -> Any:
-        builder = self._builders[call.builder]
+        builder = self.builders[call.builder]
         return call_backend(
             "build",
             lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
