@@ -16,7 +16,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
-from attncheck.harness.checks.cudagraph.play import CapturedForward, capture_forward
+from attncheck.harness.checks.cudagraph.play import CapturedGraph, build_for_capture, capture_graph
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.interface import Check, CheckedCase
@@ -250,7 +250,7 @@ class TimedStep:
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
         self._recorder, self._overhead = recorder, overhead
-        self._replay: CapturedForward | None = None
+        self._replay: CapturedGraph | None = None
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
         self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
@@ -361,13 +361,9 @@ class TimedStep:
         inputs, buffers, layer = self.memory.inputs, self.memory.buffers, self._session.layer
         recorder.mark_host(*inputs.host_twins)
         inputs.load_rows(fresh)
-        captured = capture_forward(
-            recorder,
-            lambda: map_tensors(call, torch.Tensor.detach),
-            lambda lent: self._session.builder.build_for_cudagraph_capture(lent.common),
-            lambda lent, metadata: layer.enter(lent, self._kv_cache, metadata, buffers),
-        )
-        if isinstance(captured, CapturedForward):
+        group = [(self._session.builder, call)]
+        captured = capture_graph(recorder, layer, group, self._kv_cache, build_for_capture, [buffers])
+        if isinstance(captured, CapturedGraph):
             self._replay = captured
         else:
             self._recorder = None
@@ -389,10 +385,11 @@ class TimedStep:
         spans = inputs.spans()
         if kv_cache is not None:
             spans["the cache"] = span(kv_cache)
-        if self._replay is not None:
-            forward = self._replay.launch
-        else:
+        replay = self._replay
+        if replay is None:
             forward = self._session.layer.bind(call, kv_cache, metadata, buffers)
+        else:
+            forward = replay.recording.launch
         returned: list[object] = []
         answers: list[TimedAnswer] = []
 
@@ -410,7 +407,7 @@ class TimedStep:
         def after() -> None:
             answers.append(
                 copy_answer(
-                    returned[0],
+                    returned[0] if replay is None else replay.returned[0],
                     buffers.out,
                     buffers.lse,
                     num_rows,
