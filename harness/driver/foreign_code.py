@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -27,17 +27,23 @@ class StageError(InternalError):
         super().__init__(raised.stage)
 
 
-def call_backend(name: str, call: Callable[[], T], device: torch.device | None = None) -> T:
+def call_backend(
+    name: str,
+    call: Callable[[], T],
+    device: torch.device | None = None,
+    within: AbstractContextManager[object] = nullcontext(),  # noqa: B008 (it has no state)
+) -> T:
     """Return the result of ``call``; raise a StageError that names the stage if it raises.
 
-    ``device``: where its kernels run; their errors belong to this call, too. A backend's ``sys.exit()`` counts as its
-    failure and does not end the run. Only KeyboardInterrupt passes through, and BackendUnavailableError, by which a
-    backend states that a part is missing here.
+    ``device``: where its kernels run; their errors belong to this call, too. ``within``: a context for the call alone.
+    A backend's ``sys.exit()`` counts as its failure and does not end the run. Only KeyboardInterrupt passes through,
+    and BackendUnavailableError, by which a backend states that a part is missing here.
     """
     before = _settings()
     try:
         try:
-            result = call()
+            with within:
+                result = call()
             if device is not None:
                 wait_for(device, name)
             return result

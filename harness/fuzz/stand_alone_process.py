@@ -24,9 +24,9 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import QuestionError, SpecError
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.pool import flat_bytes
+from attncheck.harness.driver.pool import KVPool, flat_bytes
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.step import Step
 from attncheck.harness.fuzz.stand_alone import WRONG, StandAloneAnswer, StandAloneRequest
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.backend_loading import load_backend
@@ -112,15 +112,9 @@ def record_step(
         recorder.is_on = True
         session.run(fill)
         recorder.is_on = False
-        step = make_step(problem, device, session.order)
+        step = session.prepared(fill).step
         if session.pool is not None and session.pool.codec is not None and session.impl.brings_writer:
-            session.pool.filled(fill.poison, fill.regions)
-            before = session.pool.bytes().clone()
-            if step.key is not None and step.value is not None:
-                slots = step.slot_mapping  # shorter than the key rows if the last ones are unmapped
-                session.pool.write(slots, step.key[: len(slots)], step.value[: len(slots)])
-            cache_after = session.pool.bytes().clone()
-            session.pool.bytes().copy_(before)
+            cache_after = _cache_after(step, session.pool)
     except StageError:
         if not recorder.calls:
             raise
@@ -138,6 +132,16 @@ def record_step(
         truth.budget.lse.cpu()[order],
         cache_after,
     )
+
+
+def _cache_after(step: Step, pool: KVPool) -> Tensor:
+    """Return the memory of the cache that the recorded step should leave, which did not run."""
+    image = pool.bytes().clone()
+    if step.key is not None and step.value is not None:
+        slots = step.slot_mapping  # shorter than the key rows if the last ones are unmapped
+        mapped = (slots >= 0).nonzero().flatten()
+        pool.write_image(image, slots[mapped], step.key[mapped], step.value[mapped])
+    return image
 
 
 def _recorded(
