@@ -315,7 +315,7 @@ def _batch_spec(layer: LayerSpec, cache: CacheSpec, batch: Batch, path: PathSpec
     table = BlockTableSpec(
         extra_columns=max(0, batch.table_width - longest - _SPARE_COLUMNS),
         row_gap=max(0, batch.table_stride - batch.table_width),
-        null_pages=batch.has_null_pages and (layer.sliding_window or layer.attn_chunk_size) is not None,
+        null_pages=batch.has_null_pages and bool(layer.key_limits),
     )
     return BatchSpec(
         requests=tuple(requests),
