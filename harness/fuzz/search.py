@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from attncheck.backends import registry
 from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
-from attncheck.errors import MissingExtraError, SpecError
+from attncheck.errors import SpecError
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.reference.spec import (
     MODIFIERS,
@@ -737,11 +737,11 @@ def _cases(axes: DeclaredAxes, lengths: Lengths, seed: int, numbers: Iterator[in
         if drawn is not None and cover.cover(drawn.kept):
             yield drawn.case
     while True:
-        for choice, own in _by_hypothesis(axes.declared, seed, next(numbers)):
-            wanted = _with_undeclared(choice, axes, random)
-            drawn = draw_case(axes.declared, wanted, lengths, own, f"case-{next(numbers)}")
-            if drawn is not None:
-                yield drawn.case
+        choice = _with_undeclared(_by_chance(axes.declared, random), axes, random)
+        number = next(numbers)
+        drawn = draw_case(axes.declared, choice, lengths, seed + number, f"case-{number}")
+        if drawn is not None:
+            yield drawn.case
 
 
 def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Random) -> Mapping[str, Any]:
@@ -752,33 +752,7 @@ def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Rand
     return {key: random.choice(axes.undeclared[key]), **{k: v for k, v in choice.items() if k != key}}
 
 
-def _by_hypothesis(axes: Axes, seed: int, number: int) -> list[tuple[Mapping[str, Any], int]]:
-    """Return some choices drawn by hypothesis, each with a seed for its lengths.
-
-    Most keys keep their plain value. No database file is written.
-
-    Raises:
-        MissingExtraError: hypothesis is not installed.
-    """
-    try:
-        import hypothesis
-        from hypothesis import strategies as st
-    except ImportError as error:
-        raise MissingExtraError("attncheck fuzz", "hypothesis", "fuzz") from error
-    values = {key: st.sampled_from(each) for key, each in axes.items() if len(each) > 1}
-    found: list[tuple[Mapping[str, Any], int]] = []
-
-    @hypothesis.seed(seed * 1_000_003 + number)
-    @hypothesis.settings(
-        max_examples=_AT_ONCE,
-        database=None,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(st.fixed_dictionaries({}, optional=values), st.integers(0, 2**32))
-    def draw(choice: dict[str, Any], own: int) -> None:
-        found.append((choice, own))
-
-    draw()
-    return found
+def _by_chance(axes: Axes, random: Random) -> dict[str, Any]:
+    """Return values of some keys. Their number is drawn first, so that few and many together are equally likely."""
+    keys = [key for key, values in axes.items() if len(values) > 1]
+    return {key: random.choice(axes[key]) for key in random.sample(keys, random.randint(0, len(keys)))}

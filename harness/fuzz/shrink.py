@@ -414,9 +414,6 @@ def search_failures(
     """Draw cases for ``budget_s`` seconds and yield the first failure of each kind, at most ``most`` of them.
 
     ``see`` is called with each case and its result. The time the caller spends on a failure does not count.
-
-    Raises:
-        MissingExtraError: hypothesis is not installed.
     """
     constants = constants_of(process.backend.ref)
     axes, lengths = declared_axes(process.reasons_against, constants), Lengths(constants)

@@ -314,7 +314,7 @@ class BatchRecorder:
     _first_ns: int = 0
     _pending: list[_Pending] = field(default_factory=list)
     _pending_size: int = 0
-    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (chooses batches, no secrets)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:

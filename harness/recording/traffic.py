@@ -122,7 +122,7 @@ class Traffic:
         self._most = most
         self._widening = 0
         self._tallies: dict[tuple[LayerKind, tuple[object, ...]], _Tally] = {}
-        self._random = random.Random(0)  # noqa: S311 (which real batch represents others is no secret)
+        self._random = random.Random(0)
         self.left_out: dict[str, int] = {}
         """Reasons why calls were not counted, with their number."""
 
