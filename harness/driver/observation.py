@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from attncheck.reference.spec import MODIFIERS
 from attncheck.reports.run_file.causes import raised_at
 
 if TYPE_CHECKING:
@@ -102,9 +103,10 @@ _OF_OTHER_PROCESSES = re.compile(
 )
 """Parts of CUDA's message on a full GPU that concern other processes, or are advice on torch."""
 
+_BY_KEYWORD = "|".join(str(modifier.argument) for modifier in MODIFIERS.values() if modifier.by_keyword)
 _SIGNATURE = re.compile(
     r"(?:unexpected keyword argument|missing \d+ required .*arguments?:) .*"
-    r"'(?:sinks|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
+    rf"'(?:{_BY_KEYWORD}|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
 )
 """Python's message about a signature that lacks, or requires, a keyword that is passed for one feature only."""
 
