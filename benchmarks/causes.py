@@ -215,7 +215,7 @@ def measure(chosen: Iterable[Subject]) -> list[Judged]:
                 in_process=True,
                 output=output,
             )
-            execute_run(options, lambda _header: None, see=lambda _record: None)
+            execute_run(options, see=lambda _record: None)
             run = read_run(output)
             found = findings(run.records, run.header)
             names = {info.ref: info.name for info in run.header.backends}

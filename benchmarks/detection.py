@@ -153,7 +153,7 @@ def _try_others(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str
 
     from attncheck.errors import BackendUnavailableError
     from attncheck.harness.run.backend_loading import load_backend
-    from attncheck.harness.run.selection import UnavailableBackend
+    from attncheck.harness.run.outcomes import BackendDescription
 
     torch.set_num_threads(1)
     tests = list(other_tests())
@@ -163,7 +163,7 @@ def _try_others(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str
             backend = load_backend(ref)
         except BackendUnavailableError:
             continue
-        if isinstance(backend, UnavailableBackend):
+        if isinstance(backend, BackendDescription):
             continue
         projects: set[str] = set()
         for test in tests:

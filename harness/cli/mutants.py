@@ -374,7 +374,7 @@ def _examine(options: RunOptions) -> str:
     from attncheck.harness.cli.run import execute_run
 
     try:
-        execute_run(options, lambda _header: None, see=lambda _record: None)
+        execute_run(options, see=lambda _record: None)
     except (QuestionError, BackendUnavailableError) as error:
         return str(error)
     return ""

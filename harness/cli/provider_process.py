@@ -21,7 +21,7 @@ from attncheck.harness.providers.examine import (
 )
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended
-from attncheck.harness.run.preparation import DeviceChooser
+from attncheck.harness.run.run import DeviceChooser
 from attncheck.harness.workers.executor import WAITING
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.process import (

@@ -244,7 +244,7 @@ def audit(
             folder=kept_folder(),
             command=("attncheck", "run", "--backend", f"{family}:*", *words),
         )
-        finished = execute_run(options, lambda _header: None)
+        finished = execute_run(options)
         ended_by = finished.ended_by
         if finished.path is None:
             raise ended_by or RuntimeError("the run has a folder, and wrote no file")

@@ -4,14 +4,13 @@ import contextlib
 import faulthandler
 import gc
 import io
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +19,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attncheck.errors import BackendLoadError, ClusterError, QuestionError, SelectionError, WriteError
+from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
+from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli.common import (
     ColorChoice,
     print_stderr,
@@ -42,9 +42,10 @@ from attncheck.harness.cli.run_files import (
     read_part,
 )
 from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
 from attncheck.harness.run.preparation import first_refs
+from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
-from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerProcess, preparation_of
@@ -52,15 +53,11 @@ from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
-from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
-    from attncheck.harness.providers.examine import PlannedProviders
-    from attncheck.harness.run.expectations import Expectations, HasNames
-    from attncheck.harness.run.preparation import PreparedRun, RunSettings
-    from attncheck.harness.run.selection import RunPlan
+    from attncheck.harness.run.expectations import HasNames
 
 # Expands references such as `vllm:*` to the backends of the library that can run here.
 
@@ -271,19 +268,44 @@ def progress_for(
 
 # Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process.
 
-Processes = WorkerPool | RayCluster
-"""Processes that load and describe the backends of a run."""
+
+@contextmanager
+def open_executor(
+    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
+) -> Iterator[Executor]:
+    """Yield what loads the backends of ``options`` and examines; end all its processes on leaving.
+
+    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
+    which the check ``timing`` samples a part of a step.
+
+    Raises:
+        SelectionError: timing is requested on a Ray cluster.
+        ClusterError, MissingExtraError: the Ray cluster cannot be used.
+    """
+    if options.in_process:
+        from attncheck.harness.run.backend_loading import ThisProcess
+
+        yield ThisProcess()
+        return
+    prepare, settings = preparation_of(selection), worker_settings(options)
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    if options.ray is not None:
+        if selection.is_timed:
+            reason = f"the check {TIMING} compares times of one device, and a cluster has many"
+            raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
+        with RayCluster(
+            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
+        ) as cluster:
+            yield cluster
+        return
+    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
+        if options.backend_refs is not None:
+            pool.start(first_refs(options.backend_refs, selection.suites))
+        yield pool
 
 
-class CaseExaminer(Protocol):
-    """Examines the cases of a plan, in this process or in others."""
-
-    @property
-    def blind(self) -> list[QuestionError]:
-        """Errors of cases that could not be examined at all."""
-
-    def run(self) -> Generator[Record, None, None]:
-        """Yield each record as it is found."""
+def _note(line: str) -> None:
+    typer.echo(f"note: {line}", err=True)
 
 
 def open_providers(
@@ -297,86 +319,12 @@ def open_providers(
     return providers_of(options, selection.cases, show_printed if options.show_output else None)
 
 
-@contextmanager
-def open_processes(
-    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
-) -> Iterator[Processes]:
-    """Yield the processes that examine the backends of ``options``; end all of them on leaving.
-
-    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
-    which the check ``timing`` samples a part of a step.
-
-    Raises:
-        SelectionError: timing is requested on a Ray cluster.
-        ClusterError, MissingExtraError: the Ray cluster cannot be used.
-    """
-    prepare, settings = preparation_of(selection), worker_settings(options)
-    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
-    if options.ray is not None:
-        if selection.is_timed:
-            reason = f"the check {TIMING} compares times of one device, and a cluster has many"
-            raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
-        with RayCluster(
-            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
-        ) as cluster:
-            yield cluster
-        return
-    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
-        if options.backend_refs is not None and not options.in_process:
-            pool.start(first_refs(options.backend_refs, selection.suites))
-        yield pool
-
-
-def case_examiner(
-    prepared: "PreparedRun",
-    processes: Processes | None,
-    *,
-    warms: bool = True,
-    jobs: int | None = None,
-    folder: Path | None = None,
-    deadline: float | None = None,
-) -> CaseExaminer:
-    """Return the examiner of the plan: in ``processes``, or in this process if there are none.
-
-    ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
-    ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
-    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
-    ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
-    """
-    from attncheck.harness.workers.executor import Supervisor
-    from attncheck.harness.workers.pool import most_processes
-    from attncheck.harness.workers.ray import RayExecutor
-
-    plan, environment = prepared.plan, prepared.environment
-    if isinstance(processes, RayCluster):
-        return RayExecutor(plan, prepared.backends, processes, environment)
-    if processes is None or not prepared.backends:
-        from attncheck.harness.run.evaluate import Examiner
-
-        return Examiner(plan, environment)
-    is_gpu = plan.device != "cpu"
-    gpus = max(len(processes.gpus), 1)
-    room = most_processes("cpu") if deadline is None else gpus * most_processes(plan.device, gpus)
-    jobs = jobs or (min(room, gpus) if is_gpu and deadline is None else room)
-    costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
-    if deadline is not None:
-        loaded = sum(each.is_loaded for each in prepared.backends)
-        processes.limits = processes.limits.shared(deadline - time.monotonic(), loaded, jobs)
-    warms = warms and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
-    return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms, costs=costs)
-
-
-def _note(line: str) -> None:
-    typer.echo(f"note: {line}", err=True)
-
-
 # Executes one run: selects, prepares, examines, and writes each record to the run file as it arrives.
 #
 # Progress goes to stderr, and nothing to stdout. Loads torch only for what this process examines: a provider, or
 # backends with `--in-process`.
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
-_AT_FIRST = "at the first record that did not pass (-x)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
@@ -404,10 +352,10 @@ class FinishedRun:
 
 def execute_run(
     options: RunOptions,
-    begin: Callable[[RunHeader], None],
+    begin: Callable[[RunHeader], None] | None = None,
     end: Callable[[FinishedRun], None] | None = None,
     spare: WorkerProcess | None = None,
-    see: Callable[[Record], None] | None = None,
+    see: See | None = None,
 ) -> FinishedRun:
     """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
 
@@ -423,197 +371,140 @@ def execute_run(
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
+    options = replace(options, rounds=rounds)
     make_dump_folder(options.dump)
     with (
-        open_processes(options, selection, spare, timing.limit_s) as processes,
+        open_executor(options, selection, spare, timing.limit_s) as executor,
         open_providers(options, selection) as providers,
     ):
-        from attncheck.harness.run.preparation import RunSettings
-
-        settings = RunSettings(
-            device=options.device,
-            seed=options.seed,
-            dump=options.dump,
-            timing=timing,
-            rounds=rounds,
-            shard=options.shard,
-            truths=truths_folder() if options.cache else None,
-            until_failure=options.until_failure,
-        )
-        apart = None if options.in_process else processes
-        finished = _execute(options, selection, settings, apart, providers, begin, see, surveyed)
+        execution = _Execution(options, selection, timing, executor, providers, surveyed, begin or _begin_silently)
+        finished = execution.as_it_ended() if execution.is_complete else execution.finish(see)
         if finished.ended_by is not None:
-            processes.close(at_once=True)
+            executor.close(at_once=True)
         if end is not None:
             end(finished)
         return finished
 
 
-def _execute(
-    options: RunOptions,
-    selection: Selection,
-    settings: "RunSettings",
-    processes: Processes | None,
-    providers: "ProviderExaminer | InProcessProviders | None",
-    begin: Callable[[RunHeader], None],
-    see: Callable[[Record], None] | None,
-    surveyed: Sequence[SurveyedBackend],
-) -> FinishedRun:
-    from attncheck.harness.run.outcomes import Circumstances
-    from attncheck.harness.run.preparation import make_header, prepare_run
-    from attncheck.harness.run.selection import count_questions
-
-    chooser = providers.chooser if providers is not None and options.backend_refs is None else None
-    fits_pages = options.ray is None  # a node accepts no other suites once it has described a backend
-    prepared = prepare_run(
-        selection,
-        options.backend_refs,
-        settings,
-        pool=processes,
-        chooser=chooser,
-        fits_pages=fits_pages,
-        keeps_unavailable=bool(surveyed),
-    )
-    plan, environment = prepared.plan, prepared.environment
-    functions = None if providers is None else providers.plan(plan.cases, plan.device)
-    infos = [each.info for each in prepared.backends]
-    is_timed = options.backend_refs is not None and prepared.selection.is_timed
-    one_process = (_ONE_PROCESS,) if is_timed and processes is None else ()
-    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *survey_notes(surveyed), *options.notes)
-    positional = (prepared.selection, plan, infos, environment)
-    header = make_header(*positional, expect=options.expect, command=options.command, notes=notes, surveyed=surveyed)
-    if functions is not None:
-        from attncheck.harness.providers.examine import header_with_providers
-
-        header = header_with_providers(header, functions)
-    earlier = None if options.resume is None else read_part(options.resume, header)
-    records: list[Record] = [] if earlier is None else list(earlier.records)
-    plan = replace(plan, found=found_in(records, plan.rounds))
-    prepared = replace(prepared, plan=plan)
-    examiner = case_examiner(
-        prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder, deadline=options.deadline
-    )
-    circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
-    expectations = _expectations(options, prepared.selection, plan, functions, header)
-    if expectations is not None:
-        for record in records:
-            expectations.recall(record)
-    if earlier is not None and earlier.complete:
-        begin(header)
-        return _as_it_ended(earlier, expectations)
-    with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
-        faulthandler.enable()  # print where a kernel killed the process
-    if options.in_process:
-        gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
-    count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
-    tally = Tally(count, plan.rounds)
-    path: Path | None = None
-    try:
-        with open_run(options.output, options.folder, header, options.keep, earlier) as writer:
-            path = writer.path
-            begin(header)
-            with (
-                contextlib.closing(examiner.run()) as examined,
-                progress_for(
-                    count,
-                    rounds=plan.rounds,
-                    silent=see is not None or (options.in_process and not options.verbose),
-                    verbose=options.verbose,
-                    is_timed=is_timed,
-                    color=options.color,
-                ) as progress,
-            ):
-                found = itertools.chain(examined, providers.run(circumstances) if providers else ())
-                judged = found if expectations is None else map(expectations.apply, found)
-                stopped = take_records(
-                    judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
-                )
-            blind = tuple(map(str, examiner.blind))
-            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
-            for error in (*blind, *unmet):
-                writer.fail(error)
-        return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
-    except (KeyboardInterrupt, WriteError, ClusterError) as error:
-        if not records and path is None:
-            raise
-        if isinstance(error, KeyboardInterrupt):
-            how = f"interrupted by {signal_of(error).name}"
-        elif isinstance(error, ClusterError):
-            how = "stopped, since the cluster is lost"
-        else:
-            how = f"stopped, since {error.name} cannot be written"
-        stopped = f"{how}: {tally.done} of {tally.cases} cases"
-        return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
+def _begin_silently(_header: RunHeader) -> None:
+    """Print nothing."""
 
 
-def _as_it_ended(run: Run, expectations: "Expectations | None") -> FinishedRun:
-    """Return the result of a run that is complete already, so that the command ends as that run did."""
-    print_stderr(f"note: {run.path} is complete: nothing is left to examine")
-    lines = expectations.unmet() if expectations else ()
-    unmet = tuple(error for error in run.errors if error in lines)
-    blind = tuple(error for error in run.errors if error not in lines)
-    unseen = tuple(expectations.unseen()) if expectations else ()
-    return FinishedRun(Path(run.path), run.header, run.records, blind, unmet, unseen)
+class _Execution:
+    """A run with its providers, its expectations and, if it is resumed, its first part."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        selection: Selection,
+        timing: TimingSettings,
+        executor: Executor,
+        providers: "ProviderExaminer | InProcessProviders | None",
+        surveyed: Sequence[SurveyedBackend],
+        begin: Callable[[RunHeader], None],
+    ) -> None:
+        chooser = None if providers is None or options.backend_refs is not None else providers.chooser
+        run = Run.open(
+            selection,
+            options,
+            executor,
+            chooser=chooser,
+            timing=timing,
+            keeps_unavailable=bool(surveyed),
+            fits_pages=executor.fits_pages,
+        )
+        self._options, self._begin, self._providers = options, begin, providers
+        self._is_timed = options.backend_refs is not None and run.selection.is_timed
+        functions = None if providers is None else providers.plan(run.plan.cases, run.plan.device)
+        one_process = (_ONE_PROCESS,) if self._is_timed and options.in_process else ()
+        notes = (*run.notes, *one_process, *run.choice_notes, *survey_notes(surveyed), *options.notes)
+        self._header = run.header(notes, surveyed)
+        names: list[tuple[HasNames, ...]] = []
+        if functions is not None:
+            from attncheck.harness.providers.examine import SubjectIdentity, header_with_providers
+
+            self._header = header_with_providers(self._header, functions)
+            names = [tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects)]
+        self._earlier = None if options.resume is None else read_part(options.resume, self._header)
+        if self._earlier is not None:
+            records = list(self._earlier.records)
+            plan = replace(run.plan, found=found_in(records, run.plan.rounds))
+            run = replace(run, plan=plan, records=records)
+        self._run = run
+        self._expectations = run.expectations(self._header, *names)
+        self._examiner = executor.examiner(run, partial(measured_costs, options.folder, run.environment.device_name))
+        self._tally = Tally(run.num_questions + (functions.count if functions else 0), run.plan.rounds)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run is resumed, and nothing is left to examine."""
+        return self._earlier is not None and self._earlier.complete
+
+    def as_it_ended(self) -> FinishedRun:
+        """Return the result of a run that is complete already, so that the command ends as that run did."""
+        stored, expectations = self._earlier, self._expectations
+        assert stored is not None
+        self._begin(self._header)
+        print_stderr(f"note: {stored.path} is complete: nothing is left to examine")
+        lines = expectations.unmet() if expectations else ()
+        unmet = tuple(error for error in stored.errors if error in lines)
+        blind = tuple(error for error in stored.errors if error not in lines)
+        unseen = tuple(expectations.unseen()) if expectations else ()
+        return FinishedRun(Path(stored.path), stored.header, stored.records, blind, unmet, unseen)
+
+    def finish(self, see: See | None) -> FinishedRun:
+        """Examine what is left, and write the run file. ``see``: as in :func:`execute_run`."""
+        options, run, expectations = self._options, self._run, self._expectations
+        with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
+            faulthandler.enable()  # print where a kernel killed the process
+        if options.in_process:
+            gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
+        circumstances = Circumstances(options.seed, run.environment.digest, run.environment.attncheck)
+        functions = self._providers.run(circumstances) if self._providers else ()
+        display = progress_for(
+            self._tally.cases,
+            rounds=run.plan.rounds,
+            silent=see is not None or (options.in_process and not options.verbose),
+            verbose=options.verbose,
+            is_timed=self._is_timed,
+            color=options.color,
+        )
+        path: Path | None = None
+        stopped = ""
+        try:
+            with open_run(options.output, options.folder, self._header, options.keep, self._earlier) as writer:
+                path = writer.path
+                self._begin(self._header)
+                with display as progress:
+                    try:
+                        sees = (self._tally.see, writer.add, see or progress.see)
+                        if run.examine(self._examiner, *sees, functions=functions, expectations=expectations):
+                            stopped = _after_failures(options.maxfail)
+                    except DeviceLostError:
+                        stopped = _DEVICE_LOST
+                blind = tuple(map(str, self._examiner.blind))
+                unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+                unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+                for error in (*blind, *unmet):
+                    writer.fail(error)
+            return FinishedRun(path, self._header, tuple(run.records), blind, unmet, unseen, stopped)
+        except (KeyboardInterrupt, WriteError, ClusterError) as error:
+            if not run.records and path is None:
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                how = f"interrupted by {signal_of(error).name}"
+            elif isinstance(error, ClusterError):
+                how = "stopped, since the cluster is lost"
+            else:
+                how = f"stopped, since {error.name} cannot be written"
+            stopped = f"{how}: {self._tally.done} of {self._tally.cases} cases"
+            return FinishedRun(path, self._header, tuple(run.records), stopped=stopped, ended_by=error)
 
 
-def _expectations(
-    options: RunOptions,
-    selection: Selection,
-    plan: "RunPlan",
-    functions: "PlannedProviders | None",
-    header: RunHeader,
-) -> "Expectations | None":
-    if options.expect is None:
-        return None
-    from attncheck.harness.run.expectations import Expectations, load_expectations
-
-    known: tuple[HasNames, ...] = ()
-    selected: tuple[HasNames, ...] = ()
-    if functions is not None:
-        from attncheck.harness.providers.examine import SubjectIdentity
-
-        known, selected = (tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects))
-    return Expectations(
-        load_expectations(options.expect),
-        cases=(*selection.all_cases, *known),
-        selected=(*filter(plan.is_in_shard, selection.cases), *selected),
-        backends=[backend.name for backend in header.backends],
-        checks=header.checks,
-        today=datetime.now(UTC).date(),
-        strict=options.strict_expect,
-    )
-
-
-def take_records(
-    found: Iterator[Record],
-    records: list[Record],
-    see: Sequence[Callable[[Record], None]],
-    *,
-    maxfail: int | None,
-) -> str:
-    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early, or "".
-
-    ``maxfail``: the number of failed records after which the run stops, or None for no limit.
-    """
-    from attncheck.harness.run.outcomes import DeviceLostError
-
-    def keep(record: Record) -> bool:
-        records.append(record)
-        for each in see:
-            each(record)
-        return record.outcome in FALLEN_SHORT
-
-    short = 0
-    try:
-        for record in found:
-            short += keep(record)
-            if maxfail is not None and short >= maxfail:
-                return _AT_FIRST if maxfail == 1 else f"after {maxfail} records that did not pass (--maxfail {maxfail})"
-    except DeviceLostError as lost:
-        keep(lost.record)
-        return _DEVICE_LOST
-    return ""
+def _after_failures(maxfail: int | None) -> str:
+    if maxfail == 1:
+        return "at the first record that did not pass (-x)"
+    return f"after {maxfail} records that did not pass (--maxfail {maxfail})"
 
 
 # `attncheck run`: examines backends with the cases of suites, writes a run file and prints the table.
@@ -645,7 +536,7 @@ def run_command(
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
 
-    finished = execute_run(options, _print_nothing if options.quiet else _print_opening, print_result, spare)
+    finished = execute_run(options, None if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
         raise finished.ended_by
     return _exit_code(finished, by_name="backends" in given or "providers" in given)
@@ -680,10 +571,6 @@ def _print_opening(header: "RunHeader") -> None:
 
     with printing_to_stdout():
         typer.echo(terminal.opening(header, width=terminal_width()))
-
-
-def _print_nothing(header: "RunHeader") -> None:
-    """Print nothing, for --quiet."""
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:

@@ -9,7 +9,6 @@ from shlex import quote
 from typing import Literal, TypeVar
 
 from attncheck.backends.declarations import FUNCTION_PATHS, needs_of
-from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.keys import with_defaults
 from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Case, Suite
@@ -17,7 +16,7 @@ from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.options import split_commas
-from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.outcomes import Backend, BackendDescription
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, FORMER_CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
 
@@ -488,21 +487,6 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class UnavailableBackend:
-    """A backend that cannot be loaded on this machine, and the reasons; all its cases are ``unavailable``."""
-
-    name: str
-    ref: str
-    reasons: tuple[str, ...]
-    version: str = ""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """Always empty: the features are unknown without loading the backend."""
-        return frozenset()
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """What a run examines.
 
@@ -523,7 +507,7 @@ class RunPlan:
     """
 
     cases: tuple[Case, ...]
-    backends: tuple[LoadedBackend | UnavailableBackend, ...] = ()
+    backends: tuple[Backend, ...] = ()
     checks: tuple[str, ...] | None = None
     device: str = "cpu"
     seed: int = 0

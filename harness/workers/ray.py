@@ -17,7 +17,7 @@ import attncheck
 from attncheck.errors import AttncheckError, ClusterError, MissingExtraError, QuestionError
 from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd
-from attncheck.harness.run.preparation import file_digest
+from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import WAITING, BackendQuestion, Stopped, Supervisor, ended_records, untimed
@@ -39,6 +39,7 @@ from attncheck.reports.run_file.header import Environment, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter, format_line, parse_line
 
 if TYPE_CHECKING:
+    from attncheck.harness.run.run import Run
     from attncheck.harness.run.selection import Selection
 
 # The actor on a node of a Ray cluster, which starts the processes of the backends that it examines.
@@ -187,6 +188,8 @@ class RayCluster:
         ClusterError: there is no such cluster, or no room in it.
     """
 
+    fits_pages = False  # a node accepts no other suites once it has described a backend
+
     def __init__(
         self,
         settings: RaySettings,
@@ -273,6 +276,10 @@ class RayCluster:
         except self._ray.exceptions.RayError as error:
             raise ClusterError(self._name, f"{self._first.name} was lost ({_cause(error)}); run again") from error
         return [QuestionError(each) if isinstance(each, str) else each for each in found]
+
+    def examiner(self, run: "Run", costs: object = None) -> "RayExecutor":
+        """Return what examines the questions of ``run`` on the nodes."""
+        return RayExecutor(run.plan, run.backends, self, run.environment)
 
     def start(self, most: int) -> Node:
         """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
