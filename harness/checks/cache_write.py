@@ -1,5 +1,6 @@
 """The check ``cache_write``: each new row is stored in its slot, and no other slot changes."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -319,14 +320,12 @@ def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dic
     dtype, spare = cache_dtype(layer, cache), _SPARE if "views" in problem.inputs else 0
     made = {}
     for name, size in (("key_cache", layer.head_size), ("value_cache", layer.value_head_size)):
-        shape = (cache.block_size, layer.num_kv_heads, size)
-        if cache.layout == "HND":
-            shape = (shape[1], shape[0], size)
-        page = shape[0] * shape[1] * size
+        lengths = {"N": cache.block_size, "H": layer.num_kv_heads, "D": size}
+        page = math.prod(lengths.values())
         numbers = stream.int8(_BLOCKS, page + spare)
         memory = (numbers.view(dtype) if dtype == torch.uint8 else (numbers.double() / 64).to(dtype)).to(device)
-        pages = memory[:, :page].unflatten(1, shape)
-        made[name] = pages.transpose(1, 2) if cache.layout == "HND" else pages
+        pages = memory[:, :page].unflatten(1, [lengths[axis] for axis in cache.layout])
+        made[name] = pages.permute(0, *(1 + cache.layout.index(axis) for axis in lengths))
     return made
 
 

@@ -5,12 +5,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.driver.observation import Raised, capture_exception, printable
+
+if TYPE_CHECKING:
+    from attncheck.backends.contract import AttentionBackend
+    from attncheck.cases.model import Case
 
 T = TypeVar("T")
 
@@ -78,6 +82,19 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         return tuple(map(printable, reasons))
 
     return call_backend("declaration", read_reasons)
+
+
+def unsupported_reasons(backend: "type[AttentionBackend]", case: "Case") -> tuple[str, ...]:
+    """Return why ``backend`` does not support ``case``; empty if it does. Raises as :func:`declared_reasons`."""
+    return declared_reasons(lambda: backend.unsupported_reasons(case.layer, case.cache, case.batch))
+
+
+def unavailable_case_reasons(backend: "type[AttentionBackend]", case: "Case", device: str) -> tuple[str, ...]:
+    """Return why ``backend`` cannot run ``case`` on ``device`` of this machine; empty if it can.
+
+    Raises as :func:`declared_reasons`.
+    """
+    return declared_reasons(lambda: backend.unavailable_case_reasons(device, case.layer, case.cache, case.batch))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from attncheck.harness.driver.step import Step
 from attncheck.harness.fuzz.stand_alone import WRONG, StandAloneAnswer, StandAloneRequest
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.backend_loading import load_backend
-from attncheck.harness.run.selection import UnavailableBackend
+from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 
@@ -584,8 +584,8 @@ _RUN_LIMIT_S = 60.0
 def written(request: StandAloneRequest) -> StandAloneAnswer:
     """Write the file if one step of the backend shows the failure."""
     backend = load_backend(request.ref)
-    if isinstance(backend, UnavailableBackend):
-        return StandAloneAnswer(False, "; ".join(backend.reasons))
+    if isinstance(backend, BackendDescription):
+        return StandAloneAnswer(False, backend.reason)
     if request.case.batch.path.name in FUNCTION_PATHS:
         return StandAloneAnswer(False, f"the path {request.case.batch.path.name} calls a function of the backend")
     if request.check == CUDAGRAPH:
