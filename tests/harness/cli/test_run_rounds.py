@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.run import ProgressLines
+from attncheck.harness.cli.run import ProgressLines, execute_run
 from attncheck.harness.run.options import OPTIONS, RunOptions
 from attncheck.harness.run.run import Executor, Run
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, Selection
