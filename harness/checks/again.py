@@ -15,7 +15,7 @@ from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
 from attncheck.harness.problem.storage import output_error
 from attncheck.harness.truth.truth import Truth
-from attncheck.harness.truth.unpaged import Budget, share_of_budget
+from attncheck.harness.truth.unpaged import share_of_budget
 
 # Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong.
 
@@ -162,7 +162,7 @@ def _shares(
     ``rows``: the problem's row for each row of ``seen``.
     """
     index = rows.to(truth.out.device)
-    budget = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    budget = truth.budget.of_rows(index)
     output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
     output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
     lse = comparable_lse(problem, seen, conventions)

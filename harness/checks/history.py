@@ -21,7 +21,6 @@ from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout
 from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
-from attncheck.harness.truth.unpaged import Budget
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
 
 # Batches that a model runner may have passed to an impl and a builder before a case's own.
@@ -177,7 +176,7 @@ def _of_lengths(
 
 def _with(case: Case, name: str, batch: BatchSpec) -> Case:
     path = implied_path(case.layer) if batch.path.name in _CUT_BATCHES else batch.path
-    cache = replace(case.cache, num_blocks=None, first_block=None)
+    cache = case.cache.unplaced
     return replace(case, id=f"{case.id}.{name}", batch=replace(batch, path=path), cache=cache, tolerance=None)
 
 
@@ -424,7 +423,7 @@ def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> L
 def _judged(rows: RightRows, step: LoopStep) -> RightRows:
     """Return the right rows of a step, without rows that the case does not have. Bits are not compared."""
     truth, index = rows.truth, step.rows.clamp(min=0).to(rows.truth.out.device)
-    own = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    own = truth.budget.of_rows(index)
     is_known = (step.rows >= 0).to(index.device)[:, None]
     return replace(
         rows,

@@ -187,7 +187,7 @@ class BackendQuestion:
         """Key that questions share if they share a CUDA-graph level; None if no level is measured."""
         if "cudagraph" not in self.checks:
             return None
-        return (self.backend.ref, self.case.layer, replace(self.case.cache, num_blocks=None, first_block=None))
+        return (self.backend.ref, self.case.layer, self.case.cache.unplaced)
 
     def cost(self, costs: Costs) -> float | None:
         """Return the seconds that the checks took in earlier runs, or None if one of them was not made."""
