@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, summarize
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import StageError, stage_named
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
 from attncheck.harness.problem.storage import output_error
@@ -26,6 +28,14 @@ _KEPT = "something is kept from an earlier step, of other requests"
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
 
 
+def failure_of(play: Callable[[], Broken | None]) -> Broken | StageError | None:
+    """Return what is wrong with the steps that ``play`` runs, or what they raise; None if they are right."""
+    try:
+        return play()
+    except StageError as failure:
+        return failure
+
+
 @dataclass(frozen=True)
 class Change(Generic[T]):
     """One change to how a step is passed. ``what``: the change in words. ``meaning``: the fault that it reveals."""
@@ -39,23 +49,26 @@ class Change(Generic[T]):
 class Variation(Generic[T]):
     """A step passed in another way. ``plain``: the step without changes. ``judge``: returns what is wrong with a step.
 
-    ``instead``: the variation to try if this one raises. If None, an exception is a failure. ``afresh``: judges with an
-    impl and a builder that have seen no other step.
+    ``instead``: the variation to try if this one raises StageError. ``afresh``: judges with an impl and a builder that
+    have seen no other step.
     """
 
     plain: T
     changes: tuple[Change[T], ...]
-    judge: Callable[[T], Broken | Raised | None]
+    judge: Callable[[T], Broken | None]
     instead: "Variation[T] | None" = None
-    afresh: Callable[[T], Broken | Raised | None] | None = None
+    afresh: Callable[[T], Broken | None] | None = None
 
     @property
     def what(self) -> str:
         """The changes in words."""
         return _listed(self.changes)
 
-    def wrong(self) -> Broken | Raised | None:
-        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right."""
+    def wrong(self) -> Broken | None:
+        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right.
+
+        Raise StageError if the step raises.
+        """
         wrong = self._wrong_with(self.changes)
         if wrong is None:
             return None
@@ -68,12 +81,12 @@ class Variation(Generic[T]):
             still = self._wrong_with(fewer) if fewer else None
             if still is not None:
                 wrong, needed = still, fewer
-        is_kept = self.afresh is not None and self.afresh(self._with(needed)) is None
+        is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
         meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
         return _finding(wrong, f"with {_listed(needed)}", meaning)
 
-    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | Raised | None:
-        return self.judge(self._with(changes))
+    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | StageError | None:
+        return failure_of(partial(self.judge, self._with(changes)))
 
     def _with(self, changes: Sequence[Change[T]]) -> T:
         put = self.plain
@@ -86,9 +99,10 @@ def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
 
-def _finding(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
-    if isinstance(wrong, Raised):
-        return replace(wrong, stage=f"{wrong.stage} of the step {how}")
+def _finding(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
+    if isinstance(wrong, StageError):
+        with stage_named(f"of the step {how}"):
+            raise wrong
     return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
 
 
@@ -113,13 +127,11 @@ class RightRows:
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
-    def wrong_in(self, seen: Observation | Raised, how: Arrangement | None = None) -> Broken | Raised | None:
+    def wrong_in(self, seen: Observation, how: Arrangement | None = None) -> Broken | None:
         """Return what is wrong with a later step, or None if these rows are right in it too.
 
         ``how``: how the step's batch is arranged from the problem's requests; None for the problem's own batch.
         """
-        if isinstance(seen, Raised):
-            return seen
         rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
         output, lse = _shares(self.problem, self.truth, seen, self.conventions, rows)
         for shares, is_right, name in ((output, self.is_right, ""), (lse, self.lse_is_right, "LSE: ")):

@@ -19,7 +19,8 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import differing_rows, output_shares, summarize
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import CANARY
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem
@@ -60,13 +61,11 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
     notes: tuple[str, ...] = (
         () if repeats.bitwise else (f"compared {repeats.measure}: equal input gives different bits",)
     )
-    if session.backend.conventions.needs_finite_pool and session.pool is not None and session.pool.regions:
-        moved = repeats.is_moved_by(Fill(poison=math.nan))
-        notes += (
-            ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
-            if moved is False
-            else ()
-        )
+    has_foreign_slots = session.pool is not None and bool(session.pool.regions)
+    if has_foreign_slots and session.backend.conventions.needs_finite_pool:
+        effect = repeats.effect_of(Fill(poison=math.nan))
+        if effect is False:
+            notes += ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
     figures = {"rows": len(truth.out), "poisonings": len(fills), "bitwise": int(repeats.bitwise)}
     if session.pool is not None:
         figures["slots_poisoned"] = sum(map(len, session.pool.regions.values()))
@@ -114,11 +113,9 @@ class _Repeats:
         )
         return "bit for bit" if self.bitwise else f"within {within}"
 
-    def run_clean(self) -> Broken | Raised | None:
+    def run_clean(self) -> Broken | None:
         """Repeat the first step; return what is wrong if only one of them is right. Record whether they are equal."""
         again = self._session.run(images=False)
-        if isinstance(again, Raised):
-            return again
         contradiction = self._contradiction(again)
         if contradiction is not None:
             return contradiction
@@ -136,15 +133,13 @@ class _Repeats:
             return Broken("the first call is wrong, a second, identical one is right", meaning=_STATE)
         return None
 
-    def leak(self, name: str, fill: Fill) -> str | Broken | Raised | None:
+    def leak(self, name: str, fill: Fill) -> str | Broken | None:
         """Return which rows change with ``fill``, in one line, if they do so twice and the clean step reproduces.
 
         ``name``: the poison in words, for :attr:`padding`.
         Return None if no row changes, and a finding if clean steps contradict each other.
         """
         poisoned = self._session.run(fill, images=False)
-        if isinstance(poisoned, Raised):
-            return poisoned
         self.padding = self.padding or self._padding_fault(poisoned, "" if fill.poison is None else name)
         before, is_second = self._moved_rows(poisoned), self._is_second
         self._is_second = False
@@ -157,8 +152,6 @@ class _Repeats:
                 return disturbed
         self._is_settled = True
         again = self._session.run(fill, images=False)
-        if isinstance(again, Raised):
-            return again
         rows = self._moved_rows(again)
         rows = rows[torch.isin(rows, before)]
         if not len(rows):  # the poison was not the cause
@@ -168,10 +161,12 @@ class _Repeats:
         count = f"{len(rows)} of {len(self._truth.out)} rows"
         return f"{count}, the first is row {first} ({self._problem.row_name(first)})"
 
-    def is_moved_by(self, fill: Fill) -> bool | Raised:
-        """Return whether one step with ``fill`` differs from the clean one."""
-        run = self._session.run(fill, images=False)
-        return run if isinstance(run, Raised) else bool(len(self._moved_rows(run)))
+    def effect_of(self, fill: Fill) -> StageError | bool:
+        """Return whether one step with ``fill`` differs from the clean one, or what the step raised."""
+        try:
+            return bool(len(self._moved_rows(self._session.run(fill, images=False))))
+        except StageError as failure:
+            return failure
 
     def _padding_fault(self, run: Observation, poison: str = "") -> Broken | None:
         state, count = padding_rows(self._problem, run, self._session.backend.conventions)
@@ -240,14 +235,14 @@ def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: st
         return Broken(f"the output depends on padding rows of the inputs: with {name}, it changes in {moved}")
     leaks = {}
     for region in session.pool.regions if session.pool is not None else ():
-        leak = repeats.is_moved_by(Fill(poison=fill.poison, regions=(region,)))
-        if isinstance(leak, Raised):
-            leaks[region] = f"{region} (raises {type(leak.error).__name__})"
-        elif leak:
+        effect = repeats.effect_of(Fill(poison=fill.poison, regions=(region,)))
+        if isinstance(effect, StageError):
+            leaks[region] = f"{region} (raises {type(effect.raised.error).__name__})"
+        elif effect:
             leaks[region] = region
     source = ", ".join(leaks.values()) or "foreign slots, several together"
     meaning = _meaning_of(leaks)
-    if not math.isfinite(fill.poison) and repeats.is_moved_by(replace(fill, poison=_huge(session.problem))) is False:
+    if not math.isfinite(fill.poison) and repeats.effect_of(replace(fill, poison=_huge(session.problem))) is False:
         meaning += (
             "; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by the value there "
             "(a backend may declare needs_finite_pool)"

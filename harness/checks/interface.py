@@ -16,7 +16,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import InternalError
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
@@ -71,8 +71,7 @@ class CheckedCase:
         self.loaded, self.problem, self.truth, self.device = loaded, problem, truth, device
         self.undeclared, self.shared = undeclared, shared
         self.is_output_explained = False
-        self._session: Session | Raised | None = None
-        self._seen: Observation | Raised | None = None
+        self._first: tuple[Session, Observation] | StageError | None = None
 
     @property
     def backend(self) -> type[AttentionBackend]:
@@ -80,29 +79,21 @@ class CheckedCase:
         return self.loaded.backend
 
     @property
-    def seen(self) -> Observation | Raised | None:
-        """The first step, or what the backend raised. None if no check has needed it so far."""
-        return self._seen
+    def seen(self) -> Observation | None:
+        """The first step. None if the backend raised, or if no check has needed it so far."""
+        return self._first[1] if isinstance(self._first, tuple) else None
 
     def first_step(self) -> tuple[Session, Observation]:
         """Return the session and the observation of its first step. Raise StageError if the backend raised."""
-        session, seen = self.try_first_step()
-        if isinstance(session, Raised):
-            raise StageError(session)
-        if isinstance(seen, Raised):
-            raise StageError(seen)
-        return session, seen
-
-    def try_first_step(self) -> tuple[Session | Raised, Observation | Raised]:
-        """Return the session and its first step; instead of either, return what the backend raised."""
-        if self._session is None:
+        if self._first is None:
             try:
-                self._session = Session(self.backend, self.problem, self.device)
+                session = Session(self.backend, self.problem, self.device)
+                self._first = session, session.run()
             except StageError as failure:
-                self._session = failure.raised
-        if self._seen is None:
-            self._seen = self._session if isinstance(self._session, Raised) else self._session.run()
-        return self._session, self._seen
+                self._first = failure
+        if isinstance(self._first, StageError):
+            raise StageError(self._first.raised)
+        return self._first
 
 
 def _always_applies(_case: Case, _features: frozenset[str]) -> NotExamined | None:
@@ -237,7 +228,7 @@ class Poisoning(Generic[_Answer, _Fill]):
 # Write a failing case to one file of plain tensors, which `torch.load(path, weights_only=True)` reads.
 
 
-def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | Raised | None) -> Path:
+def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | None) -> Path:
     """Write inputs, truth, budget and the backend's output to a file, and return its path. Replace an older dump."""
     content: dict[str, Tensor | int | None] = {
         "query": problem.query,
@@ -255,7 +246,7 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
         "budget_peak": truth.budget.peak.cpu(),
         "budget_lse": truth.budget.lse.cpu(),
     }
-    if isinstance(seen, Observation):
+    if seen is not None:
         content["output"] = seen.output.cpu()
         content["lse"] = None if seen.lse is None else seen.lse.cpu()
     return dump_tensors(folder, problem.case, problem.seed, backend, content)

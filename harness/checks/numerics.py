@@ -16,7 +16,7 @@ from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.diagnosis.explain import concerned_features, explain, explain_lse, faults_tried
 from attncheck.harness.diagnosis.fitted import places
 from attncheck.harness.diagnosis.scores import lse_explanations
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import still_unwritten
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
@@ -339,8 +339,6 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
     exact = conventions.deterministic
     right = (output_shares(truth, first) <= 1).all(dim=1)
     for how, again in _repeats(problem, session):
-        if isinstance(again, Raised):
-            return again
         for name, moved, sizes in _moved_rows(truth, first, again, right, conventions):
             if bool(moved.any()):
                 row, count, size = int(moved.nonzero()[0]), int(moved.sum()), float(sizes[moved].max())
@@ -358,7 +356,7 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
     return Holds({"rows": len(right), "repeats": 2, "bitwise": int(exact)}, notes)
 
 
-def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation | Raised]]:
+def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation]]:
     yield "when the step is repeated on the same impl", session.run()
     new = Session(session.backend, problem, session.device, pool=session.pool)
     yield "when the step is repeated on a new impl and builder", new.run()

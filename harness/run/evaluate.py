@@ -20,7 +20,7 @@ from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.host import collect_environment, is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
@@ -223,7 +223,7 @@ class Examiner:
     def _records(
         self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
     ) -> Iterator[Record]:
-        def same_for_all(finding: Finding) -> list[Record]:
+        def same_for_all(finding: Finding | Raised) -> list[Record]:
             return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
 
         def gone(reasons: tuple[str, ...]) -> list[Record]:
@@ -280,6 +280,7 @@ class Examiner:
         for check in checks:
             begin(f"check {check}")
             began = perf_counter()
+            finding: Finding | Raised
             try:
                 with num_threads(self._timing_threads if check == TIMING else self._num_threads):
                     finding = case_checks.examine(check)

@@ -107,7 +107,7 @@ def record_of(
     case: RecordedQuestion,
     backend: BackendIdentity,
     check: str,
-    finding: Finding,
+    finding: Finding | Raised,
     duration_s: float,
 ) -> Record:
     """Return the record of one finding.
