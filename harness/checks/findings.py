@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attncheck.errors import SelectionError
+from attncheck.errors import InternalError, SelectionError
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.timings import Timing
 
@@ -60,6 +60,14 @@ class NotExamined(Measurements):
 
 
 Finding = Holds | Broken | NotExamined
+
+
+class FindingError(InternalError):
+    """Ends a check with ``finding``."""
+
+    def __init__(self, finding: Broken) -> None:
+        self.finding = finding
+        super().__init__(finding.summary)
 
 
 # How a case is timed, as set on the command line.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.errors import InternalError
-from attncheck.harness.checks.findings import Broken, Finding, NotExamined
+from attncheck.harness.checks.findings import Broken, Finding, FindingError, NotExamined
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import flat_bytes
@@ -104,9 +103,9 @@ def _always_applies(_case: Case, _features: frozenset[str]) -> NotExamined | Non
 class Check:
     """How a check runs.
 
-    ``run`` returns the finding for a case, or raises StageError. ``not_applicable`` returns why the check has nothing
-    to examine, based only on the case and the backend's features. ``tries_undeclared`` selects whether the check also
-    runs on cases that the backend does not declare.
+    ``run`` returns the finding for a case, or raises FindingError or StageError. ``not_applicable`` returns why the
+    check has nothing to examine, based only on the case and the backend's features. ``tries_undeclared`` selects
+    whether the check also runs on cases that the backend does not declare.
     """
 
     run: Callable[[CheckedCase], Finding]
@@ -117,17 +116,6 @@ class Check:
 # Call functions that a backend offers, validate what they return, and detect poison that reaches it.
 
 Function = Callable[..., Any]
-
-_Answer = TypeVar("_Answer")
-_Fill = TypeVar("_Fill")
-
-
-class FormError(InternalError):
-    """A result that is not a tensor of the right shape, dtype and device. ``finding`` describes it."""
-
-    def __init__(self, finding: Broken) -> None:
-        self.finding = finding
-        super().__init__(finding.summary)
 
 
 def call(
@@ -155,10 +143,10 @@ def call(
 def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``value`` in float64, if it is a tensor of the shape and device of ``like``.
 
-    Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FormError.
+    Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FindingError.
     """
     if not isinstance(value, Tensor):
-        raise FormError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
+        raise FindingError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
     dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
     *most, last = (str(wide).removeprefix("torch.") for wide in dtypes)
     allowed = f"{', '.join(most)} or {last}"
@@ -169,7 +157,7 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
     )
     for fact, got, wanted, fits in facts:
         if not fits:
-            raise FormError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
+            raise FindingError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
     return value.double()
 
 
@@ -182,47 +170,6 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
     error = torch.linalg.vector_norm(got - answer, dim=-1)
     rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
     return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
-
-
-class Poisoning(Generic[_Answer, _Fill]):
-    """Calls of one function on one input, with and without poison, compared bit for bit.
-
-    ``call(None)`` is the clean call, and ``first`` its result. ``moved`` returns bool, one per row: where two results
-    differ in any bit. ``wrong`` does so where a result is outside the budget. A function that is not deterministic on
-    equal input is compared within the budget instead.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[_Fill | None], _Answer],
-        first: _Answer,
-        moved: Callable[[_Answer, _Answer], Tensor],
-        wrong: Callable[[_Answer], Tensor],
-    ) -> None:
-        self._call, self._first, self._moved, self._wrong = call, first, moved, wrong
-        self.bitwise = not bool(moved(first, call(None)).any())
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return notes on how results were compared. Empty if bit for bit."""
-        if self.bitwise:
-            return ()
-        return ("compared within the allowed error: equal input gives different bits",)
-
-    def reached(self, fill: _Fill) -> Tensor:
-        """Return bool, one per row: where ``fill`` changes the result twice while the clean result stays the same.
-
-        Compare within the budget instead if the clean result changes.
-        """
-        answer = self._call(fill)
-        if self.bitwise:
-            rows = self._moved(self._first, answer)
-            if not bool(rows.any()):
-                return rows
-            if not bool(self._moved(self._first, self._call(None)).any()):
-                return rows & self._moved(self._first, self._call(fill))
-            self.bitwise = False
-        return self._wrong(answer) & ~self._wrong(self._first)
 
 
 # Write a failing case to one file of plain tensors, which `torch.load(path, weights_only=True)` reads.

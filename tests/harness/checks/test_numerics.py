@@ -11,7 +11,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.numerics import NUMERICS, check_numerics
+from attncheck.harness.checks.numerics import CHECKS, check_numerics
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -23,7 +23,7 @@ from attncheck.harness.truth.truth import truth_of
 def test_the_finding_names_the_kernels_that_a_library_chose(ref: str, kernels: tuple[str, ...], make_case: Any) -> None:
     problem = build_problem(make_case((1, 9), (3, 20)), 0)
     truth = truth_of(problem, torch.device("cpu"))
-    found = NUMERICS.run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
+    found = CHECKS["numerics"].run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
     assert found.chosen_kernels == kernels  # type: ignore[union-attr]
 
 

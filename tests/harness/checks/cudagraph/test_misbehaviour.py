@@ -222,9 +222,13 @@ def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():
             raise RuntimeError("no builder")
 
     check = GraphLevelCheck(0, CPU)
-    first, second = (check.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
-    assert first is second
-    assert first.stage == "builder"
+    backend, raised = backend_of(Builder), []
+    for _ in range(2):
+        with pytest.raises(StageError) as failure:
+            check.examine(backend, CASE)
+        raised.append(failure.value.raised)
+    assert raised[0] is raised[1]
+    assert raised[0].stage == "builder"
     assert len(made) == 1
 
 
