@@ -1,5 +1,6 @@
 """The check ``cache_write``: each new row is stored in its slot, and no other slot changes."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,11 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.checks.interface import Check, CheckedCase, Function, call
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.diagnosis import paging
-from attncheck.harness.driver.construction import construct_builder
 from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.outputs import observed, placed
 from attncheck.harness.driver.pool import KVPool, flat_bytes, same_bytes
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.driver.step import ForwardCall, copied_calls, forward_calls_of, make_step
+from attncheck.harness.driver.step import ForwardCall
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.queries import decode
@@ -139,36 +138,29 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
     call the update; for a latent layer; or if the step takes several forward calls.
     """
     problem, backend, pool = session.problem, session.backend, session.pool
-    step = make_step(problem, session.device, session.order, pad_seq_len=backend.conventions.pad_seq_len)
-    calls = forward_calls_of(step, backend.features, session.threshold)
-    if pool is None or len(calls) > 1 or problem.layer.mla is not None or not backend.forward_includes_kv_cache_update:
+    if pool is None or problem.layer.mla is not None or not backend.forward_includes_kv_cache_update:
         return finding
-    call = _with_keys(copied_calls(calls)[0], problem.keys, problem.values)
+    if len(session.prepared().calls) > 1:
+        return finding
     try:
-        builder = call_backend(
-            "builder", lambda: construct_builder(backend, (problem,), session.device, session.attn_layer)
-        )
-        metadata = call_backend("build", lambda: builder.build(call.common_prefix_len, call.common))
-        kv_cache = pool.filled()
-        before = pool.bytes().clone()
-        buffers = session.layer.output_buffers(problem, call)
-        returned = call_backend(
-            "forward", lambda: session.layer.enter(call, kv_cache, metadata, buffers), session.device
-        )
+        own = session.in_flight(problem)
+        turn = own.begin()
+        calls = [_with_keys(call, problem.keys, problem.values) for call in turn.calls]
+        for call, metadata in own.built(calls):
+            own.take(turn, call, metadata)
+        seen = own.finish(turn)
     except StageError as failure:
         if failure.raised.is_refusal:
             return finding
         with stage_named("with keys for a shared cache"):
             raise
-    if not same_bytes(before, pool.bytes()):
+    if turn.before is not None and not same_bytes(turn.before, pool.bytes()):
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",
             finding.figures,
             "the layer ignores kv_sharing_target_layer_name: such a layer reads the cache of that layer, "
             "and writes nothing",
         )
-    result = session.layer.result_of(call, returned, buffers)
-    seen = observed(placed([result]), step, [result], pool_before=None, pool_after=None, changed=())
     judged = check_numerics(problem, truth, seen, explains=False)
     if not isinstance(judged, Broken):
         return finding
@@ -330,14 +322,12 @@ def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dic
     dtype, spare = cache_dtype(layer, cache), _SPARE if "views" in problem.inputs else 0
     made = {}
     for name, size in (("key_cache", layer.head_size), ("value_cache", layer.value_head_size)):
-        shape = (cache.block_size, layer.num_kv_heads, size)
-        if cache.layout == "HND":
-            shape = (shape[1], shape[0], size)
-        page = shape[0] * shape[1] * size
+        lengths = {"N": cache.block_size, "H": layer.num_kv_heads, "D": size}
+        page = math.prod(lengths.values())
         numbers = stream.int8(_BLOCKS, page + spare)
         memory = (numbers.view(dtype) if dtype == torch.uint8 else (numbers.double() / 64).to(dtype)).to(device)
-        pages = memory[:, :page].unflatten(1, shape)
-        made[name] = pages.transpose(1, 2) if cache.layout == "HND" else pages
+        pages = memory[:, :page].unflatten(1, [lengths[axis] for axis in cache.layout])
+        made[name] = pages.permute(0, *(1 + cache.layout.index(axis) for axis in lengths))
     return made
 
 

@@ -20,11 +20,11 @@ _PLACES = {
     "lse": "numerics",
     "timing": "timing.check",
 }
-"""Modules in ``harness/checks`` of checks whose module has another name. Each holds its check as ``CHECKS[name]``."""
+"""By check: its module in ``harness/checks``, if that has another name than the check."""
 
 
 def find_check(name: str) -> Check:
-    """Return the check with this name. Raise ValueError if no check has it."""
+    """Return ``CHECKS[name]`` from the module of the check. Raise ValueError if no check has that name."""
     if name not in BACKEND_CHECKS:
         raise ValueError(f"check {name!r} has no examiner; known: {', '.join(BACKEND_CHECKS)}")
     module = import_module(f"attncheck.harness.checks.{_PLACES.get(name, name)}")

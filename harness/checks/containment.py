@@ -159,7 +159,7 @@ def _trace(session: Session, repeats: Repeats[Observation, Fill], fill: Fill, mo
     for region in session.pool.regions if session.pool is not None else ():
         effect = _effect(repeats, Fill(poison=fill.poison, regions=(region,)))
         if isinstance(effect, StageError):
-            leaks[region] = f"{region} (raises {type(effect.raised.error).__name__})"
+            leaks[region] = f"{region} (raises {effect.raised.error_type})"
         elif effect:
             leaks[region] = region
     source = ", ".join(leaks.values()) or "foreign slots, several together"

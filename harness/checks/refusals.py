@@ -1,9 +1,9 @@
 """The checks ``refusals`` and ``features``: what a backend does with layers and caches, declared or not."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, assert_never, get_args
 
 import torch
 
@@ -31,7 +31,17 @@ from attncheck.harness.problem.pages import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.truth import Truth, truth_of
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
+from attncheck.reference.spec import (
+    MODIFIERS,
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    LayerSpec,
+    Layout,
+    OutputQuantSpec,
+    RequestSpec,
+    modifiers_of_kind,
+)
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import ALTERNATIVE, cause_of_error
 
@@ -120,14 +130,14 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
         yield {"head_size": head_size}, {}
     for attn_type in AttentionType:
         yield {"attn_type": attn_type, "causal": None}, {}
-    modifiers = {"sliding_window": 9, "logits_soft_cap": 20.0, "alibi": True, "sinks": True}
+    modifiers = {name: modifier.ordinary for name, modifier in MODIFIERS.items() if modifier.argument is not None}
     others = {"causal": False, "head_size_v": 2 * layer.head_size, "output_quant": OutputQuantSpec(scale=0.005)}
     for name, value in {**modifiers, **others, "kv_sharing": True}.items():
         yield {name: value}, {}
 
 
 def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
-    for layout in ("NHD", "HND"):
+    for layout in get_args(Layout):
         yield {}, {"layout": layout}
     for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):
         yield {}, {"block_size": block_size}
@@ -156,7 +166,7 @@ def check_profiling_call(session: Session) -> Finding:
     except StageError as failure:
         raised = failure.raised
         return Broken(
-            f"forward without metadata (the profiling call) raised {type(raised.error).__name__}: {raised.message}",
+            f"forward without metadata (the profiling call) raised {raised.error_type}: {raised.message}",
             details=(raised.trace,),
         )
     if not bool(torch.isfinite(idle.double()).all()):
@@ -170,14 +180,14 @@ def failure_of_declared(raised: Raised) -> Broken:
     """Return the failure of a declared case that the backend refused or that raised."""
     verb = "refused" if raised.is_refusal else "raised"
     return Broken(
-        f"declared, but {verb} at {raised.stage}: {type(raised.error).__name__}: {raised.message}",
+        f"declared, but {verb} at {raised.stage}: {raised.error_type}: {raised.message}",
         details=(raised.trace,),
         finding=_cause(raised),  # of the checks that raised as well
     )
 
 
 def _cause(raised: Raised) -> str:
-    return cause_of_error(type(raised.error).__name__, raised.stage, raised.message, raised.trace)
+    return cause_of_error(raised.error_type, raised.stage, raised.message, raised.trace)
 
 
 def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
@@ -186,7 +196,7 @@ def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
         return Holds(notes=(f"{REFUSED} {raised.stage}: {raised.message}",))
     after = f" after changing {' and '.join(raised.touched)}" if raised.touched else ""
     return Broken(
-        f"{UNCLEAR}: {type(raised.error).__name__} at {raised.stage}{after}: {raised.message}",
+        f"{UNCLEAR}: {raised.error_type} at {raised.stage}{after}: {raised.message}",
         meaning="the backend does not refuse the case clearly: a refusal is a ValueError, NotImplementedError or "
         "TypeError that the backend raises itself",
         details=(*reasons, raised.trace),
@@ -331,10 +341,10 @@ def other_layers(layer: LayerSpec, number: int) -> Iterator[tuple[ChangedLayer, 
         yield _turned(list(_unmodified(layer)), number)
         return
     name = modifiers[number % len(modifiers)]
-    yield (
-        ChangedLayer(f"without {name}", _with_layer_field(layer, name, False if name in ("alibi", "sinks") else None)),
-    )
-    yield _turned(list(_moved(layer, name)), number // len(modifiers))
+    default = next(field.default for field in fields(layer) if field.name == name)
+    yield (ChangedLayer(f"without {name}", _with_layer_field(layer, name, default)),)
+    others = [ChangedLayer(f"with {what}", other) for what, other in moved(layer, name)]
+    yield _turned(others, number // len(modifiers))
 
 
 def _turned(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]:
@@ -361,21 +371,21 @@ def _with_layer_field(layer: LayerSpec, name: str, value: object) -> LayerSpec:
     return replace(layer, **changed)
 
 
-def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
-    def moved(value: object, words: str = "") -> ChangedLayer:
-        description = words or f"{name} {value} instead of {getattr(layer, name)}"
-        return ChangedLayer(f"with {description}", _with_layer_field(layer, name, value))
-
-    size = getattr(layer, name)
-    if name in ("sliding_window", "attn_chunk_size"):
-        yield moved(size + 1)
-        if size > 1:
-            yield moved(size - 1)
-    elif name == "logits_soft_cap":
-        yield moved(size * 1.5)
-    else:
-        values = layer.alibi_slopes if name == "alibi" else layer.sink_logits
-        yield moved(tuple(reversed(values or ())), f"{name} in reverse order")
+def moved(layer: LayerSpec, name: str) -> Iterator[tuple[str, LayerSpec]]:
+    """Yield the layer with another value of the modifier, which is on, and the change in words."""
+    modifier, own = MODIFIERS[name], getattr(layer, name)
+    others: dict[str, Any]
+    match modifier.kind:
+        case "keys":
+            others = {f"{name} {keys} instead of {own}": keys for keys in (own + 1, own - 1) if keys}
+        case "number":
+            others = {f"{name} {own * 1.5} instead of {own}": own * 1.5}
+        case "per head":
+            others = {f"{name} in reverse order": tuple(reversed(getattr(layer, modifier.resolved)))}
+        case _:
+            assert_never(modifier.kind)
+    for what, value in others.items():
+        yield what, _with_layer_field(layer, name, value)
 
 
 def check_features(case: CheckedCase) -> Finding:
@@ -410,8 +420,11 @@ def check_features(case: CheckedCase) -> Finding:
 
 def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
     """Return whether ``layer`` may see keys on pages that no row of ``own`` can see any more."""
-    is_wider = layer.window[0] < 0 or layer.window[0] > own.window[0]
-    return is_wider or layer.attn_chunk_size != own.attn_chunk_size
+    if layer.window[0] < 0 or layer.window[0] > own.window[0]:
+        return True
+    # The end of a chunk moves with its size, so that even a smaller one has keys that the other hides.
+    limits = set(modifiers_of_kind("keys")) - {"sliding_window"}
+    return any(getattr(layer, name) != getattr(own, name) for name in limits)
 
 
 def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:

@@ -1,6 +1,5 @@
 """The commands ``fuzz`` and ``shrink``."""
 
-import math
 import os
 import sys
 import time
@@ -18,11 +17,11 @@ from attncheck.harness.cli import common
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible
-from attncheck.harness.cli.options import read_size
+from attncheck.harness.cli.options import read_options
 from attncheck.harness.cli.run_files import kept_folder
 from attncheck.harness.fuzz.shrink import BackendProcess, Failure, SmallFailure, size_in_words
 from attncheck.harness.fuzz.stand_alone import write_stand_alone
-from attncheck.harness.workers.limits import MemoryLimits, TimeLimits, WorkerSettings, read_limit, read_patterns
+from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reports.analysis.findings import stated_cause
 from attncheck.reports.analysis.repro import assignments, repro_command
@@ -47,10 +46,9 @@ def backend_process(
     pass_env: Sequence[str] | None,
 ) -> Iterator[BackendProcess]:
     """Yield a process of the backend with these options; end it on leaving."""
-    limits = TimeLimits(read_limit("--case-timeout", case_timeout), math.inf)
-    memory = MemoryLimits(read_size("--memory-limit", memory_limit), None)
-    settings = WorkerSettings(limits, memory, read_patterns(pass_env or ()))
-    with WorkerPool(settings=settings) as pool:
+    given = {"case_timeout": case_timeout, "memory_limit": memory_limit, "pass_env": pass_env}
+    options = read_options({name: value for name, value in given.items() if value is not None})
+    with WorkerPool(settings=worker_settings(options)) as pool:
         yield BackendProcess(ref, pool, device=device, seed=seed)
 
 

@@ -214,10 +214,10 @@ def audit(
     examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. After Ctrl-C, the page
     has what was measured before. The tables show failures of backends; the exit code is 0 even so.
     """
-    from attncheck.harness.cli.options import RunOptions, read_jobs
     from attncheck.harness.cli.run import execute_run
     from attncheck.harness.cli.run_files import kept_folder
-    from attncheck.harness.run.selection import choose_checks, split_commas
+    from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
+    from attncheck.harness.run.selection import choose_checks
     from attncheck.harness.workers.limits import read_limit
     from attncheck.reports.audit import page
     from attncheck.reports.run_file.store import read_run
@@ -238,13 +238,13 @@ def audit(
             cases=split_commas(case or ()),
             checks=choose_checks(check or ()),
             device=device,
-            jobs=read_jobs(jobs),
+            jobs=read_jobs("--jobs", jobs or "auto"),
             deadline=time.monotonic() + limit_s,
             output=run_file,
             folder=kept_folder(),
             command=("attncheck", "run", "--backend", f"{family}:*", *words),
         )
-        finished = execute_run(options, lambda _header: None)
+        finished = execute_run(options)
         ended_by = finished.ended_by
         if finished.path is None:
             raise ended_by or RuntimeError("the run has a folder, and wrote no file")

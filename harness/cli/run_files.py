@@ -17,7 +17,7 @@ from typing import Protocol
 from attncheck.cases.keys import split_variant
 from attncheck.errors import RunFileError, SelectionError, unwritable
 from attncheck.harness.cli.common import print_stderr
-from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences

@@ -1,6 +1,7 @@
 """What a backend did in one step: its results, or the exception that it raised."""
 
 import dis
+import os
 import re
 import sysconfig
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from attncheck.reference.spec import MODIFIERS
 from attncheck.reports.run_file.causes import raised_at
 
 if TYPE_CHECKING:
@@ -88,13 +90,13 @@ it for any reason.
 _RAISE = dis.opmap["RAISE_VARARGS"]
 """The instruction of a ``raise`` statement; an exception from C code leaves a different one behind."""
 
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Folders of installed libraries."""
+INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Folders of installed libraries. A backend may be installed there, too."""
 
 _TOOLS = frozenset({"torch", "triton", "numpy"})
 """Packages whose exceptions are no findings about attention."""
 
-_DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
+DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
 """Modules that drive a backend but are not part of it."""
 
 _OF_OTHER_PROCESSES = re.compile(
@@ -102,9 +104,10 @@ _OF_OTHER_PROCESSES = re.compile(
 )
 """Parts of CUDA's message on a full GPU that concern other processes, or are advice on torch."""
 
+_BY_KEYWORD = "|".join(str(modifier.argument) for modifier in MODIFIERS.values() if modifier.by_keyword)
 _SIGNATURE = re.compile(
     r"(?:unexpected keyword argument|missing \d+ required .*arguments?:) .*"
-    r"'(?:sinks|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
+    rf"'(?:{_BY_KEYWORD}|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
 )
 """Python's message about a signature that lacks, or requires, a keyword that is passed for one feature only."""
 
@@ -151,26 +154,26 @@ class Raised:
 
     ``touched``: what the stage had changed before. ``message``: the exception in one line. ``trace``: its traceback,
     starting at the first frame outside the harness. Both are cut if they are long, and contain no characters that a
-    file cannot hold. ``is_deliberate``: True if a ``raise`` statement of the backend raised it with a message, or if
-    its signature lacks a keyword of the contract that belongs to one feature.
+    file cannot hold. ``is_deliberate``: True if it is a documented error, and a ``raise`` statement of the backend
+    raised it with a message, or its signature lacks a keyword of the contract that belongs to one feature.
     """
 
     stage: str
-    error: BaseException
+    error_type: str
     message: str
-    trace: str
+    trace: str = ""
     touched: tuple[str, ...] = ()
     is_deliberate: bool = False
 
     @property
     def in_words(self) -> str:
         """The stage and its exception, in one line."""
-        return f"{self.stage} raised {type(self.error).__name__}: {self.message}"
+        return f"{self.stage} raised {self.error_type}: {self.message}"
 
     @property
     def is_refusal(self) -> bool:
         """Whether this is a documented error that the backend raised on purpose, before it changed anything."""
-        return isinstance(self.error, DOCUMENTED_ERRORS) and self.is_deliberate and not self.touched
+        return self.is_deliberate and not self.touched
 
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
@@ -182,13 +185,15 @@ def capture_exception(stage: str, error: BaseException) -> Raised:
         lines.insert(len(lines) - len(traceback.format_exception_only(error)), f"  {fault.place}\n")
     text = "".join(map(printable, lines))
     by_signature = isinstance(error, TypeError) and _SIGNATURE.search(raw_message) is not None
-    is_deliberate = by_signature or (any(map(str.isalpha, raw_message)) and _is_raised_on_purpose(error))
+    by_statement = any(map(str.isalpha, raw_message)) and _is_raised_on_purpose(error)
+    is_deliberate = isinstance(error, DOCUMENTED_ERRORS) and (by_signature or by_statement)
     message = " ".join(printable(raw_message).split()) or "(no message)"
     # Frames of the traceback would keep a whole cache alive.
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
             part.__traceback__ = None
-    return Raised(stage, error, _cut(message, _LONGEST_MESSAGE), text[-_LONGEST_TRACE:], is_deliberate=is_deliberate)
+    message = _cut(message, _LONGEST_MESSAGE)
+    return Raised(stage, type(error).__name__, message, text[-_LONGEST_TRACE:], is_deliberate=is_deliberate)
 
 
 def _is_raised_on_purpose(error: BaseException) -> bool:
@@ -202,18 +207,22 @@ def _is_raised_on_purpose(error: BaseException) -> bool:
     modules = [str(entry.tb_frame.f_globals.get("__name__", "")) for entry in frames]
     own = next((m.partition(".")[0] for m in modules if not m.startswith("attncheck.") or m.startswith(_AUTHORS)), "")
     code, root = frames[-1].tb_frame.f_code, modules[-1].partition(".")[0]
-    is_installed = code.co_filename.startswith(("<frozen ", *_INSTALLED))
     return (
         code.co_code[frames[-1].tb_lasti] == _RAISE
         and root not in _TOOLS
-        and (not is_installed or root in {own, "attncheck"})
+        and (not is_installed(code.co_filename) or root in {own, "attncheck"})
     )
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether the file of a code object belongs to an installed library."""
+    return filename.startswith(("<frozen ", *(folder + os.sep for folder in INSTALLED)))
 
 
 def _frames(entry: TracebackType | None) -> Iterator[TracebackType]:
     """Yield a traceback's entries from the first frame that does not drive the backend, or all if every frame does."""
     first = entry
-    while entry is not None and str(entry.tb_frame.f_globals.get("__name__", "")).startswith(_DRIVES):
+    while entry is not None and str(entry.tb_frame.f_globals.get("__name__", "")).startswith(DRIVES):
         entry = entry.tb_next
     entry = entry or first
     while entry is not None:

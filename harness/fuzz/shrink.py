@@ -19,12 +19,21 @@ from attncheck.harness.fuzz.search import (
     few_and_small,
     questions,
 )
-from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.protocol import GetReasons, Reasons
-from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    LayerSpec,
+    PaddingSpec,
+    PathSpec,
+    RequestSpec,
+    modifiers_of_kind,
+)
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Failed, Record
 
 # Examines cases that no suite has with one backend in a process of its own. Loads no torch.
@@ -52,18 +61,19 @@ class BackendProcess:
 
     def __init__(self, ref: str, pool: WorkerPool, *, device: str | None, seed: int) -> None:
         nothing = Selection(suites=(), refs=(), cases=(), checks=None)
+        options = RunOptions(backends=(ref,), device=device, seed=seed, cache=False)
         pool.start([ref])
-        self.prepared: PreparedRun = prepare_run(nothing, [ref], RunSettings(device=device, seed=seed), pool=pool)
-        (self.backend,) = self.prepared.backends
+        self.run = Run.open(nothing, options, pool)
+        (self.backend,) = self.run.backends
         if not self.backend.is_loaded:
             raise SelectionError(f"backend {ref!r} cannot be examined: {self.backend.reason}")
         self._pool = pool
-        self._supervisor = Supervisor(self.prepared.plan, (self.backend,), pool, self.prepared.environment)
+        self._supervisor = Supervisor(self.run.plan, self.run.backends, pool, self.run.environment)
 
     @property
     def device(self) -> str:
         """The device on which cases are examined."""
-        return self.prepared.plan.device
+        return self.run.plan.device
 
     def examine(self, case: Case, checks: Sequence[str]) -> ExaminedCase:
         """Run ``checks`` on ``case``; its key must differ from those of all earlier cases."""
@@ -301,11 +311,10 @@ def _with_heads(case: Case) -> Iterator[Case]:
 
 def _with_layer(case: Case, **changes: Any) -> Iterator[Case]:
     heads, kv_heads = changes.get("num_heads"), changes.get("num_kv_heads")
-    per_head = {"alibi": heads, "sinks": heads}
     changes |= {
-        name: given[:count]
-        for name, count in per_head.items()
-        if count and isinstance(given := getattr(case.layer, name), tuple)
+        name: given[:heads]
+        for name in modifiers_of_kind("per head")
+        if heads and isinstance(given := getattr(case.layer, name), tuple)
     }
     scales: dict[str, Any] = {
         name: given[:kv_heads]
@@ -407,9 +416,6 @@ def search_failures(
     """Draw cases for ``budget_s`` seconds and yield the first failure of each kind, at most ``most`` of them.
 
     ``see`` is called with each case and its result. The time the caller spends on a failure does not count.
-
-    Raises:
-        MissingExtraError: hypothesis is not installed.
     """
     constants = constants_of(process.backend.ref)
     axes, lengths = declared_axes(process.reasons_against, constants), Lengths(constants)

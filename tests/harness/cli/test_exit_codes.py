@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
@@ -41,7 +42,7 @@ TheRun = Callable[[Path], Path]
         (["wrong"], snapshot("error: backend 'wrong': no backend has this name; for the file, write ./wrong.py")),
         (
             ["--no-output", "--output", "a.jsonl"],
-            snapshot("error: --no-output writes no run file, and --output a.jsonl names one; leave out one of them"),
+            snapshot("error: --no-output cannot be combined with --output a.jsonl; leave out one of them"),
         ),
         (
             ["--skip", "cuda*", "--check", "cudagraph"],
@@ -165,8 +166,18 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
         ("run --seed x", snapshot("error: --seed: must be a whole number (found 'x'); see `attncheck run --help`")),
         ("run --seed -1", snapshot("error: --seed: must be at least 0 (found '-1'); see `attncheck run --help`")),
         (
-            "run --time-limit x",
-            snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck run --help`"),
+            "time --time-limit x",
+            snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck time --help`"),
+        ),
+        (
+            "run --rounds 3",
+            snapshot("error: no such option: --rounds; use `attncheck time --rounds`; see `attncheck run --help`"),
+        ),
+        (
+            "run --ray-address local",
+            snapshot(
+                "error: no such option: --ray-address; use --executor ray:FILE, whose keys are address, resources and runtime_env; see `attncheck run --help`"
+            ),
         ),
         ("run --frobnicate", snapshot("error: no such option: --frobnicate; see `attncheck run --help`")),
         (
@@ -328,7 +339,9 @@ def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(fold
     assert run.header.suites[0].ref == "f??lle.yaml"
 
 
-@pytest.mark.parametrize("command", [[], *([each.name] for each in cli.app.registered_commands), ["new", "backend"]])
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in typer.main.get_command(cli.app).commands), ["new", "backend"]]
+)
 def test_every_command_has_a_short_help_option_that_fits_80_columns(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
