@@ -503,7 +503,7 @@ class _Execution:
 
 def _after_failures(maxfail: int | None) -> str:
     if maxfail == 1:
-        return "at the first record that did not pass (--exitfirst)"
+        return "at the first record that did not pass (-x)"
     return f"after {maxfail} records that did not pass (--maxfail {maxfail})"
 
 
