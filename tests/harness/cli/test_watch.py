@@ -158,4 +158,3 @@ def test_the_option_is_one_of_run(
     monkeypatch.setattr(WorkerProcess, "close", lambda _: None)
     assert run("./mine.py", "--watch") == 1
     assert given[0].backends == ("./mine.py",)
-    assert cli.main(["run", "./mine.py", "--watch", "--in-process"]) == 1
