@@ -50,7 +50,7 @@ _BACKENDS = typer.Argument(
 
 
 def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command the options of these fields; it gets them as :data:`Given`, after its context.
+    """Give a command the options of these fields; it gets them as ``given``, its second parameter.
 
     Backends are given as arguments, too.
     """
@@ -62,14 +62,14 @@ def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., in
             taken.insert(0, _keyword("arguments", list[str], _BACKENDS))
 
         @functools.wraps(command)
-        def taking(context: typer.Context, **values: Any) -> int:
-            own_values = {each.name: values.pop(each.name) for each in own}
+        def taking(**values: Any) -> int:
+            others = {each.name: values.pop(each.name) for each in (context, *own)}
             named = [*(values.pop("arguments", None) or ()), *(values.get("backends") or ())]
             values["backends"] = named or None
             given = {name: value for name, value in values.items() if value is not None and value is not False}
             for name in (name for name, value in given.items() if value is True):
                 given[name] = not getattr(RunOptions, name)  # --no-cache sets the field to False
-            return command(context, given, **own_values)
+            return command(given=given, **others)
 
         described: Any = taking
         described.__signature__ = inspect.Signature([context, *taken, *own])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import watch
 from attncheck.harness.cli.watch import watch_run
 from attncheck.harness.run.options import RunOptions
