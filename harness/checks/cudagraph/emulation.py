@@ -31,7 +31,6 @@ from attncheck.harness.checks.cudagraph.recorder import (
     CallSite,
     CaptureError,
     Forward,
-    RecorderName,
     Released,
     UnseenError,
     Violation,
@@ -1110,7 +1109,7 @@ class EmulatedRecording:
 class EmulatedRecorder:
     """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation."""
 
-    name: RecorderName = "emulated"
+    name: str = "emulated"
 
     def __init__(self) -> None:
         self._watch = Watch()

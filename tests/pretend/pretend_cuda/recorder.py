@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, violation_of
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Released, violation_of
 from pretend_cuda.device import PretendDevice
 
 WARM_UPS = 2
@@ -19,12 +19,12 @@ WARM_UPS = 2
 class PythonRecording:
     """Implements the product's ``Recording``."""
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, pretend: PretendDevice) -> None:
+        self._forward, self._pretend = forward, pretend
 
     def replay(self) -> None:
         self._forward()
-        torch.cuda.current_stream().synchronize()
+        self._pretend.current.synchronize()
 
     def launch(self) -> None:
         self._forward()
@@ -43,12 +43,10 @@ class PythonRecording:
 
 
 class PythonRecorder:
-    """Implements the product's ``Recorder``, in place of ``CudaRecorder``."""
-
-    name: RecorderName = "cuda"
+    """Implements the product's ``Recorder``, in place of ``DeviceRecorder``."""
 
     def __init__(self, pretend: PretendDevice) -> None:
-        self._pretend = pretend
+        self._pretend, self.name = pretend, pretend.named.type
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -59,14 +57,14 @@ class PythonRecorder:
     def record(self, prepare: Callable[[], Forward]) -> PythonRecording:
         for _ in range(WARM_UPS):
             prepare()()
-        torch.cuda.synchronize()
+        getattr(torch, self.name).synchronize()
         forward = prepare()
         try:
             with self._pretend.capturing():
                 forward()
         except Exception as error:
             raise CaptureError((violation_of(_without_own_frames(error)),)) from error
-        return PythonRecording(forward)
+        return PythonRecording(forward, self._pretend)
 
 
 def _without_own_frames(error: Exception) -> Exception:

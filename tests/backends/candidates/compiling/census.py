@@ -43,7 +43,7 @@ class Replay:
 
 
 class Recorder:
-    """Makes the launches of a capture as ``CudaRecorder`` does."""
+    """Makes the launches of a capture as ``DeviceRecorder`` does."""
 
     name = "cuda"
 
