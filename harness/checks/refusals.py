@@ -23,7 +23,7 @@ from attncheck.harness.checks.numerics import (
     summarize,
     wrong_figures,
 )
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons, stage_named
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
@@ -113,7 +113,7 @@ def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
         case,
         id=f"{case.id}.form",
         layer=changed,
-        cache=replace(case.cache, num_blocks=None, first_block=None, **cache),
+        cache=replace(case.cache.unplaced, **cache),
         batch=BatchSpec(requests=_REQUESTS.get(changed.attn_type, _ENCODER), path=implied_path(changed)),
         tolerance=None,
         inputs=None,
@@ -158,16 +158,16 @@ NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence a backend can notice only by reading lengths on the host. Compared only if declared."""
 
 
-def check_declared(session: Session, seen: Observation | Raised) -> Finding:
-    """Judge a declared case: it must run, and so must the profiling call, which is ``forward`` without metadata."""
-    if isinstance(seen, Raised):
-        return failure_of_declared(seen)
+def check_profiling_call(session: Session) -> Finding:
+    """Judge the profiling call of a declared case, which is ``forward`` without metadata."""
     pool_before = None if session.pool is None else session.pool.bytes().clone()
-    idle = session.run_without_metadata()
-    if isinstance(idle, Raised):
+    try:
+        idle = session.run_without_metadata()
+    except StageError as failure:
+        raised = failure.raised
         return Broken(
-            f"forward without metadata (the profiling call) raised {idle.error_type}: {idle.message}",
-            details=(idle.trace,),
+            f"forward without metadata (the profiling call) raised {raised.error_type}: {raised.message}",
+            details=(raised.trace,),
         )
     if not bool(torch.isfinite(idle.double()).all()):
         return Broken("forward without metadata (the profiling call) left NaN or Inf in the output")
@@ -236,9 +236,12 @@ def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
 def _check(case: CheckedCase) -> Finding:
     if case.undeclared:
         return _check_undeclared_case(case)
-    session, seen = case.try_first_step()
-    finding = failure_of_declared(session) if isinstance(session, Raised) else check_declared(session, seen)
-    if isinstance(seen, Raised) or not _is_first_plain(case):
+    try:
+        session, _ = case.first_step()
+    except StageError as failure:
+        return failure_of_declared(failure.raised)
+    finding = check_profiling_call(session)
+    if not _is_first_plain(case):
         return finding
     forms = check_undeclared_forms(case)
     if isinstance(finding, Broken) and isinstance(forms, Broken):
@@ -269,21 +272,13 @@ def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | Non
     """Judge the step of one undeclared form. Return None if attncheck cannot build or judge it."""
     try:
         problem = build_problem(form.case, case.problem.seed)
-        attempt = _attempt(case, problem)
-        if isinstance(attempt, Raised):
-            return check_refusal(attempt, form.reasons)
-        return check_answer(
-            problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons, causes_of(case)
-        )
+        seen = Session(case.backend, problem, case.device).run()
+        truth = truth_of(problem, case.device, refuse_blindness=False)
+        return check_answer(problem, truth, seen, form.reasons, causes_of(case))
+    except StageError as failure:
+        return check_refusal(failure.raised, form.reasons)
     except (QuestionError, BackendUnavailableError):
         return None
-
-
-def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
-    try:
-        return Session(case.backend, problem, case.device).run()
-    except StageError as failure:
-        return failure.raised
 
 
 def _is_first_plain(case: CheckedCase) -> bool:
@@ -301,11 +296,11 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
     skipped = not_tried(case.problem, case.backend.features)
     if skipped is not None:
         return skipped
-    session, seen = case.try_first_step()
-    attempt = session if isinstance(session, Raised) else seen
-    if isinstance(attempt, Raised):
-        return check_refusal(attempt, case.undeclared)
-    return check_answer(case.problem, case.truth, attempt, case.undeclared, causes_of(case))
+    try:
+        _, seen = case.first_step()
+    except StageError as failure:
+        return check_refusal(failure.raised, case.undeclared)
+    return check_answer(case.problem, case.truth, seen, case.undeclared, causes_of(case))
 
 
 # `features`: a modifier removed or changed on another layer of the process changes the output as it does the truth.
@@ -412,9 +407,8 @@ def check_features(case: CheckedCase) -> Finding:
         if wrong is not None:
             return wrong
         done.append(other.what)
-        again = session.run(images=False)
-        if isinstance(again, Raised):
-            return replace(again, stage=f"{again.stage} after a layer {other.what}")
+        with stage_named(f"after a layer {other.what}"):
+            again = session.run(images=False)
         count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
         if count:
             what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows are wrong"
@@ -456,17 +450,13 @@ def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, T
 
 def _judge(
     case: CheckedCase, other: ChangedLayer, problem: Problem, truth: Truth, first: Observation | None
-) -> Broken | Raised | None:
-    """Return what is wrong with the step of another layer, or None if it is right.
+) -> Broken | None:
+    """Return what is wrong with the step of another layer, or None if it is right. Raise StageError if it raises.
 
     ``first``: the step of the first layer. None if it is wrong, because equality with it then proves nothing.
     """
-    try:
+    with stage_named(f"of a layer {other.what}"):
         seen = Session(case.backend, problem, case.device).run(images=False)
-    except StageError as failure:
-        seen = failure.raised
-    if isinstance(seen, Raised):
-        return replace(seen, stage=f"{seen.stage} of a layer {other.what}")
     finding = check_numerics(problem, truth, seen, explains=False)
     if isinstance(finding, Holds):
         return None
