@@ -74,6 +74,8 @@ class Variation(Generic[T]):
         wrong = self._wrong_with(self.changes)
         if wrong is None:
             return None
+        if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:  # a further step could hide this one
+            return _finding(wrong, f"with {self.what}", "")
         unchanged = self._wrong_with(())
         if unchanged is not None:
             return _finding(unchanged, "when it is repeated unchanged", _STATE)
