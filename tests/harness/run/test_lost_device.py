@@ -53,7 +53,7 @@ def records(case: Case, deed: Callable[[], object], **plan: Any) -> list[Record]
             return Impl
 
     loaded = load_object(Mine)
-    return Examiner(RunPlan((case,), (loaded,), ("numerics", "lse"), **plan)).examine(case, loaded)
+    return list(Examiner(RunPlan((case,), (loaded,), ("numerics", "lse"), **plan)).records(case, loaded))
 
 
 def crash(case: Case, deed: Callable[[], object], **plan: Any) -> Crashed:
