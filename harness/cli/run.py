@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
-from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli.common import (
     ColorChoice,
     print_stderr,
@@ -45,7 +44,7 @@ from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
-from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
+from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
 from attncheck.harness.workers.pool import WorkerPool, preparation_of
 from attncheck.harness.workers.process import WorkerProcess
@@ -118,13 +117,6 @@ def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
 LINE_EVERY_S = 10.0
 PRINTED_AT_ONCE = 10
 """Number of failed records that are printed as they arrive; the report lists all of them."""
-
-
-class RunProgress(Protocol):
-    """Receives every record as it arrives."""
-
-    def see(self, record: Record) -> None:
-        """Take one record."""
 
 
 class NoProgress:
@@ -242,7 +234,7 @@ def progress_for(
     verbose: bool = False,
     is_timed: bool = False,
     color: bool = True,
-) -> Iterator[RunProgress]:
+) -> Iterator[NoProgress | ProgressLines | ProgressBar]:
     """Yield the progress display that suits stderr; ``cases``: the number of cases, summed over all backends.
 
     ``rounds``: the rounds of the check ``timing``; its cases count in each of them.
@@ -270,25 +262,23 @@ def progress_for(
 
 
 @contextmanager
-def open_executor(
-    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
-) -> Iterator[Executor]:
+def open_executor(options: RunOptions, selection: Selection, spare: WorkerProcess | None) -> Iterator[Executor]:
     """Yield what loads the backends of ``options`` and examines; end all its processes on leaving.
 
-    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
-    which the check ``timing`` samples a part of a step.
+    ``spare``: a process started in advance. It is used for the first backend, then closed.
 
     Raises:
-        SelectionError: timing is requested on a Ray cluster.
+        SelectionError: timing is requested on a Ray cluster, or its options are invalid.
         ClusterError, MissingExtraError: the Ray cluster cannot be used.
     """
+    timing = options.timing
     if options.in_process:
         from attncheck.harness.run.backend_loading import ThisProcess
 
         yield ThisProcess()
         return
     prepare, settings = preparation_of(selection), worker_settings(options)
-    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=timing.limit_s))
     if options.ray is not None:
         if selection.is_timed:
             reason = f"the check {TIMING} compares times of one device, and a cluster has many"
@@ -368,16 +358,12 @@ def execute_run(
     """
     selection = options.select()
     options, surveyed = with_families(options, selection)
-    timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
-    is_timed = options.backend_refs is not None and selection.is_timed
-    rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
-    options = replace(options, rounds=rounds)
     make_dump_folder(options.dump)
     with (
-        open_executor(options, selection, spare, timing.limit_s) as executor,
+        open_executor(options, selection, spare) as executor,
         open_providers(options, selection) as providers,
     ):
-        execution = _Execution(options, selection, timing, executor, providers, surveyed, begin or _begin_silently)
+        execution = _Execution(options, selection, executor, providers, surveyed, begin or _begin_silently)
         finished = execution.as_it_ended() if execution.is_complete else execution.finish(see)
         if finished.ended_by is not None:
             executor.close(at_once=True)
@@ -397,7 +383,6 @@ class _Execution:
         self,
         options: RunOptions,
         selection: Selection,
-        timing: TimingSettings,
         executor: Executor,
         providers: "ProviderExaminer | InProcessProviders | None",
         surveyed: Sequence[SurveyedBackend],
@@ -409,7 +394,6 @@ class _Execution:
             options,
             executor,
             chooser=chooser,
-            timing=timing,
             keeps_unavailable=bool(surveyed),
             fits_pages=executor.fits_pages,
         )

@@ -6,7 +6,7 @@ Every pytest run on a machine with attncheck imports this module, so it loads on
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attncheck.errors import CaseFileError, SelectionError
 
 if TYPE_CHECKING:
+    from attncheck.harness.checks.findings import TimingSettings
     from attncheck.harness.run.selection import Selection, Shard
 
 # Readers: each turns the text of an option, or the value of a key, into the value of its field.
@@ -566,6 +567,10 @@ class RunOptions:
             raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process exclude each other; leave out one of them")
+        if self.rounds is not None and self.rounds > 1 and self.in_process:
+            raise SelectionError(
+                f"--rounds {self.rounds} in one process: a round is a process; leave out --in-process or --rounds"
+            )
 
     def _check_combinations(self) -> None:
         """Refuse options that exclude each other, by the names of their declarations."""
@@ -620,6 +625,14 @@ class RunOptions:
             raise SelectionError(
                 f"check {self.backend_checks[0]!r} examines a backend, and there is none; give --backend"
             )
+
+    @property
+    def timing(self) -> "TimingSettings":
+        """Settings of the check ``timing``; raises SelectionError if the time limit is invalid."""
+        from attncheck.harness.checks.findings import TimingSettings
+
+        settings = TimingSettings(warm=self.warm_cache, kernels=self.kernels)
+        return settings if self.time_limit is None else replace(settings, limit_s=self.time_limit)
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:
