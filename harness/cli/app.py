@@ -237,7 +237,7 @@ def run(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO
     smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
     alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
     options. Each backend runs in its own processes, so a crash costs one case. The run file holds every record;
-    `attncheck report` shows it.
+    `attncheck report` shows it. Lists are separated by commas, or their option is repeated.
     """
     return _run(context, given, color)
 

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from attncheck.harness.workers.limits import only_passed, passed_environment, va
 from attncheck.harness.workers.pool import WorkerPool, preparation_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
-from attncheck.reports.analysis.phrases import what_happened
+from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
 from attncheck.reports.run_file.timings import TIMING
@@ -356,20 +357,29 @@ def execute_run(
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    selection = options.select()
-    options, surveyed = with_families(options, selection)
-    make_dump_folder(options.dump)
-    with (
-        open_executor(options, selection, spare) as executor,
-        open_providers(options, selection) as providers,
-    ):
-        execution = _Execution(options, selection, executor, providers, surveyed, begin or _begin_silently)
+    with _opened(options, spare, begin) as (execution, executor):
         finished = execution.as_it_ended() if execution.is_complete else execution.finish(see)
         if finished.ended_by is not None:
             executor.close(at_once=True)
         if end is not None:
             end(finished)
         return finished
+
+
+@contextmanager
+def _opened(
+    options: RunOptions, spare: WorkerProcess | None, begin: Callable[[RunHeader], None] | None = None
+) -> Iterator[tuple["_Execution", Executor]]:
+    """Yield the run of ``options``, ready to begin, and its executor; end all processes on leaving."""
+    selection = options.select()
+    options, surveyed = with_families(options, selection)
+    if not options.dry_run:
+        make_dump_folder(options.dump)
+    with (
+        open_executor(options, selection, spare) as executor,
+        open_providers(options, selection) as providers,
+    ):
+        yield _Execution(options, selection, executor, providers, surveyed, begin or _begin_silently), executor
 
 
 def _begin_silently(_header: RunHeader) -> None:
@@ -414,7 +424,7 @@ class _Execution:
             records = list(self._earlier.records)
             plan = replace(run.plan, found=found_in(records, run.plan.rounds))
             run = replace(run, plan=plan, records=records)
-        self._run = run
+        self._run, self._functions = run, () if functions is None else functions.subjects
         self._expectations = run.expectations(self._header, *names)
         self._examiner = executor.examiner(run, partial(measured_costs, options.folder, run.environment.device_name))
         self._tally = Tally(run.num_questions + (functions.count if functions else 0), run.plan.rounds)
@@ -435,6 +445,30 @@ class _Execution:
         blind = tuple(error for error in stored.errors if error not in lines)
         unseen = tuple(expectations.unseen()) if expectations else ()
         return FinishedRun(Path(stored.path), stored.header, stored.records, blind, unmet, unseen)
+
+    @property
+    def plan_text(self) -> str:
+        """What would run: the number of cases of each backend by check, then the cases, then the estimated time."""
+        from attncheck.reports.terminal import run as terminal
+
+        plan, lines = self._run.plan, [terminal.opening(self._header, width=terminal_width())]
+        costs = measured_costs(self._options.folder, self._run.environment.device_name)
+        seconds, cases = dict[str, list[float | None]](), dict[str, None]()
+        for backend in self._run.backends:
+            counts = Counter[str]()
+            for case in plan.examined_cases_of(backend.ref) if not backend.reason else ():
+                checks = plan.checks_left(backend.ref, case)
+                counts.update(checks)
+                cases |= dict.fromkeys([case.key] if checks else [])
+                for check in checks:
+                    rounds = plan.rounds if check == TIMING else 1
+                    seconds.setdefault(check, []).extend([costs.get((backend.ref, case.hash, check))] * rounds)
+            by_check = ", ".join(f"{check} {plural(count, 'case')}" for check, count in counts.items())
+            lines.append(f"{backend.name}: {by_check or f'nothing: {backend.reason}'}")
+        if self._functions:
+            lines.append(f"{', '.join(self._options.providers)}: {plural(len(self._functions), 'function')}")
+        lines.append(f"cases: {', '.join(cases) or 'none'}")
+        return "\n".join([*lines, _estimate(seconds)])
 
     def finish(self, see: See | None) -> FinishedRun:
         """Examine what is left, and write the run file. ``see``: as in :func:`execute_run`."""
@@ -485,6 +519,23 @@ class _Execution:
             return FinishedRun(path, self._header, tuple(run.records), stopped=stopped, ended_by=error)
 
 
+def _estimate(seconds: Mapping[str, Sequence[float | None]]) -> str:
+    """Return the time of all checks in words.
+
+    ``seconds``: by check, what it took in an earlier run for each case of each backend, or None if it was not made.
+    """
+    known = {check: [each for each in found if each is not None] for check, found in seconds.items()}
+    made = [check for check, found in known.items() if found]
+    if not made:
+        return "time: no estimate, since no kept run on this device has these checks"
+    total = sum(sum(known[check]) / len(known[check]) * len(seconds[check]) for check in made)
+    words = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
+    counts = f"{sum(map(len, known.values()))} of {sum(map(len, seconds.values()))}"
+    unknown = ", ".join(check for check in seconds if check not in made)
+    without = f"starts of processes{', and ' * bool(unknown)}{unknown}"
+    return f"time: about {words}, an estimate from {counts} checks in kept runs; without {without}"
+
+
 def _after_failures(maxfail: int | None) -> str:
     if maxfail == 1:
         return "at the first record that did not pass (-x)"
@@ -505,6 +556,10 @@ def run_command(
     options = _options_of(given, context.obj or (), color)
     if options.in_process:
         context.with_resource(only_passed(options.pass_env))
+    if options.dry_run:
+        with _opened(options, spare) as (execution, _):
+            typer.echo(execution.plan_text)
+        return 0
     if options.watch:
         from attncheck.harness.cli.watch import watch_run
 

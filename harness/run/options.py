@@ -231,7 +231,7 @@ class RunOptions:
     backends: tuple[str, ...] = _option(
         (),
         "--backend",
-        "A backend, like the argument BACKEND. May be repeated.",
+        "A backend, like the argument BACKEND.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         metavar="REF",
@@ -240,8 +240,8 @@ class RunOptions:
     providers: tuple[str, ...] = _option(
         (),
         "--provider",
-        "A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. May be repeated. Without BACKEND, "
-        "only providers are examined.",
+        "A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. It is examined alone without "
+        "BACKEND.",
         Group.WHAT,
         places=("run",),
         metavar="REF",
@@ -249,7 +249,7 @@ class RunOptions:
     suites: tuple[str, ...] = _option(
         (),
         "--suite",
-        "Built-in suites, YAML files, or all, separated by commas. Default: smoke, or interpreted where kernels are.",
+        "Built-in suites, YAML files, or all. Default: smoke, or interpreted where kernels are.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         metavar="NAME|FILE",
@@ -259,7 +259,7 @@ class RunOptions:
     settings: tuple[str, ...] = _option(
         (),
         "--set",
-        "Replace a default of the suites, such as cache.block_size=32, cache.layout=HND. May be repeated.",
+        "Replace a default of the suites, such as cache.block_size=32.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         metavar="KEY=VALUE",
@@ -267,8 +267,8 @@ class RunOptions:
     cases: tuple[str, ...] = _option(
         (),
         "--case",
-        "Only cases whose id or suite/id matches a shell pattern (*, ?, [...]); an id without variant selects all "
-        "variants. With --provider also functions, by name. Separated by commas.",
+        "Only cases whose id or suite/id matches this shell pattern; an id without variant selects all its variants. "
+        "With --provider also functions, by name.",
         Group.WHAT,
         "pytest",
         metavar="PATTERN",
@@ -293,7 +293,7 @@ class RunOptions:
     checks: tuple[str, ...] = _option(
         (),
         "--check",
-        "Only these checks: names or shell patterns, separated by commas. Default: all except timing.",
+        "Only these checks: names or shell patterns. Default: all except timing.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         places=("run",),
@@ -304,7 +304,7 @@ class RunOptions:
     skip: tuple[str, ...] = _option(
         (),
         "--skip",
-        "Skip these checks: names or shell patterns, separated by commas.",
+        "All checks but these.",
         Group.WHAT,
         "table",
         places=("run",),
@@ -316,7 +316,7 @@ class RunOptions:
     shard: "Shard | None" = _option(
         None,
         "--shard",
-        "Examine shard I of N of the cases; all take about equally long. `attncheck merge` merges their run files.",
+        "Shard I of N of the cases. `attncheck merge` merges the run files of all shards.",
         Group.WHAT,
         metavar="I/N",
         read=_shard,
@@ -324,11 +324,16 @@ class RunOptions:
     seed: int = _option(
         0, "--seed", "Seed of the inputs. Default: 0.", Group.WHAT, *_TABLE_AND_PYTEST, metavar="N", least=0
     )
+    dry_run: bool = _option(
+        False,
+        "--dry-run",
+        "Print which backends, cases and checks would run, and about how long; examine nothing.",
+        Group.WHAT,
+    )
     watch: bool = _option(
         False,
         "--watch",
-        "Run again after each save of the backend's file, a Python file in its folder, or a case file. Cases that did "
-        "not pass run first. Press q to end.",
+        "Run again after each save of the backend's file, a Python file in its folder, or a case file. q ends it.",
         Group.WHAT,
         places=("run",),
     )
@@ -512,7 +517,7 @@ class RunOptions:
     pass_env: tuple[str, ...] = _option(
         (),
         "--pass-env",
-        "Further environment variables for the processes of backends: names or shell patterns, separated by commas.",
+        "Further environment variables for the processes of backends: names or shell patterns.",
         Group.MACHINE,
         *_TABLE_AND_PYTEST,
         metavar="PATTERN",
@@ -587,6 +592,7 @@ class RunOptions:
                 "shard",
                 "resume",
                 "last_failed",
+                "dry_run",
             ),
         }
         for name, others in excluded.items():

@@ -208,6 +208,9 @@ def _cost(cases: Sequence[Case]) -> float:
 DEFAULT_SUITES = ("smoke", "interpreted")
 """Suites of a run that names none; each backend gets the one that its ``default_suite`` returns."""
 
+ALL_SUITES = "all"
+"""What selects every built-in suite."""
+
 DEFAULT_INTERPRETED = (
     "decode",
     "mixed.float16",
@@ -338,7 +341,7 @@ def select_cases(
     keywords: str = "",
     keys: Collection[str] = (),
 ) -> Selection:
-    """Load suites (names or paths; default: :data:`DEFAULT_SUITES`) and apply the filters.
+    """Load suites (names, paths, or ``all``; default: :data:`DEFAULT_SUITES`) and apply the filters.
 
     ``patterns`` match ``suite/id`` or the id; empty selects every case.
     ``checks``, ``skip``: names or patterns of checks to run and to leave out. If both are empty, all that apply run.
@@ -352,6 +355,8 @@ def select_cases(
     """
     wanted = _wanted_checks(checks, skip)
     names = split_commas(suites) or DEFAULT_SUITES
+    if ALL_SUITES in names:
+        names = (*suite_names(), *(name for name in names if name != ALL_SUITES and name not in suite_names()))
     typed = {with_defaults(name, settings): name for name in names}
     refs = tuple(typed)
     options = " ".join(f"--set {each}" for each in settings)
