@@ -6,13 +6,11 @@ The parser's own message names neither the given value nor, for pydantic types, 
 import errno
 import functools
 import io
-import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ParamSpec
@@ -40,6 +38,10 @@ _MEANT: Mapping[str, str] = MappingProxyType(
         "no such command 'bench'": "`attncheck run --check timing`",
         "no such command 'diff'": "`attncheck compare`",
         "no such command 'badge'": "`attncheck site`",
+        "no such command 'recommend'": "`attncheck report --needs NEED,...`",
+        "no such command 'audit'": "`attncheck run 'vllm:*' --within 600`, then `attncheck report --format audit`",
+        "no such command 'expect'": "`attncheck report --format expect`",
+        "no such command 'schema'": "`attncheck list schema`",
         "no such command 'version'": "`attncheck --version`",
         "no such option: --timeout": "--case-timeout for one check of a case, --backend-timeout for a whole backend",
     }
@@ -146,29 +148,6 @@ def _interrupted(interrupt: KeyboardInterrupt) -> int:
     return _SIGNALLED + number
 
 
-class SchemaSubject(StrEnum):
-    """What the schema is for: a case file, or a line of a run file."""
-
-    CASES = "cases"
-    RUN = "run"
-
-
-def schema(
-    of: Annotated[
-        SchemaSubject,
-        typer.Option("--of", help="cases: the schema of a case file; run: the schema of a line of a run file."),
-    ] = SchemaSubject.CASES,
-) -> int:
-    """Print the JSON schema of case files, or of run files."""
-    if of is SchemaSubject.RUN:
-        from attncheck.reports.run_file.schema import run_file_schema as described
-    else:
-        from attncheck.cases.schema import json_schema as described
-
-    typer.echo(json.dumps(described(), indent=2))
-    return 0
-
-
 def merge(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The run files of all shards of a run.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The run file to write.")],
@@ -233,13 +212,9 @@ app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(reports.report))
 app.command("compare")(with_exit_code(reports.compare))
 app.command("merge")(with_exit_code(merge))
-app.command("expect")(with_exit_code(reports.expect))
-app.command("audit")(with_exit_code(reports.audit))
 app.command("site")(with_exit_code(reports.site))
-app.command("recommend")(with_exit_code(reports.recommend))
 app.command("record")(with_exit_code(doctor.record))
 app.command("mutants")(with_exit_code(mutants.mutants))
-app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write the first files of a backend.", no_args_is_help=True, rich_markup_mode=None)
 new_app.command("backend")(with_exit_code(show.new_backend))

@@ -20,7 +20,6 @@ from attncheck.errors import QuestionError
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import terminal_width
-from attncheck.harness.recording.plugin import DEFAULT_CASES, RecordingSettings
 
 if TYPE_CHECKING:
     from attncheck.harness.host import KernelCache
@@ -310,7 +309,9 @@ def record(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts vLLM.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The case file to write.")] = Path("recorded.yaml"),
     every: Annotated[int, typer.Option(metavar="N", help="Record at most one in N batches.")] = 1,
-    cases: Annotated[int, typer.Option(metavar="N", help="Maximum number of cases in the file.")] = DEFAULT_CASES,
+    cases: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum number of cases in the file. Default: 100.")
+    ] = None,
 ) -> int:
     """Record the batches of a vLLM server as a case file.
 
@@ -318,7 +319,9 @@ def record(
     its frequency, but no tokens and no tensors. It is written every minute and when the engine ends. `attncheck run
     --suite FILE` runs its cases. The exit code is that of COMMAND.
     """
-    settings = RecordingSettings(output, every, cases)
+    from attncheck.harness.recording.plugin import DEFAULT_CASES, RecordingSettings
+
+    settings = RecordingSettings(output, every, DEFAULT_CASES if cases is None else cases)
     if output.exists():
         raise QuestionError(f"--output {output}: there already; move it away, or name another file")
     if not output.absolute().parent.is_dir():

@@ -218,6 +218,15 @@ Resume = Annotated[
         help="Continue an incomplete run, and append to its run file. Repeat the other arguments of the first command.",
     ),
 ]
+Reports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--report",
+        metavar="FORMAT=FILE,...",
+        help="Write reports at the end, also after an interruption: html=FILE, junit=FILE, ... (the formats of "
+        "`attncheck report`); github needs no file. May be repeated.",
+    ),
+]
 NoOutput = Annotated[bool, typer.Option("--no-output", help="Write no run file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what did not pass, and the summary.")]
 Verbose = Annotated[
@@ -333,6 +342,15 @@ RayRuntimeEnv = Annotated[
         "--ray-runtime-env",
         metavar="FILE",
         help="The runtime environment of the actors, as YAML or JSON, such as working_dir, pip, env_vars.",
+    ),
+]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        "--within",
+        metavar="SECONDS",
+        help="Time limit of the run, of which each backend has an equal part. On a GPU, several backends run at once. "
+        "0: no limit. Default: no limit, and backends run one after another.",
     ),
 ]
 NoCache = Annotated[
@@ -632,9 +650,14 @@ class RunOptions:
             raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process exclude each other; leave out one of them")
+        if self.deadline is not None and self.in_process:
+            raise SelectionError(
+                "--within ends processes of backends, and --in-process starts none; leave out one of them"
+            )
         if self.ray is not None:
             refused = {
                 "--in-process": self.in_process,
+                "--within": self.deadline is not None,
                 "--provider": self.providers,
                 "--dump": self.dump,
                 "--show-output": self.show_output,

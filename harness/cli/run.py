@@ -27,6 +27,7 @@ from attncheck.harness.cli.common import (
     Color,
     ColorChoice,
     interruptible,
+    make_folder,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -35,18 +36,18 @@ from attncheck.harness.cli.common import (
     use_color,
 )
 from attncheck.harness.cli.options import RunOptions
-from attncheck.harness.cli.run_files import found_in, make_dump_folder, measured_costs, open_run, read_part
+from attncheck.harness.cli.run_files import found_in, measured_costs, open_run, read_part
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.limits import only_passed, passed_environment, read_patterns, variables_read
+from attncheck.harness.workers.limits import only_passed, passed_environment, read_limit, read_patterns, variables_read
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerProcess, preparation_of
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
-from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
+from attncheck.reports.run_file.store import Run, count_outcomes, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
@@ -395,6 +396,15 @@ class FinishedRun:
     stopped: str = ""
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
+    @property
+    def run(self) -> Run:
+        """The run as it is read from its file; without a footer if it was ended by an exception."""
+        footer = None
+        if self.ended_by is None:
+            counts = count_outcomes(self.records)
+            footer = RunFooter(finished=now(), counts=counts, errors=(*self.blind, *self.unmet))
+        return Run(str(self.path or ""), self.header, self.records, footer)
+
 
 def execute_run(
     options: RunOptions,
@@ -417,7 +427,8 @@ def execute_run(
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
-    make_dump_folder(options.dump)
+    if options.dump is not None:  # before the run, so that an unwritable path does not end it at the first failure
+        make_folder(options.dump, f"--dump {options.dump}")
     with (
         open_processes(options, selection, spare, timing.limit_s) as processes,
         open_providers(options, selection) as providers,
@@ -635,6 +646,7 @@ def run(
     device: arguments.Device = None,
     case_timeout: processes.CaseTimeout = None,
     backend_timeout: processes.BackendTimeout = None,
+    within: processes.Within = None,
     memory_limit: processes.MemoryLimit = None,
     device_memory_limit: processes.DeviceMemoryLimit = None,
     pass_env: processes.PassEnv = None,
@@ -642,6 +654,7 @@ def run(
     output: arguments.Output = None,
     resume: arguments.Resume = None,
     no_output: arguments.NoOutput = False,
+    report: arguments.Reports = None,
     exitfirst: arguments.ExitFirst = False,
     maxfail: arguments.MaxFail = None,
     expect: arguments.Expect = None,
@@ -683,7 +696,8 @@ def run(
         spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
 
     from attncheck.harness.cli.options import RunOptions, read_config, read_jobs, read_ray, read_size
-    from attncheck.harness.cli.run_files import kept_folder, newest_run, only_failed
+    from attncheck.harness.cli.reports import read_reports, write_reports
+    from attncheck.harness.cli.run_files import kept_folder, kept_run, only_failed
     from attncheck.harness.run.expectations import expectation_file
     from attncheck.harness.run.selection import choose_checks, read_shard, split_commas
 
@@ -691,6 +705,8 @@ def run(
         raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
     if no_output and resume is not None:
         raise SelectionError(f"--resume {resume} cannot be combined with --no-output; leave out one of them")
+    wanted_reports = read_reports(report or ())
+    limit_s = read_limit("--within", within)
     config = read_config(Path.cwd())
     is_by_name = bool(refs or provider)
     default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())
@@ -727,6 +743,7 @@ def run(
         dump=dump,
         in_process=in_process,
         jobs=read_jobs(jobs),
+        deadline=None if limit_s is None else began + limit_s,
         ray=read_ray(ray_address, ray_resources or (), ray_runtime_env, is_used=is_ray),
         show_output=show_output,
         warm=not no_warm,
@@ -737,7 +754,7 @@ def run(
         command=tuple(context.obj or ()),
     )
     if last_failed:
-        options = only_failed(options, newest_run(folder))
+        options = only_failed(options, kept_run(folder))
     if in_process:
         context.with_resource(only_passed(options.pass_env))
     if watch:
@@ -754,6 +771,7 @@ def run(
                 _print_durations(finished.records, durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+            write_reports(wanted_reports, finished.run)
 
     finished = execute_run(options, _print_opening if not quiet else _print_nothing, print_result, spare)
     if finished.ended_by is not None:
@@ -773,7 +791,7 @@ def _print_nothing(header: "RunHeader") -> None:
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
-    from attncheck.harness.cli.run_files import resume_command
+    from attncheck.harness.cli.run_files import report_command, resume_command
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:
@@ -788,7 +806,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         width=terminal_width(),
         quiet=quiet,
         verbose=verbose and not quiet,
-        run_file=finished.path,
+        reader=report_command(finished.path) if finished.path else "",
     )
     typer.echo(text, color=color)
     for line in finished.unseen:

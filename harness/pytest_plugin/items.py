@@ -15,8 +15,8 @@ import torch
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import InternalError, QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck
+from attncheck.harness.cli.common import make_folder
 from attncheck.harness.cli.options import RunOptions, read_size
-from attncheck.harness.cli.run_files import make_dump_folder
 from attncheck.harness.pytest_plugin.plugin import BackendTests
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.expectations import Expectations, LocatedExpectation, load_expectations
@@ -156,7 +156,8 @@ class Question:
         if self.selection.is_timed and self.benchmark_session is None:
             reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
             raise SelectionError(reason)
-        make_dump_folder(options.dump)
+        if options.dump is not None:
+            make_folder(options.dump, f"--attncheck-dump {options.dump}")
         truths = truths_folder() if options.cache else None
         settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
         pool = None

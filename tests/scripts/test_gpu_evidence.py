@@ -104,7 +104,7 @@ def runs(script, tmp_path):
             if command in ("report", "compare"):  # the files they read are not there yet
                 rest = [word if word.startswith("--") else __file__ for word in rest]
             params = commands[command].make_context(command, rest).params
-            if command in ("run", "audit"):
+            if command == "run":
                 found.setdefault(name, params)
     return found
 
@@ -125,7 +125,7 @@ def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script,
     assert len(classes) == 8
     assert {params["backend_timeout"] for params in classes.values()} == {24.0}
     assert runs["audit"]["within"] == 30.0
-    assert str(runs["audit"]["run_file"]) == f"{runs['audit']['output'].with_suffix('.jsonl')}"
+    assert runs["audit"]["report"] == [f"audit={runs['audit']['output'].with_suffix('.md')}"]
     assert {name for params in classes.values() for name in params["suite"][0].split(",")} <= set(suite_names())
 
 
