@@ -43,8 +43,8 @@ from attncheck.backends.mutants.catalogue import PROVIDER, Mutant, catalogue
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case
 from attncheck.cases.outline import keys_of
-from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.cli.run import execute_run
+from attncheck.harness.run.options import RunOptions
 from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.run_file.causes import ALTERNATIVE, UNEXPLAINED, likely_causes, perhaps
 from attncheck.reports.run_file.records import Failed
@@ -215,7 +215,7 @@ def measure(chosen: Iterable[Subject]) -> list[Judged]:
                 in_process=True,
                 output=output,
             )
-            execute_run(options, lambda _header: None, see=lambda _record: None)
+            execute_run(options, see=lambda _record: None)
             run = read_run(output)
             found = findings(run.records, run.header)
             names = {info.ref: info.name for info in run.header.backends}

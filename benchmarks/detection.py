@@ -29,7 +29,7 @@ from tabulate import tabulate
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.cases.loader import suite_names
 from attncheck.harness.cli.mutants import ExaminedGroup, examine_groups, groups_of
-from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.run.options import RunOptions
 from attncheck.reports.run_file.records import FALLEN_SHORT
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def _try_others(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str
 
     from attncheck.errors import BackendUnavailableError
     from attncheck.harness.run.backend_loading import load_backend
-    from attncheck.harness.run.selection import UnavailableBackend
+    from attncheck.harness.run.outcomes import BackendDescription
 
     torch.set_num_threads(1)
     tests = list(other_tests())
@@ -163,7 +163,7 @@ def _try_others(refs: Sequence[str], wanted: Sequence[str]) -> dict[str, set[str
             backend = load_backend(ref)
         except BackendUnavailableError:
             continue
-        if isinstance(backend, UnavailableBackend):
+        if isinstance(backend, BackendDescription):
             continue
         projects: set[str] = set()
         for test in tests:

@@ -24,7 +24,7 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.grammar import parse_batch
 from attncheck.cases.model import Case
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.foreign_code import StageError, unsupported_reasons
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -78,8 +78,7 @@ class OtherTest:
 
     def finds(self, backend: type[AttentionBackend]) -> bool:
         """Return whether the test fails for ``backend``; False if the backend does not declare the layer."""
-        case = self.problem.case
-        if declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch)):
+        if unsupported_reasons(backend, self.problem.case):
             return False
         try:
             seen = Session(backend, self.problem, CPU).run(Fill(poison=0.0, padding=0.0), images=False)

@@ -19,7 +19,7 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
-from attncheck.backends.registry import LoadedBackend, load_object
+from attncheck.backends.registry import load_object
 from attncheck.errors import (
     BackendLoadError,
     BackendUnavailableError,
@@ -29,13 +29,11 @@ from attncheck.errors import (
     UnknownNameError,
 )
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.run.backend_loading import load_backend
-from attncheck.harness.run.evaluate import Examiner
-from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
-from attncheck.harness.run.selection import UnavailableBackend, check_timed, select_cases
-from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.run.backend_loading import ThisProcess, load_backend
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.outcomes import Backend, not_loaded
+from attncheck.harness.run.run import Run
+from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings, read_limit
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import fork_worker
@@ -44,9 +42,10 @@ from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
 from attncheck.reports.document.run_values import RunValues
 from attncheck.reports.formats import FORMATS
+from attncheck.reports.run_file import store
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunFooter
-from attncheck.reports.run_file.store import Run, RunWriter, count_outcomes, now, read_run
+from attncheck.reports.run_file.records import Record, RunFooter
+from attncheck.reports.run_file.store import RunWriter, count_outcomes, now, read_run
 from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal.columns import Style
 
@@ -132,7 +131,7 @@ class Examination:
         """
         if report_format not in FORMATS:
             raise UnknownNameError("report format", report_format, list(FORMATS))
-        run = Run("examination", self.header, self.records, self.footer)
+        run = store.Run("examination", self.header, self.records, self.footer)
         return FORMATS[report_format].render_runs((run,), Style()).text
 
     def __str__(self) -> str:
@@ -207,28 +206,23 @@ def examine(
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     if timing is not None:
         check_timed(selection, "timing=")
-    settings = RunSettings(device=device, seed=seed, timing=timing or TimingSettings(), truths=truths_folder())
     with ExitStack() as stack:
+        executor: ThisProcess | WorkerPool
         if timeout is None:
             backend = _load(candidate, kernel_options)
-            prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,), fits_pages=True)
-            clocks = TimingCheck(torch.device(prepared.plan.device), prepared.plan.timing)
-            examiner: Examiner | Supervisor = Examiner(prepared.plan, prepared.environment, clocks)
+            ref, executor = backend.ref, ThisProcess([backend])
         else:
-            ref, pool = _apart(candidate, kernel_options, timeout)
-            stack.enter_context(pool)
-            prepared = prepare_run(selection, (ref,), settings, pool=pool, fits_pages=True)
-            examiner = Supervisor(prepared.plan, prepared.backends, pool, prepared.environment)
-        infos = [each.info for each in prepared.backends]
-        header = make_header(prepared.selection, prepared.plan, infos, prepared.environment, notes=prepared.notes)
-        records: list[Record] = []
-        for record in examiner.run():
-            records.append(record)
-            if stop_at_first and record.outcome in FALLEN_SHORT:
-                break
+            ref, executor = _apart(candidate, kernel_options, timeout)
+            stack.enter_context(executor)
+        maxfail = 1 if stop_at_first else None
+        options = RunOptions(backends=(ref,), device=device, seed=seed, rounds=1, jobs=1, warm=False, maxfail=maxfail)
+        run = Run.open(selection, options, executor, timing=timing, fits_pages=True)
+        header, examiner = run.header(), executor.examiner(run)
+        run.examine(examiner)
         if examiner.blind:
             raise examiner.blind[0]
-    return Examination(header, tuple(records), RunFooter(finished=now(), counts=count_outcomes(records)))
+    footer = RunFooter(finished=now(), counts=count_outcomes(run.records))
+    return Examination(header, tuple(run.records), footer)
 
 
 def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float) -> tuple[str, WorkerPool]:
@@ -259,7 +253,7 @@ def _check_options(kernel_options: Iterable[str]) -> None:
             raise UnknownNameError("argument of examine", name, [*own, *options])
 
 
-def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
+def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> Backend:
     _check_options(kernel_options)
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
@@ -276,12 +270,12 @@ def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend
         raise BackendLoadError(str(options["name"]), str(error)) from error
 
 
-def _handed_over(backend: type) -> LoadedBackend | UnavailableBackend:
+def _handed_over(backend: type) -> Backend:
     """Load a class given in Python; its reference is a Python expression, so that repro commands are in Python too."""
     try:
         loaded = load_object(backend)
     except BackendUnavailableError as error:
-        return UnavailableBackend(error.name, python_ref(error.name), error.reasons)
+        return not_loaded(python_ref(error.name), error.reasons, error.name)
     found = vars(sys.modules.get(backend.__module__, object)).items()
     names = [name for name, value in found if value is backend]
     return replace(loaded, ref=python_ref(names[0] if names else loaded.name))

@@ -144,20 +144,20 @@ def _csv_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
 
 FORMATS: Mapping[str, ReportFormat] = {
     "terminal": ReportFormat(
-        "Text for a terminal",
+        "text",
         _terminal_runs,
         "Text for a terminal",
         _terminal_comparison,
         render_sections=_terminal_sections,
     ),
     "markdown": ReportFormat(
-        "Markdown", _markdown_runs, "Markdown", _markdown_comparison, render_sections=_markdown_sections
+        "the same as Markdown", _markdown_runs, "Markdown", _markdown_comparison, render_sections=_markdown_sections
     ),
     "html": ReportFormat("one self-contained HTML page", _html_runs, is_page=True),
     "junit": ReportFormat("JUnit XML", _junit_runs),
     "github": ReportFormat(
-        "for GitHub Actions a step summary (added to $GITHUB_STEP_SUMMARY where that is set and no --output given) and "
-        "annotations (to stdout)",
+        "a step summary (added to $GITHUB_STEP_SUMMARY where that is set and no --output given) and annotations (to "
+        "stdout)",
         _github_runs,
         "a GitHub step summary with annotations of what failed",
         _github_comparison,
@@ -172,8 +172,9 @@ FORMATS: Mapping[str, ReportFormat] = {
     "json": ReportFormat("every table as one JSON document", _json_runs, "one JSON document", _json_comparison),
     "csv": ReportFormat("CSV with a row for each record", _csv_runs),
     "audit": ReportFormat(
-        "an audit as Markdown: declared and measured features and graph levels, of the first run in full", _audit_page
+        "declared and measured features and graph levels of the first run, as Markdown, with the levels of others",
+        _audit_page,
     ),
-    "audit-json": ReportFormat("the audit as JSON", _audit_document),
+    "audit-json": ReportFormat("the same as JSON", _audit_document),
 }
 """Formats by the value of ``--format``, in the order of the help."""

@@ -26,10 +26,12 @@ from attncheck.harness.checks.cudagraph.probes import probes_of
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing import check
 from attncheck.harness.cli.app import app
-from attncheck.harness.cli.options import KEEP, Config, read_config
+from attncheck.harness.cli.options import KEYS, read_config
 from attncheck.harness.driver.construction import ConfigNode, vllm_config
 from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.pytest_plugin.plugin import name_in_pytest
 from attncheck.harness.run.expectations import load_expectations
+from attncheck.harness.run.options import KEEP, options_in
 from attncheck.harness.workers import pool as pool_module
 from attncheck.harness.workers.limits import DEFAULT
 from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions
@@ -95,8 +97,8 @@ def test_the_table_of_pyproject_is_read_and_has_every_key(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (table,) = blocks("running.md", "toml")
     (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
-    assert read_config(tmp_path).backends == ("./mine.py", "torch_sdpa")
-    assert list(tomllib.loads(table)["tool"]["attncheck"]) == list(Config.model_fields)
+    assert read_config(tmp_path).given["backends"] == ["./mine.py", "torch_sdpa"]
+    assert set(tomllib.loads(table)["tool"]["attncheck"]) == set(KEYS)
     assert f"newest {KEEP} stay" in prose_of("running.md")
 
 
@@ -259,9 +261,9 @@ def test_every_option_that_a_page_names_is_there() -> None:
         own = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
         return own.union(*(options(each) for each in getattr(command, "commands", {}).values()))
 
-    plugin = re.findall(r"--attncheck-[\w-]+", " ".join(path.read_text() for path in (ROOT / "harness").rglob("*.py")))
+    plugin = ["--attncheck-timing", *map(name_in_pytest, options_in("pytest"))]
     elsewhere = {"--dist", "--kill-after", "--signal", "--no-build-isolation", "--benchmark-compare", "--compute-mode"}
-    known = options(typer.main.get_command(app)) | set(plugin) | elsewhere | {"--part", "--limit", "--help"}
+    known = options(typer.main.get_command(app)) | {*plugin} | elsewhere | {"--part", "--limit", "--help"}
     for path in WRITTEN:
         code = re.findall(r"`(?:attncheck [^`]*)?(--[^`*]*)`", path.read_text(encoding="utf-8"))
         named = {word.partition("=")[0] for text in code for word in shlex.split(text) if word.startswith("--")}

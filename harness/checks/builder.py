@@ -28,16 +28,13 @@ from attncheck.harness.checks.numerics import check_numerics, output_shares
 from attncheck.harness.driver.construction import construct_builder, max_model_len
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.outputs import observed, placed
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import (
     ForwardCall,
-    Step,
     changed_inputs,
     copied_calls,
     forward_calls_of,
     make_step,
-    num_builders,
     request_order,
 )
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -135,24 +132,11 @@ _PLAYS = (_Play((0, 1), (0, 1)), _Play((0, 1), (1, 0)), _Play((0, 0), (0, 1)))
 
 @dataclass(frozen=True)
 class _Built:
-    """A step, the call passed to a builder, and the metadata that it built."""
+    """A session that runs the step, the call passed to a builder, and the metadata that it built."""
 
-    step: Step
+    session: Session
     call: ForwardCall
     metadata: Any
-
-
-def new_builder(session: Session) -> Any:
-    """Return another builder for the layer of ``session``."""
-    backend, problem = session.backend, session.problem
-    return call_backend("builder", lambda: construct_builder(backend, (problem,), session.device, session.attn_layer))
-
-
-def step_of(session: Session, order: Sequence[int]) -> tuple[Step, tuple[ForwardCall, ...]]:
-    """Return the step of the session's problem with requests in ``order``, and its calls. Copy the calls before use."""
-    backend = session.backend
-    step = make_step(session.problem, session.device, order, pad_seq_len=backend.conventions.pad_seq_len)
-    return step, forward_calls_of(step, backend.features, session.threshold)
 
 
 def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | None:
@@ -162,16 +146,16 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | Non
     requests in reverse order, and which runs first. Return None for a step of several calls.
     """
     play = _PLAYS[int(session.problem.case.hash, 16) % len(_PLAYS)]
-    steps = [step_of(session, order) for order in (session.order, _opposite(session))]
-    if any(len(calls) > 1 for _, calls in steps):
+    sessions = [session.in_order(order) for order in (session.order, _opposite(session))]
+    calls = [copied_calls(each.prepared().calls) for each in sessions]
+    if any(len(each) > 1 for each in calls):
         return None
-    lent = [(step, copied_calls(calls)[0]) for step, calls in steps]
     try:
-        built = [_built(session, *lent[which]) for which in play.steps]
+        built = [_built(sessions[which], calls[which][0]) for which in play.steps]
         for index in play.forwards:
-            wrong = _fault(session, truth, built[index])
+            wrong = _fault(built[index], truth)
             if wrong is not None:
-                return _finding(session, truth, play, index, built[index].step, wrong)
+                return _finding(session, truth, play, index, built[index].session, wrong)
     except StageError as failure:
         return replace(failure.raised, stage=f"{failure.raised.stage} beside another builder")
     return None
@@ -179,23 +163,23 @@ def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | Non
 
 def wrong_draft(session: Session, truth: Truth) -> Broken | None:
     """Return what is wrong with the step if it runs with metadata of ``build_for_drafting``. Raise StageError."""
-    step, calls = step_of(session, session.order)
-    (call,) = copied_calls(calls)
-    build = partial(new_builder(session).build_for_drafting, common_attn_metadata=call.common, draft_index=0)
-    wrong = _fault(session, truth, _Built(step, call, call_backend("build_for_drafting", build)))
+    (call,) = copied_calls(session.prepared().calls)
+    builder = session.in_flight(session.problem).builder
+    build = partial(builder.build_for_drafting, common_attn_metadata=call.common, draft_index=0)
+    wrong = _fault(_Built(session, call, call_backend("build_for_drafting", build)), truth)
     return wrong and replace(wrong, summary=f"with the metadata of build_for_drafting: {wrong.summary}")
 
 
-def _finding(session: Session, truth: Truth, play: _Play, index: int, step: Step, wrong: Broken) -> Broken | None:
+def _finding(session: Session, truth: Truth, play: _Play, index: int, ordered: Session, wrong: Broken) -> Broken | None:
     """Return the finding for a wrong output, or None if the step is also wrong alone, which other checks report."""
-    (call,) = copied_calls(forward_calls_of(step, session.backend.features, session.threshold))
-    if _fault(session, truth, _built(session, step, call)) is None:
+    (call,) = copied_calls(ordered.prepared().calls)
+    if _fault(_built(ordered, call), truth) is None:
         what = f"{play.in_words}; the answer by builder {index + 1} was wrong"
         summary = f"wrong beside the metadata of another builder: {wrong.summary}"
         return Broken(summary, wrong.figures, _MEANING, (what, *wrong.details))
-    if session.threshold is None or step.order == tuple(session.order):
+    if session.threshold is None or ordered.order == session.order:
         return None
-    summary = f"wrong with the requests in the order {list(step.order)}: {wrong.summary}"
+    summary = f"wrong with the requests in the order {ordered.order}: {wrong.summary}"
     meaning = (
         "the builder needs another order of the requests: a runner sorts by the smallest reorder_batch_threshold of "
         f"all builders, which may be below {session.threshold}"
@@ -213,24 +197,18 @@ def _opposite(session: Session) -> list[int]:
     return sorted(behind, key=lambda i: session.threshold is not None and requests[i].query_len > 1)
 
 
-def _built(session: Session, step: Step, call: ForwardCall) -> _Built:
-    builder = new_builder(session)
-    build = partial(builder.build, common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
-    return _Built(step, call, call_backend("build", build))
+def _built(session: Session, call: ForwardCall) -> _Built:
+    """Build from ``call`` with a builder of its own."""
+    ((_, metadata),) = session.in_flight(session.problem).built((call,))
+    return _Built(session, call, metadata)
 
 
-def _fault(session: Session, truth: Truth, built: _Built) -> Broken | None:
-    layer, pool, kv_cache = session.layer, session.pool, None
-    if pool is not None:
-        kv_cache = pool.filled()
-        layer.store_new_rows(pool, built.step)
-    buffers = layer.output_buffers(session.problem, built.call)
-    returned = call_backend(
-        "forward", lambda: layer.enter(built.call, kv_cache, built.metadata, buffers), session.device
-    )
-    result = layer.result_of(built.call, returned, buffers)
-    seen = observed(placed([result]), built.step, [result], pool_before=None, pool_after=None, changed=())
-    finding = check_numerics(session.problem, truth, seen, explains=False)
+def _fault(built: _Built, truth: Truth) -> Broken | None:
+    """Run ``forward`` over a freshly filled cache, and return what is wrong with its output."""
+    session = built.session
+    turn = session.begin(images=False)
+    session.take(turn, built.call, built.metadata)
+    finding = check_numerics(session.problem, truth, session.finish(turn), explains=False)
     return finding if isinstance(finding, Broken) else None
 
 
@@ -267,8 +245,8 @@ def _faults(
 ) -> Iterator[Broken | Raised | None]:
     """Yield faults, or None, one after another; append to ``notes``."""
     finder = WaitFinder(case.device)
-    builders = [finder.construct(partial(new_builder, session)) for _ in range(num_builders(case.problem))]
-    _, calls = step_of(session, session.order)
+    builders = finder.construct(partial(session.in_flight, session.problem)).builders
+    calls = session.prepared().calls
     for call in calls:
         (lent,) = copied_calls((call,))
         waits = waits_while_building(finder, builders[call.builder], lent)

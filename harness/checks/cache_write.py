@@ -13,13 +13,11 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.checks.interface import Check, CheckedCase, Function, call
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.diagnosis import paging
-from attncheck.harness.driver.construction import construct_builder
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.outputs import observed, placed
 from attncheck.harness.driver.pool import KVPool, flat_bytes, same_bytes
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.driver.step import ForwardCall, copied_calls, forward_calls_of, make_step
+from attncheck.harness.driver.step import ForwardCall
 from attncheck.harness.problem.pages import RandomStream
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.queries import decode
@@ -139,34 +137,27 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
     call the update; for a latent layer; or if the step takes several forward calls.
     """
     problem, backend, pool = session.problem, session.backend, session.pool
-    step = make_step(problem, session.device, session.order, pad_seq_len=backend.conventions.pad_seq_len)
-    calls = forward_calls_of(step, backend.features, session.threshold)
-    if pool is None or len(calls) > 1 or problem.layer.mla is not None or not backend.forward_includes_kv_cache_update:
+    if pool is None or problem.layer.mla is not None or not backend.forward_includes_kv_cache_update:
         return finding
-    call = _with_keys(copied_calls(calls)[0], problem.keys, problem.values)
+    if len(session.prepared().calls) > 1:
+        return finding
     try:
-        builder = call_backend(
-            "builder", lambda: construct_builder(backend, (problem,), session.device, session.attn_layer)
-        )
-        metadata = call_backend("build", lambda: builder.build(call.common_prefix_len, call.common))
-        kv_cache = pool.filled()
-        before = pool.bytes().clone()
-        buffers = session.layer.output_buffers(problem, call)
-        returned = call_backend(
-            "forward", lambda: session.layer.enter(call, kv_cache, metadata, buffers), session.device
-        )
+        own = session.in_flight(problem)
+        turn = own.begin()
+        calls = [_with_keys(call, problem.keys, problem.values) for call in turn.calls]
+        for call, metadata in own.built(calls):
+            own.take(turn, call, metadata)
+        seen = own.finish(turn)
     except StageError as failure:
         raised = failure.raised
         return finding if raised.is_refusal else replace(raised, stage=f"{raised.stage} with keys for a shared cache")
-    if not same_bytes(before, pool.bytes()):
+    if turn.before is not None and not same_bytes(turn.before, pool.bytes()):
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",
             finding.figures,
             "the layer ignores kv_sharing_target_layer_name: such a layer reads the cache of that layer, "
             "and writes nothing",
         )
-    result = session.layer.result_of(call, returned, buffers)
-    seen = observed(placed([result]), step, [result], pool_before=None, pool_after=None, changed=())
     judged = check_numerics(problem, truth, seen, explains=False)
     if not isinstance(judged, Broken):
         return finding

@@ -242,7 +242,7 @@ def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: st
     for region in session.pool.regions if session.pool is not None else ():
         leak = repeats.is_moved_by(Fill(poison=fill.poison, regions=(region,)))
         if isinstance(leak, Raised):
-            leaks[region] = f"{region} (raises {type(leak.error).__name__})"
+            leaks[region] = f"{region} (raises {leak.error_type})"
         elif leak:
             leaks[region] = region
     source = ", ".join(leaks.values()) or "foreign slots, several together"

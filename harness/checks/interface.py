@@ -27,7 +27,7 @@ from attncheck.harness.truth.unpaged import Budget, share_of_budget
 #
 # A check is one row of `CHECKS` in `reference/spec.py` plus one module here with the row's name. The row sits there
 # because case files, the schema and `list` need it without importing the harness. Everything that only the harness
-# needs is in the module's `CHECK`.
+# needs is in the module's `CHECKS`.
 
 T = TypeVar("T")
 

@@ -156,7 +156,7 @@ def check_declared(session: Session, seen: Observation | Raised) -> Finding:
     idle = session.run_without_metadata()
     if isinstance(idle, Raised):
         return Broken(
-            f"forward without metadata (the profiling call) raised {type(idle.error).__name__}: {idle.message}",
+            f"forward without metadata (the profiling call) raised {idle.error_type}: {idle.message}",
             details=(idle.trace,),
         )
     if not bool(torch.isfinite(idle.double()).all()):
@@ -170,14 +170,14 @@ def failure_of_declared(raised: Raised) -> Broken:
     """Return the failure of a declared case that the backend refused or that raised."""
     verb = "refused" if raised.is_refusal else "raised"
     return Broken(
-        f"declared, but {verb} at {raised.stage}: {type(raised.error).__name__}: {raised.message}",
+        f"declared, but {verb} at {raised.stage}: {raised.error_type}: {raised.message}",
         details=(raised.trace,),
         finding=_cause(raised),  # of the checks that raised as well
     )
 
 
 def _cause(raised: Raised) -> str:
-    return cause_of_error(type(raised.error).__name__, raised.stage, raised.message, raised.trace)
+    return cause_of_error(raised.error_type, raised.stage, raised.message, raised.trace)
 
 
 def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
@@ -186,7 +186,7 @@ def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
         return Holds(notes=(f"{REFUSED} {raised.stage}: {raised.message}",))
     after = f" after changing {' and '.join(raised.touched)}" if raised.touched else ""
     return Broken(
-        f"{UNCLEAR}: {type(raised.error).__name__} at {raised.stage}{after}: {raised.message}",
+        f"{UNCLEAR}: {raised.error_type} at {raised.stage}{after}: {raised.message}",
         meaning="the backend does not refuse the case clearly: a refusal is a ValueError, NotImplementedError or "
         "TypeError that the backend raises itself",
         details=(*reasons, raised.trace),

@@ -71,7 +71,7 @@ class DelayedSteps:
             turn = session.begin()
             calls = [
                 self._call(session, turn, call, fresh, metadata, delay_ns)
-                for (call, metadata), fresh in zip(session.built(turn.calls), turn.pristine, strict=True)
+                for (call, metadata), fresh in zip(session.built(turn.calls), turn.lent.pristine, strict=True)
             ]
             seen = replace(session.finish(turn), pool_after=calls[-1].image)
             self._api.synchronize()

@@ -9,17 +9,30 @@ import io
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from attncheck.errors import BackendUnavailableError, QuestionError, WriteError
-from attncheck.harness.cli import doctor, fuzz, mutants, reports, run, show
-from attncheck.harness.cli.common import drop_stdout, print_stderr, signal_of
+from attncheck.harness.cli.common import (
+    Color,
+    ColorChoice,
+    drop_stdout,
+    interruptible,
+    print_stderr,
+    show_printed,
+    signal_of,
+)
+from attncheck.harness.cli.options import Given, with_options
+from attncheck.harness.run.options import options_in, split_commas
 
 # Turns errors of the option parser into one line, in the style of all other errors.
 #
@@ -32,21 +45,35 @@ HELP = "Usage: "
 """Prefix of the help text that a command without arguments prints instead of an error."""
 
 
+_TIME, _RAY = "attncheck time", "--executor ray:FILE, whose keys are address, resources and runtime_env"
+
 _MEANT: Mapping[str, str] = MappingProxyType(
     {
-        "no such command 'test'": "`attncheck run`",
-        "no such command 'bench'": "`attncheck run --check timing`",
-        "no such command 'diff'": "`attncheck compare`",
-        "no such command 'badge'": "`attncheck site`",
-        "no such command 'recommend'": "`attncheck report --needs NEED,...`",
-        "no such command 'audit'": "`attncheck run 'vllm:*' --within 600`, then `attncheck report --format audit`",
-        "no such command 'expect'": "`attncheck report --format expect`",
-        "no such command 'schema'": "`attncheck list schema`",
-        "no such command 'version'": "`attncheck --version`",
-        "no such option: --timeout": "--case-timeout for one check of a case, --backend-timeout for a whole backend",
+        "command 'test'": "`attncheck run`",
+        "command 'bench'": f"`{_TIME}`",
+        "command 'diff'": "`attncheck compare`",
+        "command 'badge'": "`attncheck site`",
+        "command 'init'": "`attncheck new backend`",
+        "command 'recommend'": "`attncheck report --needs NEED,...`",
+        "command 'audit'": "`attncheck run 'vllm:*' --within 600`, then `attncheck report --format audit`",
+        "command 'expect'": "`attncheck report --format expect`",
+        "command 'schema'": "`attncheck list schema`",
+        "command 'explain'": "`attncheck report`, which gives the likely cause of each failure",
+        "command 'help'": "`attncheck --help`",
+        "command 'version'": "`attncheck --version`",
+        "option: --timeout": "--case-timeout for one check of a case, --backend-timeout for a whole backend",
+        "option: --rounds": f"`{_TIME} --rounds`",
+        "option: --time-limit": f"`{_TIME} --time-limit`",
+        "option: --warm-cache": f"`{_TIME} --warm-cache`",
+        "option: --kernels": f"`{_TIME} --kernels`",
+        "option: --function": "--case, which with --provider selects functions, too",
+        "option: --exitfirst": "-x, or --maxfail 1",
+        "option: --ray-address": _RAY,
+        "option: --ray-resources": _RAY,
+        "option: --ray-runtime-env": _RAY,
     }
 )
-"""What to write instead of a command or an option that users expect, by the beginning of the message."""
+"""What to write for a former command or option, or one that users expect; the parser's message begins with no such."""
 
 
 def usage_error_in_words(error: Any) -> str:
@@ -58,9 +85,9 @@ def usage_error_in_words(error: Any) -> str:
         message = f"{match['name']}: {_reason(error) or match['reason']}"
     else:
         message = message[:1].lower() + message[1:]
-    for beginning, meant in _MEANT.items():
-        if message.startswith(beginning):
-            message = f"{beginning}; use {meant}"
+    for name, meant in _MEANT.items():
+        if re.match(rf"no such {name}(?![\w-])", message):
+            message = f"no such {name}; use {meant}"
     context = getattr(error, "ctx", None)
     return message if context is None else f"{message}; see `{context.command_path} --help`"
 
@@ -180,8 +207,134 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+@with_options(*options_in("run"))
+def run(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO) -> int:
+    """Examine backends or providers, and print the results.
+
+    Without options, every built-in backend runs on the GPU, or on the CPU without one, in about a minute. The suite is
+    smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
+    alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
+    options. Each backend runs in its own processes, so a crash costs one case. The run file holds every record;
+    `attncheck report` shows it.
+    """
+    return _run(context, given, color)
+
+
+@with_options(*options_in("time"))
+def time_backends(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO) -> int:
+    """Measure the times of backends, and print them.
+
+    This is `attncheck run --check timing`. The check runs in rounds; each round is a fresh process that runs alone. A
+    backend whose output is wrong gets no time. `attncheck compare` compares the run files of two such runs.
+    """
+    return _run(context, given | {"checks": ["timing"]}, color)
+
+
+def _run(context: typer.Context, given: Given, color: ColorChoice) -> int:
+    began, spare = time.monotonic(), None
+    if "in_process" not in given:  # in process, Python cannot interrupt a kernel
+        context.with_resource(interruptible())
+        if given.get("ray", "local") == "local" and ("backends" in given or "providers" not in given):
+            from attncheck.harness.workers.process import WorkerProcess
+
+            # Start it before other imports: loading torch takes longest, and it does so meanwhile.
+            show = show_printed if "show_output" in given else None
+            spare = context.with_resource(WorkerProcess(show=show, pass_env=split_commas(given.get("pass_env", ()))))
+    from attncheck.harness.cli.run import run_command
+
+    return run_command(context, given, spare, began=began, color=color)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a command is: a function of a module in this folder. ``summary``: the first line of its docstring."""
+
+    module: str
+    function: str
+    summary: str
+    hidden: bool = False
+
+
+_PLACES: Mapping[str, _Place] = MappingProxyType(
+    {
+        "run": _Place("app", "run", "Examine backends or providers, and print the results."),
+        "time": _Place("app", "time_backends", "Measure the times of backends, and print them."),
+        "fuzz": _Place("fuzz", "fuzz", "Examine a backend with random cases; reduce each failure."),
+        "shrink": _Place("fuzz", "shrink", "Reduce a failure of a run to a small case."),
+        "show": _Place("show", "show", "Show a case: layer, cache, requests, masks and checks."),
+        "list": _Place("show", "list_names", "List backends, suites, cases or checks, or print a JSON schema."),
+        "doctor": _Place("doctor", "doctor", "Print versions, devices, and which backends can run."),
+        "report": _Place("reports", "report", "Report runs in a format, or which backends are right for needs."),
+        "compare": _Place("reports", "compare", "Compare two runs."),
+        "merge": _Place("app", "merge", "Merge the run files of shards into one."),
+        "site": _Place("reports", "site", "Write a static site of the results of many runs."),
+        "record": _Place("doctor", "record", "Record the batches of a vLLM server as a case file."),
+        "new": _Place("show", "new_backend", "Write the first files of a backend."),
+        "warm": _Place("doctor", "warm", "Compile the kernels of a run in advance.", hidden=True),
+        "mutants": _Place("mutants", "mutants", "Show which checks detect which mutants.", hidden=True),
+    }
+)
+
+
+class CommandInGroups(TyperCommand):
+    """A command whose help lists its options by group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            described: Any = each
+            record = described.get_help_record(ctx)
+            if record is not None:
+                name = "Arguments" if each.param_type_name == "argument" else described.rich_help_panel or "Options"
+                groups.setdefault(name, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name; the module of a command is imported when it is used, since all together load slowly."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+    def __getitem__(self, name: str) -> Any:
+        place = _PLACES[name]
+        module = import_module(f"attncheck.harness.cli.{place.module}")
+        command = with_exit_code(getattr(module, place.function))
+        built = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        if name == "new":
+            built.callback(help=place.summary, no_args_is_help=True)(lambda: None)
+            built.command("backend", cls=CommandInGroups)(command)
+        else:
+            built.command(name, cls=CommandInGroups, hidden=place.hidden)(command)
+        return typer.main.get_command(built)
+
+
+class CommandGroup(TyperGroup):
+    """The group of all commands."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = _Commands()
+
+    def list_commands(self, _context: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(self.commands)
+
+    def format_commands(self, _context: Any, formatter: Any) -> None:
+        """Write each command with its summary."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, place.summary) for name, place in _PLACES.items() if not place.hidden])
+
+
 app = typer.Typer(
     name="attncheck",
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -200,25 +353,6 @@ def attncheck_command(
     Exit codes: 0: every result is as expected. 1: a backend failed. 2: invalid arguments or input files. 3: attncheck
     itself failed, or cannot write its output.
     """
-
-
-app.command("run")(with_exit_code(run.run))
-app.command("fuzz")(with_exit_code(fuzz.fuzz))
-app.command("shrink")(with_exit_code(fuzz.shrink))
-app.command("warm")(with_exit_code(doctor.warm))
-app.command("show")(with_exit_code(show.show))
-app.command("list")(with_exit_code(show.list_names))
-app.command("doctor")(with_exit_code(doctor.doctor))
-app.command("report")(with_exit_code(reports.report))
-app.command("compare")(with_exit_code(reports.compare))
-app.command("merge")(with_exit_code(merge))
-app.command("site")(with_exit_code(reports.site))
-app.command("record")(with_exit_code(doctor.record))
-app.command("mutants")(with_exit_code(mutants.mutants))
-
-new_app = typer.Typer(help="Write the first files of a backend.", no_args_is_help=True, rich_markup_mode=None)
-new_app.command("backend")(with_exit_code(show.new_backend))
-app.add_typer(new_app, name="new")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
 
 if TYPE_CHECKING:
     from attncheck.harness.host import KernelCache
@@ -252,25 +253,25 @@ def warm(
     and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
     each backend that compiles kernels. Exit code 0, even if cases fail.
     """
+    from attncheck.harness.run.options import split_commas
     from attncheck.harness.run.preparation import first_refs
     from attncheck.harness.run.selection import select_cases
-    from attncheck.harness.truth.shared_folder import truths_folder
-    from attncheck.harness.workers.limits import WorkerSettings, read_patterns
+    from attncheck.harness.workers.limits import WorkerSettings
     from attncheck.harness.workers.pool import WorkerPool
 
     refs = (*(backends or ()), *(backend or ()))
     selection = select_cases(suite or (), case or (), check or (), settings or ())
-    with WorkerPool(settings=WorkerSettings(pass_env=read_patterns(pass_env or ()))) as pool:
+    with WorkerPool(settings=WorkerSettings(pass_env=split_commas(pass_env or ()))) as pool:
         pool.start(first_refs(refs, selection.suites))
 
-        from attncheck.harness.run.preparation import RunSettings, prepare_run
+        from attncheck.harness.run.options import RunOptions
+        from attncheck.harness.run.run import Run
 
-        truths = None if no_cache else truths_folder()
-        prepared = prepare_run(selection, refs, RunSettings(device=device, truths=truths), pool=pool)
+        run = Run.open(selection, RunOptions(backends=refs, device=device, cache=not no_cache), pool)
         pool.keep_only(())  # the backends are described; free the memory of these processes
-        for each in prepared.backends:
+        for each in run.backends:
             if each.is_loaded and not each.unavailable_reasons:
-                _warm(each, prepared.plan, pool)
+                _warm(each, run.plan, pool)
             else:
                 typer.echo(f"{each.name}: not here: {each.reason}")
     return 0
@@ -309,9 +310,7 @@ def record(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts vLLM.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The case file to write.")] = Path("recorded.yaml"),
     every: Annotated[int, typer.Option(metavar="N", help="Record at most one in N batches.")] = 1,
-    cases: Annotated[
-        int | None, typer.Option(metavar="N", help="Maximum number of cases in the file. Default: 100.")
-    ] = None,
+    cases: Annotated[int, typer.Option(metavar="N", help="Maximum number of cases in the file.")] = DEFAULT_CASES,
 ) -> int:
     """Record the batches of a vLLM server as a case file.
 
@@ -319,9 +318,7 @@ def record(
     its frequency, but no tokens and no tensors. It is written every minute and when the engine ends. `attncheck run
     --suite FILE` runs its cases. The exit code is that of COMMAND.
     """
-    from attncheck.harness.recording.plugin import DEFAULT_CASES, RecordingSettings
-
-    settings = RecordingSettings(output, every, DEFAULT_CASES if cases is None else cases)
+    settings = RecordingSettings(output, every, cases)
     if output.exists():
         raise QuestionError(f"--output {output}: there already; move it away, or name another file")
     if not output.absolute().parent.is_dir():

@@ -19,7 +19,7 @@ from attncheck.harness.cli import common
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, make_folder
-from attncheck.harness.cli.options import read_size
+from attncheck.harness.cli.options import read_options
 from attncheck.harness.cli.run_files import kept_folder, run_path
 from attncheck.harness.fuzz.shrink import (
     BackendProcess,
@@ -32,7 +32,7 @@ from attncheck.harness.fuzz.shrink import (
 )
 from attncheck.harness.fuzz.stand_alone import write_stand_alone
 from attncheck.harness.run.selection import check_seed, choose_checks
-from attncheck.harness.workers.limits import MemoryLimits, TimeLimits, WorkerSettings, read_limit, read_patterns
+from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.analysis.findings import stated_cause
@@ -61,10 +61,9 @@ def backend_process(
     pass_env: Sequence[str] | None,
 ) -> Iterator[BackendProcess]:
     """Yield a process of the backend with these options; end it on leaving."""
-    limits = TimeLimits(read_limit("--case-timeout", case_timeout), math.inf)
-    memory = MemoryLimits(read_size("--memory-limit", memory_limit), None)
-    settings = WorkerSettings(limits, memory, read_patterns(pass_env or ()))
-    with WorkerPool(settings=settings) as pool:
+    given = {"case_timeout": case_timeout, "memory_limit": memory_limit, "pass_env": pass_env}
+    options = read_options({name: value for name, value in given.items() if value is not None})
+    with WorkerPool(settings=worker_settings(options)) as pool:
         yield BackendProcess(ref, pool, device=device, seed=seed)
 
 
@@ -308,8 +307,8 @@ def recorded_failure(run: Run, case_id: str, check: str, backend: str | None) ->
     meant = [each for each in meant if backend in (None, each.backend, each.backend_ref)]
     if not meant:
         known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "none"
-        by = f" in check {check}" if check else ""
-        raise SelectionError(f"{run.path}: {case_id or 'no case'} has no failure{by}; failures of this run: {known}")
+        what = "it" if not case_id else f"{case_id} in check {check}" if check else case_id
+        raise SelectionError(f"{run.path}: {what} has no failure; failures of this run: {known}")
     backends = tuple(dict.fromkeys(each.backend for each in meant))
     if case_id and len(backends) > 1:
         raise SelectionError(f"{run.path}: {case_id} did not pass for {', '.join(backends)}; choose one with --backend")

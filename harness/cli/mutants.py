@@ -26,7 +26,7 @@ from attncheck.errors import BackendUnavailableError, QuestionError, SelectionEr
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, print_stderr
-from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.run.options import RunOptions
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
 from attncheck.reports.run_file.records import FALLEN_SHORT, Failed, Record, Unavailable, Unsupported
@@ -374,7 +374,7 @@ def _examine(options: RunOptions) -> str:
     from attncheck.harness.cli.run import execute_run
 
     try:
-        execute_run(options, lambda _header: None, see=lambda _record: None)
+        execute_run(options, see=lambda _record: None)
     except (QuestionError, BackendUnavailableError) as error:
         return str(error)
     return ""
@@ -426,12 +426,12 @@ def mutants(
     is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
     """
     from attncheck.backends.mutants.catalogue import catalogue
-    from attncheck.harness.cli.options import RunOptions, read_jobs
-    from attncheck.harness.run.selection import read_shard, split_commas
+    from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
+    from attncheck.harness.run.selection import read_shard
     from attncheck.reports.run_file.store import read_run
 
     began = time.monotonic()
-    chosen = choose_mutants(catalogue(), names or (), kind or (), read_shard(shard))
+    chosen = choose_mutants(catalogue(), names or (), kind or (), read_shard(shard) if shard else None)
     if runs:
         matrix = _matrix([read_run(path) for path in runs], chosen, {}, is_part=True)
     else:
@@ -444,7 +444,7 @@ def mutants(
             until_failure="check",
             command=tuple(context.obj or ()),
         )
-        matrix = _examine_mutants(chosen, options, read_jobs(jobs), output)
+        matrix = _examine_mutants(chosen, options, read_jobs("--jobs", jobs or "auto"), output)
     typer.echo(json.dumps(as_json(matrix), indent=2) if form == MatrixFormat.json else as_text(matrix))
     if form != MatrixFormat.json and not runs:
         typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))

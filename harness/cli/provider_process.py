@@ -11,7 +11,6 @@ from typing import Self
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import ProviderLoadError, QuestionError
-from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.providers.examine import (
     PlannedProviders,
     ProviderPlan,
@@ -20,9 +19,11 @@ from attncheck.harness.providers.examine import (
     examine_providers,
     plan_providers,
 )
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ended
-from attncheck.harness.run.preparation import DeviceChooser
+from attncheck.harness.run.run import DeviceChooser
 from attncheck.harness.workers.executor import WAITING
+from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.process import (
     ProcessEndedError,
     Show,
@@ -51,7 +52,7 @@ class ProviderExaminer:
 
     def __init__(self, options: RunOptions, cases: Sequence[Case], show: Show | None = None) -> None:
         self._options, self._cases, self._show = options, cases, show
-        self._limits = options.worker_settings.limits
+        self._limits = worker_settings(options).limits
         self._process: WorkerProcess | None = None
         self._request: PlanProviders | None = None
         self._planned = PlannedProviders()

@@ -96,7 +96,7 @@ def _expectations(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
 RUN_FORMATS: Mapping[str, ReportFormat] = {
     **FORMATS,
     "expect": ReportFormat(
-        "the failures as a file for `attncheck run --expect`: an entry for each finding, with a reason to be replaced",
+        "a file for `attncheck run --expect`, with an entry for each finding, whose reason is to be replaced",
         _expectations,
         advice="an expectation file belongs to one run",
     ),
@@ -115,7 +115,11 @@ def report(
     runs: RunWords = None,
     form: Annotated[
         RunFormat,
-        typer.Option("--format", help=f"{'; '.join(form.about_runs for form in RUN_FORMATS.values())}."),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help=f"{'; '.join(f'{name}: {form.about_runs}' for name, form in RUN_FORMATS.items())}.",
+        ),
     ] = "terminal",
     output: OutputFile = None,
     section: Annotated[

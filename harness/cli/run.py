@@ -4,14 +4,13 @@ import contextlib
 import faulthandler
 import gc
 import io
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,13 +19,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attncheck.errors import BackendLoadError, ClusterError, QuestionError, SelectionError, WriteError
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
+from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
+from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli.common import (
-    Color,
     ColorChoice,
-    interruptible,
     make_folder,
     print_stderr,
     printing_to_stdout,
@@ -35,27 +31,36 @@ from attncheck.harness.cli.common import (
     terminal_width,
     use_color,
 )
-from attncheck.harness.cli.options import RunOptions
-from attncheck.harness.cli.run_files import found_in, measured_costs, open_run, read_part
+from attncheck.harness.cli.options import Given, read_config, read_options
+from attncheck.harness.cli.reports import read_reports, write_reports
+from attncheck.harness.cli.run_files import (
+    found_in,
+    kept_folder,
+    kept_run,
+    measured_costs,
+    only_failed,
+    open_run,
+    read_part,
+)
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
 from attncheck.harness.run.preparation import first_refs
+from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
-from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.limits import only_passed, passed_environment, read_limit, read_patterns, variables_read
+from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.process import WorkerProcess, preparation_of
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
-from attncheck.reports.run_file.store import Run, count_outcomes, now
+from attncheck.reports.run_file.store import Run as StoredRun
+from attncheck.reports.run_file.store import count_outcomes, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
-    from attncheck.harness.providers.examine import PlannedProviders
-    from attncheck.harness.run.expectations import Expectations, HasNames
-    from attncheck.harness.run.preparation import PreparedRun, RunSettings
-    from attncheck.harness.run.selection import RunPlan
+    from attncheck.harness.run.expectations import HasNames
 
 # Expands references such as `vllm:*` to the backends of the library that can run here.
 
@@ -77,7 +82,7 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
             continue
         from attncheck.harness.workers.survey import survey
 
-        limit = options.worker_settings.limits.of_loading
+        limit = worker_settings(options).limits.of_loading
         found = survey(ref.removesuffix(_ALL), options.device, selection.device_wishes, limit)
         able = [each.name for each in found if not each.reason]
         if not able:
@@ -266,19 +271,44 @@ def progress_for(
 
 # Where the cases of a run are examined: in processes on this machine, on a Ray cluster, or in this process.
 
-Processes = WorkerPool | RayCluster
-"""Processes that load and describe the backends of a run."""
+
+@contextmanager
+def open_executor(
+    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
+) -> Iterator[Executor]:
+    """Yield what loads the backends of ``options`` and examines; end all its processes on leaving.
+
+    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
+    which the check ``timing`` samples a part of a step.
+
+    Raises:
+        SelectionError: timing is requested on a Ray cluster.
+        ClusterError, MissingExtraError: the Ray cluster cannot be used.
+    """
+    if options.in_process:
+        from attncheck.harness.run.backend_loading import ThisProcess
+
+        yield ThisProcess()
+        return
+    prepare, settings = preparation_of(selection), worker_settings(options)
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    if options.ray is not None:
+        if selection.is_timed:
+            reason = f"the check {TIMING} compares times of one device, and a cluster has many"
+            raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
+        with RayCluster(
+            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
+        ) as cluster:
+            yield cluster
+        return
+    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
+        if options.backend_refs is not None:
+            pool.start(first_refs(options.backend_refs, selection.suites))
+        yield pool
 
 
-class CaseExaminer(Protocol):
-    """Examines the cases of a plan, in this process or in others."""
-
-    @property
-    def blind(self) -> list[QuestionError]:
-        """Errors of cases that could not be examined at all."""
-
-    def run(self) -> Generator[Record, None, None]:
-        """Yield each record as it is found."""
+def _note(line: str) -> None:
+    typer.echo(f"note: {line}", err=True)
 
 
 def open_providers(
@@ -292,86 +322,12 @@ def open_providers(
     return providers_of(options, selection.cases, show_printed if options.show_output else None)
 
 
-@contextmanager
-def open_processes(
-    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
-) -> Iterator[Processes]:
-    """Yield the processes that examine the backends of ``options``; end all of them on leaving.
-
-    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
-    which the check ``timing`` samples a part of a step.
-
-    Raises:
-        SelectionError: timing is requested on a Ray cluster.
-        ClusterError, MissingExtraError: the Ray cluster cannot be used.
-    """
-    prepare, settings = preparation_of(selection), options.worker_settings
-    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
-    if options.ray is not None:
-        if selection.is_timed:
-            reason = f"the check {TIMING} compares times of one device, and a cluster has many"
-            raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
-        with RayCluster(
-            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
-        ) as cluster:
-            yield cluster
-        return
-    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
-        if options.backend_refs is not None and not options.in_process:
-            pool.start(first_refs(options.backend_refs, selection.suites))
-        yield pool
-
-
-def case_examiner(
-    prepared: "PreparedRun",
-    processes: Processes | None,
-    *,
-    warms: bool = True,
-    jobs: int | None = None,
-    folder: Path | None = None,
-    deadline: float | None = None,
-) -> CaseExaminer:
-    """Return the examiner of the plan: in ``processes``, or in this process if there are none.
-
-    ``warms``: whether, on a GPU, other processes compile kernels ahead of the run.
-    ``jobs``: processes that work at once. If it is None, as many as cores and memory allow, but one per GPU.
-    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
-    ``folder``: the folder of kept runs; the durations of checks in them are used to divide the work.
-    """
-    from attncheck.harness.workers.executor import Supervisor
-    from attncheck.harness.workers.pool import most_processes
-    from attncheck.harness.workers.ray import RayExecutor
-
-    plan, environment = prepared.plan, prepared.environment
-    if isinstance(processes, RayCluster):
-        return RayExecutor(plan, prepared.backends, processes, environment)
-    if processes is None or not prepared.backends:
-        from attncheck.harness.run.evaluate import Examiner
-
-        return Examiner(plan, environment)
-    is_gpu = plan.device != "cpu"
-    gpus = max(len(processes.gpus), 1)
-    room = most_processes("cpu") if deadline is None else gpus * most_processes(plan.device, gpus)
-    jobs = jobs or (min(room, gpus) if is_gpu and deadline is None else room)
-    costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
-    if deadline is not None:
-        loaded = sum(each.is_loaded for each in prepared.backends)
-        processes.limits = processes.limits.shared(deadline - time.monotonic(), loaded, jobs)
-    warms = warms and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
-    return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms, costs=costs)
-
-
-def _note(line: str) -> None:
-    typer.echo(f"note: {line}", err=True)
-
-
 # Executes one run: selects, prepares, examines, and writes each record to the run file as it arrives.
 #
 # Progress goes to stderr, and nothing to stdout. Loads torch only for what this process examines: a provider, or
 # backends with `--in-process`.
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
-_AT_FIRST = "at the first record that did not pass (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
@@ -397,21 +353,21 @@ class FinishedRun:
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
     @property
-    def run(self) -> Run:
+    def stored(self) -> StoredRun:
         """The run as it is read from its file; without a footer if it was ended by an exception."""
         footer = None
         if self.ended_by is None:
             counts = count_outcomes(self.records)
             footer = RunFooter(finished=now(), counts=counts, errors=(*self.blind, *self.unmet))
-        return Run(str(self.path or ""), self.header, self.records, footer)
+        return StoredRun(str(self.path or ""), self.header, self.records, footer)
 
 
 def execute_run(
     options: RunOptions,
-    begin: Callable[[RunHeader], None],
+    begin: Callable[[RunHeader], None] | None = None,
     end: Callable[[FinishedRun], None] | None = None,
     spare: WorkerProcess | None = None,
-    see: Callable[[Record], None] | None = None,
+    see: See | None = None,
 ) -> FinishedRun:
     """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
 
@@ -427,356 +383,202 @@ def execute_run(
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
+    options = replace(options, rounds=rounds)
     if options.dump is not None:  # before the run, so that an unwritable path does not end it at the first failure
         make_folder(options.dump, f"--dump {options.dump}")
     with (
-        open_processes(options, selection, spare, timing.limit_s) as processes,
+        open_executor(options, selection, spare, timing.limit_s) as executor,
         open_providers(options, selection) as providers,
     ):
-        from attncheck.harness.run.preparation import RunSettings
-
-        settings = RunSettings(
-            device=options.device,
-            seed=options.seed,
-            dump=options.dump,
-            timing=timing,
-            rounds=rounds,
-            shard=options.shard,
-            truths=truths_folder() if options.cache else None,
-            until_failure=options.until_failure,
-        )
-        apart = None if options.in_process else processes
-        finished = _execute(options, selection, settings, apart, providers, begin, see, surveyed)
+        execution = _Execution(options, selection, timing, executor, providers, surveyed, begin or _begin_silently)
+        finished = execution.as_it_ended() if execution.is_complete else execution.finish(see)
         if finished.ended_by is not None:
-            processes.close(at_once=True)
+            executor.close(at_once=True)
         if end is not None:
             end(finished)
         return finished
 
 
-def _execute(
-    options: RunOptions,
-    selection: Selection,
-    settings: "RunSettings",
-    processes: Processes | None,
-    providers: "ProviderExaminer | InProcessProviders | None",
-    begin: Callable[[RunHeader], None],
-    see: Callable[[Record], None] | None,
-    surveyed: Sequence[SurveyedBackend],
-) -> FinishedRun:
-    from attncheck.harness.run.outcomes import Circumstances
-    from attncheck.harness.run.preparation import make_header, prepare_run
-    from attncheck.harness.run.selection import count_questions
-
-    chooser = providers.chooser if providers is not None and options.backend_refs is None else None
-    fits_pages = options.ray is None  # a node accepts no other suites once it has described a backend
-    prepared = prepare_run(
-        selection,
-        options.backend_refs,
-        settings,
-        pool=processes,
-        chooser=chooser,
-        fits_pages=fits_pages,
-        keeps_unavailable=bool(surveyed),
-    )
-    plan, environment = prepared.plan, prepared.environment
-    functions = None if providers is None else providers.plan(plan.cases, plan.device)
-    infos = [each.info for each in prepared.backends]
-    is_timed = options.backend_refs is not None and prepared.selection.is_timed
-    one_process = (_ONE_PROCESS,) if is_timed and processes is None else ()
-    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *survey_notes(surveyed), *options.notes)
-    positional = (prepared.selection, plan, infos, environment)
-    header = make_header(*positional, expect=options.expect, command=options.command, notes=notes, surveyed=surveyed)
-    if functions is not None:
-        from attncheck.harness.providers.examine import header_with_providers
-
-        header = header_with_providers(header, functions)
-    earlier = None if options.resume is None else read_part(options.resume, header)
-    records: list[Record] = [] if earlier is None else list(earlier.records)
-    plan = replace(plan, found=found_in(records, plan.rounds))
-    prepared = replace(prepared, plan=plan)
-    examiner = case_examiner(
-        prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder, deadline=options.deadline
-    )
-    circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
-    expectations = _expectations(options, prepared.selection, plan, functions, header)
-    if expectations is not None:
-        for record in records:
-            expectations.recall(record)
-    if earlier is not None and earlier.complete:
-        begin(header)
-        return _as_it_ended(earlier, expectations)
-    with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
-        faulthandler.enable()  # print where a kernel killed the process
-    if options.in_process:
-        gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
-    count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
-    tally = Tally(count, plan.rounds)
-    path: Path | None = None
-    try:
-        with open_run(options.output, options.folder, header, options.keep, earlier) as writer:
-            path = writer.path
-            begin(header)
-            with (
-                contextlib.closing(examiner.run()) as examined,
-                progress_for(
-                    count,
-                    rounds=plan.rounds,
-                    silent=see is not None or (options.in_process and not options.verbose),
-                    verbose=options.verbose,
-                    is_timed=is_timed,
-                    color=options.color,
-                ) as progress,
-            ):
-                found = itertools.chain(examined, providers.run(circumstances) if providers else ())
-                judged = found if expectations is None else map(expectations.apply, found)
-                stopped = take_records(
-                    judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
-                )
-            blind = tuple(map(str, examiner.blind))
-            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
-            for error in (*blind, *unmet):
-                writer.fail(error)
-        return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
-    except (KeyboardInterrupt, WriteError, ClusterError) as error:
-        if not records and path is None:
-            raise
-        if isinstance(error, KeyboardInterrupt):
-            how = f"interrupted by {signal_of(error).name}"
-        elif isinstance(error, ClusterError):
-            how = "stopped, since the cluster is lost"
-        else:
-            how = f"stopped, since {error.name} cannot be written"
-        stopped = f"{how}: {tally.done} of {tally.cases} cases"
-        return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
+def _begin_silently(_header: RunHeader) -> None:
+    """Print nothing."""
 
 
-def _as_it_ended(run: Run, expectations: "Expectations | None") -> FinishedRun:
-    """Return the result of a run that is complete already, so that the command ends as that run did."""
-    print_stderr(f"note: {run.path} is complete: nothing is left to examine")
-    lines = expectations.unmet() if expectations else ()
-    unmet = tuple(error for error in run.errors if error in lines)
-    blind = tuple(error for error in run.errors if error not in lines)
-    unseen = tuple(expectations.unseen()) if expectations else ()
-    return FinishedRun(Path(run.path), run.header, run.records, blind, unmet, unseen)
+class _Execution:
+    """A run with its providers, its expectations and, if it is resumed, its first part."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        selection: Selection,
+        timing: TimingSettings,
+        executor: Executor,
+        providers: "ProviderExaminer | InProcessProviders | None",
+        surveyed: Sequence[SurveyedBackend],
+        begin: Callable[[RunHeader], None],
+    ) -> None:
+        chooser = None if providers is None or options.backend_refs is not None else providers.chooser
+        run = Run.open(
+            selection,
+            options,
+            executor,
+            chooser=chooser,
+            timing=timing,
+            keeps_unavailable=bool(surveyed),
+            fits_pages=executor.fits_pages,
+        )
+        self._options, self._begin, self._providers = options, begin, providers
+        self._is_timed = options.backend_refs is not None and run.selection.is_timed
+        functions = None if providers is None else providers.plan(run.plan.cases, run.plan.device)
+        one_process = (_ONE_PROCESS,) if self._is_timed and options.in_process else ()
+        notes = (*run.notes, *one_process, *run.choice_notes, *survey_notes(surveyed), *options.notes)
+        self._header = run.header(notes, surveyed)
+        names: list[tuple[HasNames, ...]] = []
+        if functions is not None:
+            from attncheck.harness.providers.examine import SubjectIdentity, header_with_providers
+
+            self._header = header_with_providers(self._header, functions)
+            names = [tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects)]
+        self._earlier = None if options.resume is None else read_part(options.resume, self._header)
+        if self._earlier is not None:
+            records = list(self._earlier.records)
+            plan = replace(run.plan, found=found_in(records, run.plan.rounds))
+            run = replace(run, plan=plan, records=records)
+        self._run = run
+        self._expectations = run.expectations(self._header, *names)
+        self._examiner = executor.examiner(run, partial(measured_costs, options.folder, run.environment.device_name))
+        self._tally = Tally(run.num_questions + (functions.count if functions else 0), run.plan.rounds)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run is resumed, and nothing is left to examine."""
+        return self._earlier is not None and self._earlier.complete
+
+    def as_it_ended(self) -> FinishedRun:
+        """Return the result of a run that is complete already, so that the command ends as that run did."""
+        stored, expectations = self._earlier, self._expectations
+        assert stored is not None
+        self._begin(self._header)
+        print_stderr(f"note: {stored.path} is complete: nothing is left to examine")
+        lines = expectations.unmet() if expectations else ()
+        unmet = tuple(error for error in stored.errors if error in lines)
+        blind = tuple(error for error in stored.errors if error not in lines)
+        unseen = tuple(expectations.unseen()) if expectations else ()
+        return FinishedRun(Path(stored.path), stored.header, stored.records, blind, unmet, unseen)
+
+    def finish(self, see: See | None) -> FinishedRun:
+        """Examine what is left, and write the run file. ``see``: as in :func:`execute_run`."""
+        options, run, expectations = self._options, self._run, self._expectations
+        with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
+            faulthandler.enable()  # print where a kernel killed the process
+        if options.in_process:
+            gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
+        circumstances = Circumstances(options.seed, run.environment.digest, run.environment.attncheck)
+        functions = self._providers.run(circumstances) if self._providers else ()
+        display = progress_for(
+            self._tally.cases,
+            rounds=run.plan.rounds,
+            silent=see is not None or (options.in_process and not options.verbose),
+            verbose=options.verbose,
+            is_timed=self._is_timed,
+            color=options.color,
+        )
+        path: Path | None = None
+        stopped = ""
+        try:
+            with open_run(options.output, options.folder, self._header, options.keep, self._earlier) as writer:
+                path = writer.path
+                self._begin(self._header)
+                with display as progress:
+                    try:
+                        sees = (self._tally.see, writer.add, see or progress.see)
+                        if run.examine(self._examiner, *sees, functions=functions, expectations=expectations):
+                            stopped = _after_failures(options.maxfail)
+                    except DeviceLostError:
+                        stopped = _DEVICE_LOST
+                blind = tuple(map(str, self._examiner.blind))
+                unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+                unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+                for error in (*blind, *unmet):
+                    writer.fail(error)
+            return FinishedRun(path, self._header, tuple(run.records), blind, unmet, unseen, stopped)
+        except (KeyboardInterrupt, WriteError, ClusterError) as error:
+            if not run.records and path is None:
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                how = f"interrupted by {signal_of(error).name}"
+            elif isinstance(error, ClusterError):
+                how = "stopped, since the cluster is lost"
+            else:
+                how = f"stopped, since {error.name} cannot be written"
+            stopped = f"{how}: {self._tally.done} of {self._tally.cases} cases"
+            return FinishedRun(path, self._header, tuple(run.records), stopped=stopped, ended_by=error)
 
 
-def _expectations(
-    options: RunOptions,
-    selection: Selection,
-    plan: "RunPlan",
-    functions: "PlannedProviders | None",
-    header: RunHeader,
-) -> "Expectations | None":
-    if options.expect is None:
-        return None
-    from attncheck.harness.run.expectations import Expectations, load_expectations
-
-    known: tuple[HasNames, ...] = ()
-    selected: tuple[HasNames, ...] = ()
-    if functions is not None:
-        from attncheck.harness.providers.examine import SubjectIdentity
-
-        known, selected = (tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects))
-    return Expectations(
-        load_expectations(options.expect),
-        cases=(*selection.all_cases, *known),
-        selected=(*filter(plan.is_in_shard, selection.cases), *selected),
-        backends=[backend.name for backend in header.backends],
-        checks=header.checks,
-        today=datetime.now(UTC).date(),
-        strict=options.strict_expect,
-    )
-
-
-def take_records(
-    found: Iterator[Record],
-    records: list[Record],
-    see: Sequence[Callable[[Record], None]],
-    *,
-    maxfail: int | None,
-) -> str:
-    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early, or "".
-
-    ``maxfail``: the number of failed records after which the run stops, or None for no limit.
-    """
-    from attncheck.harness.run.outcomes import DeviceLostError
-
-    def keep(record: Record) -> bool:
-        records.append(record)
-        for each in see:
-            each(record)
-        return record.outcome in FALLEN_SHORT
-
-    short = 0
-    try:
-        for record in found:
-            short += keep(record)
-            if maxfail is not None and short >= maxfail:
-                return _AT_FIRST if maxfail == 1 else f"after {maxfail} records that did not pass (--maxfail {maxfail})"
-    except DeviceLostError as lost:
-        keep(lost.record)
-        return _DEVICE_LOST
-    return ""
+def _after_failures(maxfail: int | None) -> str:
+    if maxfail == 1:
+        return "at the first record that did not pass (--exitfirst)"
+    return f"after {maxfail} records that did not pass (--maxfail {maxfail})"
 
 
 # `attncheck run`: examines backends with the cases of suites, writes a run file and prints the table.
 
 
-def run(
-    context: typer.Context,
-    backends: arguments.BackendArguments = None,
-    backend: arguments.BackendOptions = None,
-    provider: arguments.Providers = None,
-    suite: arguments.Suites = None,
-    settings: arguments.Settings = None,
-    case: arguments.Cases = None,
-    keywords: arguments.Keywords = None,
-    last_failed: arguments.LastFailed = False,
-    watch: arguments.Watch = False,
-    check: arguments.Checks = None,
-    skip: arguments.Skip = None,
-    shard: arguments.ShardOption = None,
-    rounds: arguments.Rounds = None,
-    time_limit: arguments.TimeLimit = None,
-    warm_cache: arguments.WarmCache = False,
-    kernels: arguments.Kernels = False,
-    function: arguments.Functions = None,
-    device: arguments.Device = None,
-    case_timeout: processes.CaseTimeout = None,
-    backend_timeout: processes.BackendTimeout = None,
-    within: processes.Within = None,
-    memory_limit: processes.MemoryLimit = None,
-    device_memory_limit: processes.DeviceMemoryLimit = None,
-    pass_env: processes.PassEnv = None,
-    seed: arguments.Seed = None,
-    output: arguments.Output = None,
-    resume: arguments.Resume = None,
-    no_output: arguments.NoOutput = False,
-    report: arguments.Reports = None,
-    exitfirst: arguments.ExitFirst = False,
-    maxfail: arguments.MaxFail = None,
-    expect: arguments.Expect = None,
-    strict_expect: arguments.StrictExpect = False,
-    dump: arguments.Dump = None,
-    in_process: processes.InProcess = False,
-    jobs: processes.Jobs = None,
-    executor: processes.Executor = processes.ExecutorChoice.LOCAL,
-    ray_address: processes.RayAddress = None,
-    ray_resources: processes.RayResources = None,
-    ray_runtime_env: processes.RayRuntimeEnv = None,
-    show_output: arguments.ShowOutput = False,
-    no_warm: processes.NoWarm = False,
-    no_cache: processes.NoCache = False,
-    quiet: arguments.Quiet = False,
-    verbose: arguments.Verbose = False,
-    durations: arguments.Durations = None,
-    color: Color = ColorChoice.AUTO,
+def run_command(
+    context: typer.Context, given: Given, spare: WorkerProcess | None, *, began: float, color: ColorChoice
 ) -> int:
-    """Examine backends or providers, and print the results.
+    """Execute the run that is ``given``, print it, and return the exit code.
 
-    Without options, every built-in backend runs on the GPU, or on the CPU without one, in about a minute. The suite is
-    smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
-    alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
-    options. Each backend runs in its own processes, so a crash costs one case. `--check timing` measures in rounds;
-    each round is a fresh process that runs alone. The run file holds every record; `attncheck report` shows it.
+    ``spare``: a process started in advance. ``began``: when the command began, by time.monotonic().
     """
-    began, environment = time.monotonic(), dict(os.environ)
-    if not in_process:  # in process, Python cannot interrupt a kernel
-        context.with_resource(interruptible())
-    refs = (*(backends or ()), *(backend or ()))
-    spare = None
-    is_ray = executor is processes.ExecutorChoice.RAY
-    if not in_process and not is_ray and (refs or not provider):
-        from attncheck.harness.workers.process import WorkerProcess
-
-        # Start it before any import here: loading torch takes longest, and it does so meanwhile.
-        show = show_printed if show_output else None
-        spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
-
-    from attncheck.harness.cli.options import RunOptions, read_config, read_jobs, read_ray, read_size
-    from attncheck.harness.cli.reports import read_reports, write_reports
-    from attncheck.harness.cli.run_files import kept_folder, kept_run, only_failed
-    from attncheck.harness.run.expectations import expectation_file
-    from attncheck.harness.run.selection import choose_checks, read_shard, split_commas
-
-    if no_output and output is not None:
-        raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
-    if no_output and resume is not None:
-        raise SelectionError(f"--resume {resume} cannot be combined with --no-output; leave out one of them")
-    wanted_reports = read_reports(report or ())
-    limit_s = read_limit("--within", within)
-    config = read_config(Path.cwd())
-    is_by_name = bool(refs or provider)
-    default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())
-    folder = config.output or kept_folder()
-    options = RunOptions(
-        backends=refs or (() if provider else config.backends),
-        providers=tuple(provider or ()),
-        suites=split_commas(suite or config.suites),
-        settings=tuple(settings or config.settings),
-        cases=split_commas(case or ()),
-        keywords=keywords or "",
-        checks=choose_checks(check or default_checks),
-        skip=choose_checks(skip or (() if check else default_skip)),
-        functions=tuple(function or ()),
-        shard=read_shard(shard),
-        rounds=rounds,
-        time_limit=time_limit,
-        warm_cache=warm_cache,
-        kernels=kernels,
-        device=device or config.device,
-        case_timeout=config.case_timeout if case_timeout is None else case_timeout,
-        backend_timeout=config.backend_timeout if backend_timeout is None else backend_timeout,
-        memory_limit=read_size("--memory-limit", memory_limit, config.memory_limit),
-        device_memory_limit=read_size("--device-memory-limit", device_memory_limit, config.device_memory_limit),
-        pass_env=read_patterns(pass_env or config.pass_env),
-        seed=(config.seed or 0) if seed is None else seed,
-        output=output,
-        resume=resume,
-        folder=None if no_output else folder,
-        keep=config.keep,
-        maxfail=1 if exitfirst else maxfail,
-        expect=expectation_file(expect) if expect else config.expect,
-        strict_expect=strict_expect,
-        dump=dump,
-        in_process=in_process,
-        jobs=read_jobs(jobs),
-        deadline=None if limit_s is None else began + limit_s,
-        ray=read_ray(ray_address, ray_resources or (), ray_runtime_env, is_used=is_ray),
-        show_output=show_output,
-        warm=not no_warm,
-        cache=config.cache and not no_cache,
-        verbose=verbose,
-        color=color is not ColorChoice.NEVER,
-        notes=(config.note,) if config.note else (),
-        command=tuple(context.obj or ()),
-    )
-    if last_failed:
-        options = only_failed(options, kept_run(folder))
-    if in_process:
+    environment = dict(os.environ)
+    options = _options_of(given, context.obj or (), color)
+    reports = read_reports(options.reports)
+    if options.in_process:
         context.with_resource(only_passed(options.pass_env))
-    if watch:
+    if options.watch:
         from attncheck.harness.cli.watch import watch_run
 
         return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
         with printing_to_stdout(finished.path):
-            _print_report(finished, quiet=quiet, verbose=verbose, color=use_color(color))
+            _print_report(finished, quiet=options.quiet, verbose=options.verbose, color=use_color(color))
             for info in finished.header.backends:
                 _print_not_passed(info.ref, environment, options.pass_env)
-            if durations is not None:
-                _print_durations(finished.records, durations or None)
+            if options.durations is not None:
+                _print_durations(finished.records, options.durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
-            write_reports(wanted_reports, finished.run)
+            write_reports(reports, finished.stored)
 
-    finished = execute_run(options, _print_opening if not quiet else _print_nothing, print_result, spare)
+    finished = execute_run(options, None if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
         raise finished.ended_by
-    return _exit_code(finished, by_name=is_by_name)
+    return _exit_code(finished, by_name="backends" in given or "providers" in given)
+
+
+def _options_of(given: Given, command: Sequence[str], color: ColorChoice) -> RunOptions:
+    """Return the options that the command line and ``[tool.attncheck]`` give."""
+    config = read_config(Path.cwd())
+    options = read_options(
+        config.completed(given),
+        color=color is not ColorChoice.NEVER,
+        notes=(config.note,) if config.note else (),
+        command=tuple(command),
+    )
+    if options.providers and options.cases:
+        from attncheck.harness.providers.examine import split_patterns
+
+        functions, cases = split_patterns(options.cases)
+        options = replace(options, functions=functions, cases=cases)
+    folder = options.folder or kept_folder()
+    if options.last_failed:
+        options = only_failed(options, kept_run(folder))
+    return replace(
+        options,
+        folder=None if options.no_output else folder,
+        maxfail=1 if options.exitfirst else options.maxfail,
+    )
 
 
 def _print_opening(header: "RunHeader") -> None:
@@ -784,10 +586,6 @@ def _print_opening(header: "RunHeader") -> None:
 
     with printing_to_stdout():
         typer.echo(terminal.opening(header, width=terminal_width()))
-
-
-def _print_nothing(header: "RunHeader") -> None:
-    """Print nothing, for --quiet."""
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:

@@ -17,7 +17,8 @@ from typing import Protocol
 from attncheck.cases.keys import split_variant
 from attncheck.errors import RunFileError, SelectionError
 from attncheck.harness.cli.common import print_stderr
-from attncheck.harness.cli.options import RunOptions, read_config
+from attncheck.harness.cli.options import read_config
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
@@ -179,7 +180,7 @@ def _free_path(folder: Path) -> Path:
 
 def runs_folder() -> Path:
     """Return the folder of runs without ``--output``: ``output`` of pyproject.toml, or :func:`kept_folder`."""
-    return read_config(Path.cwd()).output or kept_folder()
+    return Path(read_config(Path.cwd()).given.get("folder") or kept_folder())
 
 
 def run_path(word: str) -> Path:
@@ -207,7 +208,7 @@ def kept_run(folder: Path, number: int = 1) -> Path:
     if not runs:
         raise RunFileError(str(folder), "holds no run yet; `attncheck run` without --output writes one")
     if number > len(runs):
-        raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is last~{len(runs) - 1}")
+        raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is number {len(runs)}")
     return runs[-number]
 
 

@@ -332,7 +332,7 @@ def _backends() -> None:
 
 def _suites(names: list[str]) -> None:
     from attncheck.cases.loader import load_suite, suite_names
-    from attncheck.harness.run.selection import split_commas
+    from attncheck.harness.run.options import split_commas
     from attncheck.reports.analysis.phrases import plural
 
     suites = [load_suite(name) for name in split_commas(names) or suite_names()]

@@ -18,9 +18,9 @@ import typer
 from attncheck.backends.registry import BUILTIN, entry_points
 from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.cli.common import show_printed, terminal_width
-from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.cli.run import FinishedRun, execute_run
 from attncheck.harness.cli.run_files import open_run
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.process import WorkerProcess, preparation_of
 from attncheck.reports.analysis.phrases import plural, title
@@ -273,18 +273,6 @@ def watch_run(options: RunOptions, spare: WorkerProcess | None, *, color: bool, 
 
 def _watchable(options: RunOptions) -> Selection:
     """Return the cases of the first round; raise SelectionError for options that ``--watch`` does not allow."""
-    refused = {
-        "--in-process": options.in_process,
-        "--executor ray": options.ray,
-        "--provider": options.providers,
-        "--output": options.output,
-        "--rounds": options.rounds,
-        "--shard": options.shard,
-        "--resume": options.resume,
-        "--last-failed": options.keys,
-    }
-    for name in (name for name, is_given in refused.items() if is_given):
-        raise SelectionError(f"--watch cannot be combined with {name}; leave out one of them")
     if not options.backends:
         raise SelectionError("--watch needs a backend; give a file, such as ./mine.py")
     selection = options.select()

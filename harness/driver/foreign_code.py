@@ -3,14 +3,18 @@
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.driver.observation import Raised, capture_exception, printable
+
+if TYPE_CHECKING:
+    from attncheck.backends.contract import AttentionBackend
+    from attncheck.cases.model import Case
 
 T = TypeVar("T")
 
@@ -23,17 +27,23 @@ class StageError(InternalError):
         super().__init__(raised.stage)
 
 
-def call_backend(name: str, call: Callable[[], T], device: torch.device | None = None) -> T:
+def call_backend(
+    name: str,
+    call: Callable[[], T],
+    device: torch.device | None = None,
+    within: AbstractContextManager[object] = nullcontext(),  # noqa: B008 (it has no state)
+) -> T:
     """Return the result of ``call``; raise a StageError that names the stage if it raises.
 
-    ``device``: where its kernels run; their errors belong to this call, too. A backend's ``sys.exit()`` counts as its
-    failure and does not end the run. Only KeyboardInterrupt passes through, and BackendUnavailableError, by which a
-    backend states that a part is missing here.
+    ``device``: where its kernels run; their errors belong to this call, too. ``within``: a context for the call alone.
+    A backend's ``sys.exit()`` counts as its failure and does not end the run. Only KeyboardInterrupt passes through,
+    and BackendUnavailableError, by which a backend states that a part is missing here.
     """
     before = _settings()
     try:
         try:
-            result = call()
+            with within:
+                result = call()
             if device is not None:
                 wait_for(device, name)
             return result
@@ -72,6 +82,19 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         return tuple(map(printable, reasons))
 
     return call_backend("declaration", read_reasons)
+
+
+def unsupported_reasons(backend: "type[AttentionBackend]", case: "Case") -> tuple[str, ...]:
+    """Return why ``backend`` does not support ``case``; empty if it does. Raises as :func:`declared_reasons`."""
+    return declared_reasons(lambda: backend.unsupported_reasons(case.layer, case.cache, case.batch))
+
+
+def unavailable_case_reasons(backend: "type[AttentionBackend]", case: "Case", device: str) -> tuple[str, ...]:
+    """Return why ``backend`` cannot run ``case`` on ``device`` of this machine; empty if it can.
+
+    Raises as :func:`declared_reasons`.
+    """
+    return declared_reasons(lambda: backend.unavailable_case_reasons(device, case.layer, case.cache, case.batch))
 
 
 @contextmanager

@@ -151,26 +151,26 @@ class Raised:
 
     ``touched``: what the stage had changed before. ``message``: the exception in one line. ``trace``: its traceback,
     starting at the first frame outside the harness. Both are cut if they are long, and contain no characters that a
-    file cannot hold. ``is_deliberate``: True if a ``raise`` statement of the backend raised it with a message, or if
-    its signature lacks a keyword of the contract that belongs to one feature.
+    file cannot hold. ``is_deliberate``: True if it is a documented error, and a ``raise`` statement of the backend
+    raised it with a message, or its signature lacks a keyword of the contract that belongs to one feature.
     """
 
     stage: str
-    error: BaseException
+    error_type: str
     message: str
-    trace: str
+    trace: str = ""
     touched: tuple[str, ...] = ()
     is_deliberate: bool = False
 
     @property
     def in_words(self) -> str:
         """The stage and its exception, in one line."""
-        return f"{self.stage} raised {type(self.error).__name__}: {self.message}"
+        return f"{self.stage} raised {self.error_type}: {self.message}"
 
     @property
     def is_refusal(self) -> bool:
         """Whether this is a documented error that the backend raised on purpose, before it changed anything."""
-        return isinstance(self.error, DOCUMENTED_ERRORS) and self.is_deliberate and not self.touched
+        return self.is_deliberate and not self.touched
 
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
@@ -182,13 +182,15 @@ def capture_exception(stage: str, error: BaseException) -> Raised:
         lines.insert(len(lines) - len(traceback.format_exception_only(error)), f"  {fault.place}\n")
     text = "".join(map(printable, lines))
     by_signature = isinstance(error, TypeError) and _SIGNATURE.search(raw_message) is not None
-    is_deliberate = by_signature or (any(map(str.isalpha, raw_message)) and _is_raised_on_purpose(error))
+    by_statement = any(map(str.isalpha, raw_message)) and _is_raised_on_purpose(error)
+    is_deliberate = isinstance(error, DOCUMENTED_ERRORS) and (by_signature or by_statement)
     message = " ".join(printable(raw_message).split()) or "(no message)"
     # Frames of the traceback would keep a whole cache alive.
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
             part.__traceback__ = None
-    return Raised(stage, error, _cut(message, _LONGEST_MESSAGE), text[-_LONGEST_TRACE:], is_deliberate=is_deliberate)
+    message = _cut(message, _LONGEST_MESSAGE)
+    return Raised(stage, type(error).__name__, message, text[-_LONGEST_TRACE:], is_deliberate=is_deliberate)
 
 
 def _is_raised_on_purpose(error: BaseException) -> bool:

@@ -1,6 +1,7 @@
 """A backend that is driven through steps like by a model runner."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,10 +19,11 @@ from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, 
 from attncheck.harness.driver.pool import KVPool, new_pool, same_bytes
 from attncheck.harness.driver.step import (
     ForwardCall,
+    LentCalls,
     Step,
-    changed_inputs,
     copied_calls,
     forward_calls_of,
+    lend_copies,
     make_step,
     num_builders,
     request_order,
@@ -79,18 +81,21 @@ class PreparedStep:
 class Turn:
     """A session's part of a step that has begun.
 
-    ``pristine``: the original calls. ``calls``: the copies that the backend gets. ``before``: the cache's memory before
-    the first call. ``has_images``: whether the cache's memory and the inputs are compared afterwards. ``results``:
-    results of the calls made so far.
+    ``lent``: the calls as the backend gets them. ``before``: the cache's memory before the first call. ``has_images``:
+    whether the cache's memory and the inputs are compared afterwards. ``results``: results of the calls made so far.
     """
 
     step: Step
-    pristine: tuple[ForwardCall, ...]
-    calls: tuple[ForwardCall, ...]
+    lent: LentCalls
     kv_cache: Tensor | None
     before: Tensor | None
     has_images: bool
     results: list[CallResult] = field(default_factory=list)
+
+    @property
+    def calls(self) -> tuple[ForwardCall, ...]:
+        """The calls as the backend gets them."""
+        return self.lent.calls
 
 
 # Call a backend's `forward` as a model's layer does, and collect the result.
@@ -227,6 +232,8 @@ class Session:
         pool: KVPool | None = None,
         layers: Sequence[OtherLayer] = (),
         role: str = "",
+        least_builders: int = 1,
+        watching: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Construct impl, builder and cache.
 
@@ -236,15 +243,18 @@ class Session:
         ``capture_sizes``: token counts of the graphs that will be captured, ascending. ``pool``: the pool of another
         session of this backend. It is reused for its own problem, and its codec for other problems of the same layer
         and cache. ``layers``: further layers that the builder serves, each a session in ``self.layers``. ``role``: the
-        name in messages.
+        name in messages. ``least_builders``: builders to construct, even if a step needs fewer. ``watching``: returns a
+        context for each call of impl and builder.
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._problems, self._capture_sizes = (problem, *later), capture_sizes
         self._num_blocks = max(each.num_blocks for each in self._problems)
-        self._builders: list[Any] = []
+        self.builders: list[Any] = []
         self.pool = self._known_pool = pool
         self._latest: PreparedStep | None = None
+        self._order: list[int] | None = None
         self.role, self._is_refilled = role, True
+        self._least_builders, self._watching = least_builders, watching
         self._reads: str | None = None
         self.layers: tuple[Session, ...] = ()
         self._construct()
@@ -264,14 +274,27 @@ class Session:
         other._prepare(is_judged=is_judged)
         return other
 
-    def in_flight(self, problem: Problem, role: str, first: "Session | None" = None) -> "Session":
+    def in_flight(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
         """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
         other = copy(self)
-        other.role, other._builders = role, [] if first is None else first._builders
+        other.role, other.builders = role, [] if first is None else first.builders
         other.problem = problem
+        other._prepare()
+        return other
+
+    def in_order(self, order: Sequence[int]) -> "Session":
+        """Return a session over the same cache and builder whose steps have the requests in ``order``."""
+        other = copy(self)
+        other._order, other._latest = list(order), None
+        return other
+
+    def in_place(self, problem: Problem) -> "Session":
+        """Return a session for another problem of the same layer and cache, over the same impl, builder and memory."""
+        other = copy(self)
+        other.problem, other._known_pool = problem, self.pool and self.pool.beside(problem)
         other._prepare()
         return other
 
@@ -297,18 +320,26 @@ class Session:
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
         made = partial(construct_impl, with_sinks=with_sinks, reads=self._reads)
-        return call_backend("construct", lambda: made(self.backend, self.problem, self.device), self.device)
+        construct = partial(made, self.backend, self.problem, self.device)
+        return call_backend("construct", construct, self.device, self._watching())
 
     @property
     def builder(self) -> Any:
         """The builder of every call, except those of micro-batches after the first."""
-        return self._builders[0]
+        return self.builders[0]
 
     @property
     def threshold(self) -> int | None:
         """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None if it has none."""
         threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
         return threshold
+
+    @property
+    def order(self) -> list[int]:
+        """The problem's requests in the order of a step. Raises StageError if the builder's threshold is no number."""
+        if self._order is None:
+            self._order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
+        return self._order
 
     @property
     def chosen_kernels(self) -> tuple[str, ...]:
@@ -335,12 +366,16 @@ class Session:
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
         return self.finish(turn)
 
-    def begin(self, fill: Fill = Fill(), *, images: bool = True) -> Turn:
-        """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError."""
-        prepared = self._prepared(fill)
+    def begin(self, fill: Fill = Fill(), *, images: bool = True, lent: LentCalls | None = None) -> Turn:
+        """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError.
+
+        ``lent``: the calls of the step if they are not to be in new memory.
+        """
+        prepared = self.prepared(fill)
+        lent = lent or lend_copies(prepared.calls)
         kv_cache = self._filled_cache(prepared.step, fill)
         before = self._image() if images else None
-        return Turn(prepared.step, prepared.calls, copied_calls(prepared.calls), kv_cache, before, images)
+        return Turn(prepared.step, lent, kv_cache, before, images)
 
     def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
         """Return each call with its metadata; micro-batches are all built before the first runs, others one by one."""
@@ -354,14 +389,13 @@ class Session:
     def finish(self, turn: Turn) -> Observation:
         """Return the observation of a turn whose calls have all been made."""
         results = turn.results
-        calls = zip(turn.pristine, turn.calls, strict=True) if turn.has_images else ()
         return observed(
             merged(results, self.backend.conventions) if self._is_merged else placed(results),
             turn.step,
             results,
             pool_before=turn.before,
             pool_after=self._image() if turn.has_images else None,
-            changed=(name for was, now in calls for name in changed_inputs(was, now)),
+            changed=turn.lent.changed() if turn.has_images else (),
         )
 
     def layer_of(self, call: ForwardCall) -> BackendLayer:
@@ -370,12 +404,11 @@ class Session:
 
     def run_without_metadata(self) -> Tensor | Raised:
         """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
-        call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
+        call, *_ = copied_calls(self.prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
+        forward = partial(self.layer_of(call).enter, call, None, None, buffers)
         try:
-            returned = call_backend(
-                "forward without metadata", lambda: self._forward(call, None, None, buffers), self.device
-            )
+            returned = call_backend("forward without metadata", forward, self.device)
         except StageError as failure:
             return failure.raised
         return read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)[0]
@@ -390,9 +423,9 @@ class Session:
     def _prepare(self, *, is_judged: bool = False) -> None:
         """Set up everything that depends on the problem."""
         self.problem = self.problem.in_pool_of(self._num_blocks)
-        for _ in range(len(self._builders), num_builders(self.problem)):
+        for _ in range(len(self.builders), max(self._least_builders, num_builders(self.problem))):
             self._add_builder()
-        self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
+        self._order = None
         self._latest = None
         self._bare_layer = self.layer
         if self.problem.layer.sink_logits is not None and self._is_merged:
@@ -409,25 +442,34 @@ class Session:
         return new_pool(self.backend, problem, self.device, self.impl)
 
     def _add_builder(self) -> None:
-        sizes, beside = self._capture_sizes, [session.attn_layer for session in self.layers]
-        self._builders.append(
-            call_backend(
-                "builder",
-                lambda: construct_builder(
-                    self.backend, self._problems, self.device, self.attn_layer, beside=beside, capture_sizes=sizes
-                ),
-                self.device,
-            )
+        construct = partial(
+            construct_builder,
+            self.backend,
+            self._problems,
+            self.device,
+            self.attn_layer,
+            beside=[session.attn_layer for session in self.layers],
+            capture_sizes=self._capture_sizes,
         )
+        self.builders.append(call_backend("builder", construct, self.device, self._watching()))
 
-    def _prepared(self, fill: Fill) -> PreparedStep:
+    def prepared(self, fill: Fill = Fill()) -> PreparedStep:
         """Return the step for ``fill``. The latest one is reused, unless ``fill`` brings rows of its own."""
         padding = self.problem.case.batch.padding
         is_padded = padding.query_rows or padding.key_rows
         facts = str(fill.padding) if is_padded else "", fill.loose, fill.strides
         if self._latest is not None and fill.rows is None and self._latest.facts == facts:
             return self._latest
-        step = self._step(fill)
+        step = make_step(
+            self.problem,
+            self.device,
+            self.order,
+            padding_fill=fill.padding,
+            pad_seq_len=self.backend.conventions.pad_seq_len,
+            loose=fill.loose,
+            strides=fill.strides,
+            new_rows=fill.rows,
+        )
         made = PreparedStep(step, forward_calls_of(step, self.backend.features, self.threshold), facts)
         if fill.rows is None:
             self._latest = made
@@ -443,16 +485,16 @@ class Session:
         return self.pool.kv_cache
 
     def _build(self, call: ForwardCall) -> Any:
-        builder = self._builders[call.builder]
-        return call_backend(
-            "build",
-            lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
-        )  # without a wait, which a model runner does not have and which would hide a missing one
+        build = self.builders[call.builder].build
+        make = partial(build, common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
+        # Without a wait, which a model runner does not have and which would hide a missing one.
+        return call_backend("build", make, within=self._watching())
 
     def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
         buffers = self.layer.output_buffers(self.problem, call)
+        forward = partial(self.layer_of(call).enter, call, kv_cache, metadata, buffers)
         try:
-            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, buffers), self.device)
+            returned = call_backend("forward", forward, self.device, self._watching())
         except StageError as failure:
             touched = self._touched(buffers, before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
@@ -470,21 +512,6 @@ class Session:
         except RuntimeError:
             touched = ["the device"]
         return tuple(touched)
-
-    def _step(self, fill: Fill) -> Step:
-        return make_step(
-            self.problem,
-            self.device,
-            self.order,
-            padding_fill=fill.padding,
-            pad_seq_len=self.backend.conventions.pad_seq_len,
-            loose=fill.loose,
-            strides=fill.strides,
-            new_rows=fill.rows,
-        )
-
-    def _forward(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        return self.layer_of(call).enter(call, kv_cache, metadata, buffers)
 
 
 # Run one step over several layers or micro-batches, in the order in which a model builds and calls them.

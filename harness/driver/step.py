@@ -625,6 +625,50 @@ class PersistentInputs:
         return {name: span(tensor) for name, tensor in named.items()}
 
 
+@dataclass(frozen=True)
+class LentCalls:
+    """The calls of a step as a backend gets them. ``pristine``: copies of the calls that no backend gets.
+
+    ``buffers``: the persistent inputs behind each call, and copies of the whole of them; empty for calls in memory of
+    their own.
+    """
+
+    pristine: tuple[ForwardCall, ...]
+    calls: tuple[ForwardCall, ...]
+    buffers: tuple[tuple[PersistentInputs, ForwardCall], ...] = ()
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of inputs and metadata fields that a backend has changed."""
+        for was, now in zip(self.pristine, self.calls, strict=True):
+            yield from changed_inputs(was, now)
+        for (inputs, whole), call in zip(self.buffers, self.calls, strict=False):
+            yield from inputs.changed_behind(whole, call)
+
+
+def lend_copies(calls: tuple[ForwardCall, ...]) -> LentCalls:
+    """Return the calls in new memory."""
+    return LentCalls(calls, copied_calls(calls))
+
+
+def lend_in_place(buffers: Sequence[PersistentInputs], calls: Sequence[ForwardCall]) -> LentCalls:
+    """Return the calls in persistent memory, one of ``buffers`` for each."""
+    loaded = tuple(inputs.load(call) for inputs, call in zip(buffers, calls, strict=True))
+    copies = tuple(map_tensors(call, Tensor.clone) for call in loaded)
+    return LentCalls(copies, loaded, tuple((inputs, inputs.copy()) for inputs in buffers))
+
+
+def zeroed(common: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
+    """Return metadata of zeros with the same sizes on ``device``, but for the ``_cpu`` tensors, which stay on the host.
+
+    No two tensors share memory.
+    """
+    zeros: dict[str, Any] = {
+        name: torch.zeros_like(tensor, device="cpu" if name.endswith("_cpu") else device)
+        for name, tensor in _tensors_of(common)
+    }
+    return replace(common, **zeros)
+
+
 def span(tensor: Tensor) -> tuple[int, int]:
     """Return the address range ``[first, end)`` of the storage behind a tensor."""
     storage = tensor.untyped_storage()

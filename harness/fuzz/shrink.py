@@ -19,7 +19,8 @@ from attncheck.harness.fuzz.search import (
     few_and_small,
     questions,
 )
-from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.pool import WorkerPool
@@ -52,18 +53,19 @@ class BackendProcess:
 
     def __init__(self, ref: str, pool: WorkerPool, *, device: str | None, seed: int) -> None:
         nothing = Selection(suites=(), refs=(), cases=(), checks=None)
+        options = RunOptions(backends=(ref,), device=device, seed=seed, cache=False)
         pool.start([ref])
-        self.prepared: PreparedRun = prepare_run(nothing, [ref], RunSettings(device=device, seed=seed), pool=pool)
-        (self.backend,) = self.prepared.backends
+        self.run = Run.open(nothing, options, pool)
+        (self.backend,) = self.run.backends
         if not self.backend.is_loaded:
             raise SelectionError(f"backend {ref!r} cannot be examined: {self.backend.reason}")
         self._pool = pool
-        self._supervisor = Supervisor(self.prepared.plan, (self.backend,), pool, self.prepared.environment)
+        self._supervisor = Supervisor(self.run.plan, self.run.backends, pool, self.run.environment)
 
     @property
     def device(self) -> str:
         """The device on which cases are examined."""
-        return self.prepared.plan.device
+        return self.run.plan.device
 
     def examine(self, case: Case, checks: Sequence[str]) -> ExaminedCase:
         """Run ``checks`` on ``case``; its key must differ from those of all earlier cases."""

@@ -24,13 +24,13 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import QuestionError, SpecError
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.pool import flat_bytes
+from attncheck.harness.driver.pool import KVPool, flat_bytes
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.driver.step import make_step
+from attncheck.harness.driver.step import Step
 from attncheck.harness.fuzz.stand_alone import WRONG, StandAloneAnswer, StandAloneRequest
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.backend_loading import load_backend
-from attncheck.harness.run.selection import UnavailableBackend
+from attncheck.harness.run.outcomes import BackendDescription
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 
@@ -112,15 +112,9 @@ def record_step(
         recorder.is_on = True
         session.run(fill)
         recorder.is_on = False
-        step = make_step(problem, device, session.order)
+        step = session.prepared(fill).step
         if session.pool is not None and session.pool.codec is not None and session.impl.brings_writer:
-            session.pool.filled(fill.poison, fill.regions)
-            before = session.pool.bytes().clone()
-            if step.key is not None and step.value is not None:
-                slots = step.slot_mapping  # shorter than the key rows if the last ones are unmapped
-                session.pool.write(slots, step.key[: len(slots)], step.value[: len(slots)])
-            cache_after = session.pool.bytes().clone()
-            session.pool.bytes().copy_(before)
+            cache_after = _cache_after(step, session.pool)
     except StageError:
         if not recorder.calls:
             raise
@@ -138,6 +132,16 @@ def record_step(
         truth.budget.lse.cpu()[order],
         cache_after,
     )
+
+
+def _cache_after(step: Step, pool: KVPool) -> Tensor:
+    """Return the memory of the cache that the recorded step should leave, which did not run."""
+    image = pool.bytes().clone()
+    if step.key is not None and step.value is not None:
+        slots = step.slot_mapping  # shorter than the key rows if the last ones are unmapped
+        mapped = (slots >= 0).nonzero().flatten()
+        pool.write_image(image, slots[mapped], step.key[mapped], step.value[mapped])
+    return image
 
 
 def _recorded(
@@ -580,8 +584,8 @@ _RUN_LIMIT_S = 60.0
 def written(request: StandAloneRequest) -> StandAloneAnswer:
     """Write the file if one step of the backend shows the failure."""
     backend = load_backend(request.ref)
-    if isinstance(backend, UnavailableBackend):
-        return StandAloneAnswer(False, "; ".join(backend.reasons))
+    if isinstance(backend, BackendDescription):
+        return StandAloneAnswer(False, backend.reason)
     if request.case.batch.path.name in FUNCTION_PATHS:
         return StandAloneAnswer(False, f"the path {request.case.batch.path.name} calls a function of the backend")
     if request.check == CUDAGRAPH:

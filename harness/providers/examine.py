@@ -39,7 +39,7 @@ from attncheck.harness.providers.provider import (
     signature_differences,
 )
 from attncheck.harness.providers.subjects import SUBJECTS
-from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome
@@ -88,13 +88,22 @@ def plan_providers(
     )
 
 
-def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
+def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return those of ``patterns`` that match a function, and the others, which are for cases.
+
+    Raises:
+        SelectionError: a pattern is almost the name of a function.
+    """
     keys = [subject.key for subject in SUBJECTS]
-    for pattern in patterns:
-        if not any(fnmatchcase(key, pattern) for key in keys):
-            near = get_close_matches(pattern, keys, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise SelectionError(f"no function matches {pattern!r}{hint}")
+    functions = tuple(pattern for pattern in patterns if any(fnmatchcase(key, pattern) for key in keys))
+    others = tuple(pattern for pattern in patterns if pattern not in functions)
+    for pattern in others:
+        if near := get_close_matches(pattern, keys, n=1):
+            raise SelectionError(f"no function matches {pattern!r}; did you mean {near[0]!r}?")
+    return functions, others
+
+
+def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
     return tuple(s for s in SUBJECTS if not patterns or any(fnmatchcase(s.key, pattern) for pattern in patterns))
 
 
@@ -291,7 +300,7 @@ class PlannedProviders:
 def describe_plan(plan: ProviderPlan) -> PlannedProviders:
     """Return ``plan`` as plain data."""
     return PlannedProviders(
-        tuple(BackendInfo(name=each.name, ref=each.ref, version=each.version) for each in plan.providers),
+        tuple(each.info for each in plan.providers),
         tuple(subject.key for subject in plan.subjects),
         tuple(subject.key for subject in SUBJECTS),
         plan.notes,
@@ -347,9 +356,9 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
         finding = _finding(provider, subject, examined)
     except Exception as error:  # noqa: BLE001 (ours: only this function's result is lost, and reported as an error)
         finding = capture_exception(OURSELVES, error)
-    record = record_of(
-        circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
-    )
+    took = perf_counter() - began
+    described = BackendDescription(info=provider.info)
+    record = record_of(circumstances, SubjectIdentity(subject.key), described, UTILITIES, finding, took)
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
         departures = "; ".join(departure.what for departure in examined.stale)
         reason = f"known in {provider.departures.version}, and no longer there: {departures}"

@@ -23,6 +23,7 @@ from attncheck.backends.mutants.catalogue import PREFIX
 from attncheck.backends.mutants.loading import mutant_utilities
 from attncheck.errors import BackendLoadError, ProviderLoadError, shorten
 from attncheck.harness.providers.batches import ProviderBatch
+from attncheck.reports.run_file.header import BackendInfo
 
 # The answer of a function as plain values: its result or refusal, and its arguments after the call.
 #
@@ -503,9 +504,9 @@ class Provider:
     departures: Departures = field(default_factory=Departures)
 
     @property
-    def features(self) -> frozenset[str]:
-        """Empty, since a provider offers functions and no attention."""
-        return frozenset()
+    def info(self) -> BackendInfo:
+        """The provider in the header of a run file, where it is listed with the backends."""
+        return BackendInfo(name=self.name, ref=self.ref, version=self.version)
 
     def find(self, name: str, generation: str = "v1") -> ProviderObject | None:
         """Return the object called ``name``, or None.

@@ -16,16 +16,17 @@ from attncheck.cases.model import Case, Suite
 from attncheck.errors import InternalError, QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.cli.common import make_folder
-from attncheck.harness.cli.options import RunOptions, read_size
-from attncheck.harness.pytest_plugin.plugin import BackendTests
+from attncheck.harness.pytest_plugin.plugin import BackendTests, given_to_pytest, has_question, name_in_pytest
+from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.expectations import Expectations, LocatedExpectation, load_expectations
+from attncheck.harness.run.options import RunOptions, read_given
 from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
-from attncheck.harness.run.preparation import PreparedRun, RunSettings, make_header, prepare_run, suite_device
+from attncheck.harness.run.preparation import suite_device
+from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import RunPlan, Selection, checks_of, select_cases
-from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import Supervisor
-from attncheck.harness.workers.limits import read_patterns
+from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
@@ -55,14 +56,14 @@ class ExaminedItem(Protocol):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A question with loaded backends. ``pool``: their processes, or None if they are loaded in this process."""
+    """A question with loaded backends. ``executor``: their processes, or this one."""
 
-    prepared: PreparedRun
-    pool: WorkerPool | None
+    run: Run
+    executor: WorkerPool | ThisProcess
 
 
 class Question:
-    """The suites, cases, checks and backends of ``options``. Reading :attr:`prepared` loads the backends.
+    """The suites, cases, checks and backends of ``options``. Reading :attr:`run` loads the backends.
 
     ``collected``: the collected items, as case, index of the backend, check. ``answered``: those that ran.
     ``backends``: the loaded backends, whether or not their processes have ended since.
@@ -102,7 +103,7 @@ class Question:
         return Benchmarks(self.benchmark_session)
 
     @property
-    def prepared(self) -> PreparedRun:
+    def run(self) -> Run:
         """The plan and the backends, which are loaded on the first read.
 
         Raises:
@@ -112,19 +113,19 @@ class Question:
         if self._opened is None:
             try:
                 self._opened = self._open()
-                self.backends = self._opened.prepared.backends
+                self.backends = self._opened.run.backends
             except QuestionError as error:
                 self.close()
                 self._opened = error
         if isinstance(self._opened, QuestionError):
             raise self._opened.with_traceback(None)
-        return self._opened.prepared
+        return self._opened.run
 
     def close(self) -> None:
         """End the processes of the backends; the next item that runs starts new ones."""
         self._stack.close()
         self._examiner = None
-        if isinstance(self._opened, _Opened) and self._opened.pool is not None:
+        if isinstance(self._opened, _Opened) and isinstance(self._opened.executor, WorkerPool):
             self._opened = None
 
     def record_of(self, item: ExaminedItem) -> Record | QuestionError:
@@ -138,7 +139,7 @@ class Question:
         else:
             pair = (item.case.key, item.index)
             if self._latest is None or self._latest[0] != pair:
-                checks = [name for name in self.prepared.plan.checks_of(item.case) if name != TIMING]
+                checks = [name for name in self.run.plan.checks_of(item.case) if name != TIMING]
                 self._latest = (pair, self._records(item, [name for name in checks if name in self._wanted(item)]))
             records = self._latest[1]
         self.answered.add((item.case.key, item.index, item.check))
@@ -147,9 +148,7 @@ class Question:
 
     def header(self, item: ExaminedItem) -> RunHeader:
         """Return the run header for the selected items of this question."""
-        prepared = self.prepared
-        plan, infos = self._plan(item), [each.info for each in prepared.backends]
-        return make_header(prepared.selection, plan, infos, prepared.environment)
+        return self._run_of(item).header()
 
     def _open(self) -> _Opened:
         options = self.options
@@ -158,35 +157,36 @@ class Question:
             raise SelectionError(reason)
         if options.dump is not None:
             make_folder(options.dump, f"--attncheck-dump {options.dump}")
-        truths = truths_folder() if options.cache else None
-        settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
-        pool = None
-        if not self.is_in_process:
-            pool = self._stack.enter_context(WorkerPool(settings=options.worker_settings))
-        describing = _FewProcesses(pool) if pool and hasattr(self.config, "workerinput") else pool
-        prepared = prepare_run(self.selection, options.backends, settings, pool=describing, keeps_unavailable=True)
-        if pool is not None:
-            pool.keep_only(backend.ref for backend in prepared.backends)
-        return _Opened(prepared, pool)
+        options = replace(options, device=self.device)
+        if self.is_in_process:
+            here = ThisProcess()
+            return _Opened(Run.open(self.selection, options, here, keeps_unavailable=True), here)
+        pool = self._stack.enter_context(WorkerPool(settings=worker_settings(options)))
+        describer = _FewProcesses(pool) if hasattr(self.config, "workerinput") else pool
+        run = Run.open(self.selection, options, describer, keeps_unavailable=True)
+        pool.keep_only(backend.ref for backend in run.backends)
+        return _Opened(run, pool)
 
     def _wanted(self, item: ExaminedItem) -> set[str]:
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
         return {each.check for each in mine}  # type: ignore[attr-defined]
 
-    def _plan(self, item: ExaminedItem) -> RunPlan:
+    def _run_of(self, item: ExaminedItem) -> Run:
+        """Return the run with the checks of the selected items alone."""
         wanted = self._wanted(item)
-        return replace(self.prepared.plan, checks=tuple(check for check in BACKEND_CHECKS if check in wanted))
+        checks = tuple(check for check in BACKEND_CHECKS if check in wanted)
+        return replace(self.run, plan=replace(self.run.plan, checks=checks))
 
     def _records(self, item: ExaminedItem, checks: Sequence[str]) -> list[Record]:
         """Return the records of the item's case and backend, up to that of a check that lost the device."""
-        prepared, examiner, records = self.prepared, self._examiner, []
-        examiner = self._examiner = examiner or self._make_examiner(item)
+        examiner = self._examiner = self._examiner or self._make_examiner(item)
+        records: list[Record] = []
         num_faults = len(examiner.blind)
         if isinstance(examiner, Supervisor):
-            records = list(examiner.examine_case(prepared.backends[item.index], item.case, tuple(checks)))
+            records += examiner.examine_case(self.run.backends[item.index], item.case, tuple(checks))
         else:
             try:
-                for record in examiner.records(item.case, prepared.plan.backends[item.index], checks=tuple(checks)):
+                for record in examiner.records(item.case, examiner.plan.backends[item.index], checks=tuple(checks)):
                     records.append(record)
             except DeviceLostError as lost:
                 item.session.shouldfail = f"attncheck: {lost}"
@@ -196,13 +196,14 @@ class Question:
         return records
 
     def _make_examiner(self, item: ExaminedItem) -> Examiner | Supervisor:
-        prepared, plan = self.prepared, self._plan(item)
-        if isinstance(self._opened, _Opened) and (pool := self._opened.pool) is not None:
-            return Supervisor(plan, prepared.backends, pool, prepared.environment)
+        run = self._run_of(item)
+        assert isinstance(self._opened, _Opened)
+        if isinstance(self._opened.executor, WorkerPool):
+            return Supervisor(run.plan, run.backends, self._opened.executor, run.environment)
         clocks = None
-        if TIMING in (plan.checks or ()):
-            clocks = TimingCheck(torch.device(plan.device), plan.timing, self.benchmarks.sample)
-        return Examiner(plan, prepared.environment, clocks)
+        if TIMING in (run.plan.checks or ()):
+            clocks = TimingCheck(torch.device(run.plan.device), run.plan.timing, self.benchmarks.sample)
+        return self._opened.executor.examiner(run, clocks=clocks)
 
 
 class _FewProcesses:
@@ -250,7 +251,7 @@ class Root(pytest.Collector):
 
     def collect(self) -> "Iterable[_SuiteNode]":
         """Yield the suites."""
-        for suite in self.question.prepared.selection.suites:
+        for suite in self.question.run.selection.suites:
             node = _SuiteNode.from_parent(self, name=suite.name)
             node.root, node.suite = self, suite
             yield node
@@ -261,7 +262,7 @@ class _SuiteNode(pytest.Collector):
     suite: Suite
 
     def collect(self) -> "Iterable[_CaseNode]":
-        for case in self.root.question.prepared.plan.cases:
+        for case in self.root.question.run.plan.cases:
             if case.suite == self.suite.name:
                 node = _CaseNode.from_parent(self, name=case.id)
                 node.root, node.case = self.root, case
@@ -273,9 +274,9 @@ class _CaseNode(pytest.Collector):
     case: Case
 
     def collect(self) -> "Iterable[_BackendNode]":
-        prepared = self.root.question.prepared
-        for index, backend in enumerate(prepared.backends):
-            if not prepared.plan.includes(backend.ref, self.case):
+        run = self.root.question.run
+        for index, backend in enumerate(run.backends):
+            if not run.plan.includes(backend.ref, self.case):
                 continue
             node = _BackendNode.from_parent(self, name=backend.name)
             node.root, node.case, node.index = self.root, self.case, index
@@ -289,7 +290,7 @@ class _BackendNode(pytest.Collector):
 
     def collect(self) -> "Iterable[CheckItem]":
         question = self.root.question
-        for check in question.prepared.plan.checks_of(self.case):
+        for check in question.run.plan.checks_of(self.case):
             item = _item_class(check).from_parent(self, name=check)
             item.become(question, self.case, self.index, check, self.root.apply, group=self.nodeid)
             file, _, line = self.case.origin.rpartition(":")
@@ -357,7 +358,7 @@ class CheckItem(pytest.Item):
     @property
     def backend(self) -> BackendDescription:
         """The description of the backend; raises QuestionError if it cannot be loaded."""
-        return self.question.prepared.backends[self.index]
+        return self.question.run.backends[self.index]
 
     def setup(self) -> None:
         """End the backend's process after the last item of the same module, or of the options."""
@@ -420,35 +421,22 @@ class PytestSession:
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        option = config.getoption
         self._config = config
         self._questions: list[Question] = []
         self._expectations: dict[Question, _Expected] = {}
         self._entries: tuple[LocatedExpectation, ...] = ()
         self._unmet: list[str] = []
         try:
-            self._options = RunOptions(
-                settings=tuple(option("attncheck_set")),
-                device=option("attncheck_device"),
-                case_timeout=option("attncheck_case_timeout"),
-                backend_timeout=option("attncheck_backend_timeout"),
-                memory_limit=read_size("--attncheck-memory-limit", option("attncheck_memory_limit")),
-                device_memory_limit=read_size(
-                    "--attncheck-device-memory-limit", option("attncheck_device_memory_limit")
-                ),
-                seed=option("attncheck_seed"),
-                dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
-                in_process=option("attncheck_in_process"),
-                pass_env=read_patterns(option("attncheck_pass_env")),
-                cache=not option("attncheck_no_cache"),
-            )
-            if option("attncheck_expect") is not None and not option("runxfail"):
-                self._entries = load_expectations(Path(option("attncheck_expect")))
+            given = given_to_pytest(config).items()
+            options = RunOptions(**{name: read_given(name, value, name_in_pytest(name)) for name, value in given})
+            self._options = replace(options, dump=options.dump and options.dump.absolute())
+            if options.expect is not None and not config.getoption("runxfail"):
+                self._entries = load_expectations(options.expect)
             if has_question(config):
-                checks = option("attncheck_check")
-                if option("attncheck_timing"):
-                    checks = [*(checks or DEFAULT_CHECKS), TIMING]
-                self._add(option("attncheck_backend"), option("attncheck_suite"), option("attncheck_case"), checks)
+                checks = options.checks
+                if config.getoption("attncheck_timing"):
+                    checks = (*(checks or DEFAULT_CHECKS), TIMING)
+                self._add(options.backends, options.suites, options.cases, checks)
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
 
@@ -573,24 +561,18 @@ class PytestSession:
 
     def _expected(self, question: Question) -> Expectations:
         if question not in self._expectations:
-            prepared = question.prepared
-            plan = prepared.plan
+            run = question.run
             expectations = Expectations(
                 self._entries,
-                cases=prepared.selection.all_cases,
-                selected=prepared.selection.cases,
-                backends=[backend.name for backend in prepared.backends],
-                checks=sorted({check for case in plan.cases for check in plan.checks_of(case)}),
+                cases=run.selection.all_cases,
+                selected=run.selection.cases,
+                backends=[backend.name for backend in run.backends],
+                checks=sorted({check for case in run.plan.cases for check in run.plan.checks_of(case)}),
                 today=datetime.now(UTC).date(),
             )
             unmatched, notes = expectations.unmet(stopped_early=True), expectations.unseen()
             self._expectations[question] = _Expected(expectations, tuple(unmatched), tuple(notes))
         return self._expectations[question].expectations
-
-
-def has_question(config: pytest.Config) -> bool:
-    """Return whether the options request items."""
-    return bool(config.getoption("attncheck_suite") or config.getoption("attncheck_backend"))
 
 
 def pair_scheduling() -> Any:

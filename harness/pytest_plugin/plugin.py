@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from attncheck.harness.run.options import OPTIONS, RunOptions, kind_of, options_in
+
 if TYPE_CHECKING:
     from attncheck.harness.pytest_plugin.items import PytestSession
 
@@ -62,96 +64,44 @@ _TESTS_MODULE = "attncheck.harness.pytest_plugin.plugin"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; they have the meaning of those of ``attncheck run``."""
     group = parser.getgroup("attncheck", "attention backends")
-    group.addoption(
-        "--attncheck-suite",
-        action="append",
-        default=[],
-        metavar="NAME|FILE",
-        help="examine the cases of this suite; may be repeated (default, with --attncheck-backend: smoke, or "
-        "interpreted where kernels are)",
-    )
-    group.addoption(
-        "--attncheck-backend",
-        action="append",
-        default=[],
-        metavar="REF",
-        help="examine this backend; may be repeated (default, with --attncheck-suite: all built-in ones)",
-    )
-    group.addoption(
-        "--attncheck-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace a default of the suites, such as cache.block_size=32; may be repeated",
-    )
-    group.addoption(
-        "--attncheck-case", action="append", default=[], metavar="PATTERN", help="only cases whose id matches"
-    )
-    group.addoption("--attncheck-check", action="append", default=[], metavar="NAME", help="only this check")
+    for name in options_in("pytest"):
+        option, kind = OPTIONS[name], kind_of(name)
+        how: dict[str, Any] = {"dest": f"attncheck_{name}", "help": option.help.replace("%", "%%"), "default": None}
+        if kind is bool:
+            how |= {"action": "store_const", "const": not getattr(RunOptions, name)}
+        elif kind == list[str]:
+            how |= {"action": "append", "metavar": option.metavar}
+        else:
+            how |= {"type": kind, "metavar": option.metavar}
+        group.addoption(name_in_pytest(name), **how)
     group.addoption(
         "--attncheck-timing",
         action="store_true",
         help="make the check timing as well, its samples taken by pytest-benchmark (and so its --benchmark-json, "
         "--benchmark-compare, ...); --attncheck-check timing makes no other",
     )
-    group.addoption("--attncheck-device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (default: the best)")
-    group.addoption("--attncheck-seed", type=int, default=0, metavar="N", help="seed of the inputs (default: 0)")
-    group.addoption(
-        "--attncheck-expect", default=None, metavar="FILE", help="expected failures, as YAML: their items are xfailed"
-    )
-    group.addoption(
-        "--attncheck-dump", default=None, metavar="DIR", help="write the tensors of each failing case into this folder"
-    )
-    group.addoption(
-        "--attncheck-case-timeout",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help="kill the process of a backend that finishes no check for so long (default: 300, and 10 times what the "
-        "reference takes; 0: no limit)",
-    )
-    group.addoption(
-        "--attncheck-backend-timeout",
-        type=float,
-        default=None,
-        metavar="SECONDS",
-        help="stop the processes of a backend when they have been at work for so long together (default: no limit)",
-    )
-    group.addoption(
-        "--attncheck-memory-limit",
-        default=None,
-        metavar="SIZE",
-        help="kill the process of a backend that holds more, such as 4GiB, with all it started",
-    )
-    group.addoption(
-        "--attncheck-device-memory-limit",
-        default=None,
-        metavar="SIZE",
-        help="GPU memory that torch may take in the process of a backend, such as 40GiB",
-    )
-    group.addoption(
-        "--attncheck-in-process",
-        action="store_true",
-        help="examine backends in the process of pytest, not each in one of its own: for debuggers and profilers",
-    )
-    group.addoption(
-        "--attncheck-pass-env",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="let the processes of backends see these environment variables as well; may be repeated",
-    )
-    group.addoption(
-        "--attncheck-no-cache",
-        action="store_true",
-        help="compute every truth here: read and store none in the user's cache",
-    )
+
+
+def name_in_pytest(name: str) -> str:
+    """Return the option of pytest for this field of :class:`RunOptions`, such as ``--attncheck-suite``."""
+    return f"--attncheck-{OPTIONS[name].names[0].removeprefix('--')}"
+
+
+def given_to_pytest(config: pytest.Config) -> dict[str, Any]:
+    """Return what the options of pytest give, by the field of :class:`RunOptions`."""
+    found = {name: config.getoption(f"attncheck_{name}") for name in options_in("pytest")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def has_question(config: pytest.Config) -> bool:
+    """Return whether an option requests items."""
+    return bool(given_to_pytest(config).keys() & {"suites", "backends"})
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and the session plugin if an option requests items."""
     config.addinivalue_line("markers", MARKER)
-    if config.getoption("attncheck_suite") or config.getoption("attncheck_backend"):
+    if has_question(config):
         _session(config)
 
 

@@ -3,7 +3,8 @@
 import os
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from attncheck.backends import registry
 from attncheck.backends.declarations import MultipleOf
@@ -11,18 +12,29 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import import_checks
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    call_backend,
+    declared_reasons,
+    settings_kept,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
 from attncheck.harness.driver.observation import printable
-from attncheck.harness.run.outcomes import BackendDescription, missing_variables, unloadable
-from attncheck.harness.run.selection import DEFAULT_SUITES, UnavailableBackend
+from attncheck.harness.run.evaluate import Examiner, environment_of
+from attncheck.harness.run.outcomes import Backend, BackendDescription, missing_variables, not_loaded
+from attncheck.harness.run.preparation import suite_device
+from attncheck.harness.run.selection import DEFAULT_SUITES, RunPlan, Selection
 from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment
+
+if TYPE_CHECKING:
+    from attncheck.harness.checks.timing.check import TimingCheck
+    from attncheck.harness.run.run import Run
 
 
-def load_backend(
-    ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True
-) -> LoadedBackend | UnavailableBackend:
-    """Return the backend that ``ref`` names, or an :class:`UnavailableBackend` if it cannot be loaded here.
+def load_backend(ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True) -> Backend:
+    """Return the backend that ``ref`` names, or its description with the reasons if it cannot be loaded here.
 
     Changes that its module makes to process-wide settings are undone. ``checks``, ``functions``: the modules that these
     checks and functions need are imported before the backend (:func:`import_checks`).
@@ -35,18 +47,18 @@ def load_backend(
         with settings_kept():
             return registry.load(ref)
     except BackendUnavailableError as error:
-        return UnavailableBackend(error.name, ref, error.reasons)
+        return not_loaded(ref, error.reasons, error.name)
 
 
-def describe_backend(backend: LoadedBackend | UnavailableBackend, device: str) -> BackendDescription:
+def describe_backend(backend: Backend, device: str) -> BackendDescription:
     """Return the description of ``backend`` for a run on ``device``.
 
     Raises:
         BackendLoadError: ``required_environment`` is not a dict of strings, ``is_mla`` is not a bool, or
             ``default_suite`` is not one of :data:`DEFAULT_SUITES`.
     """
-    if isinstance(backend, UnavailableBackend):
-        return unloadable(backend.name, backend.ref, backend.reasons, backend.version)
+    if isinstance(backend, BackendDescription):
+        return backend
     declared = backend.backend
     page_sizes, page_multiples, layouts = _pages_of(backend)
     info = BackendInfo(
@@ -90,20 +102,17 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
         return ()
 
 
-def reasons_against(
-    backend: LoadedBackend | UnavailableBackend, device: str, cases: Iterable[Case]
-) -> tuple[tuple[str, ...], ...]:
+def reasons_against(backend: Backend, device: str, cases: Iterable[Case]) -> tuple[tuple[str, ...], ...]:
     """Return, for each case, why the backend refuses it on ``device``; empty if it accepts or a declaration raises."""
     return tuple(_reasons_against(backend, device, case) for case in cases)
 
 
-def _reasons_against(backend: LoadedBackend | UnavailableBackend, device: str, case: Case) -> tuple[str, ...]:
-    if isinstance(backend, UnavailableBackend):
-        return backend.reasons
-    cls, specs = backend.backend, (case.layer, case.cache, case.batch)
+def _reasons_against(backend: Backend, device: str, case: Case) -> tuple[str, ...]:
+    if isinstance(backend, BackendDescription):
+        return backend.unavailable_reasons
     try:
-        absent = declared_reasons(lambda: cls.unavailable_case_reasons(device, *specs))
-        return absent or declared_reasons(lambda: cls.unsupported_reasons(*specs))
+        absent = unavailable_case_reasons(backend.backend, case, device)
+        return absent or unsupported_reasons(backend.backend, case)
     except StageError:
         return ()
 
@@ -161,49 +170,58 @@ def _is_variable(pair: tuple[object, object]) -> bool:
     return name != "" and "=" not in name and "\0" not in name + value and printable(name + value) == name + value
 
 
-def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> LoadedBackend | UnavailableBackend:
-    """Return the backend if this process has the environment it requires, else an UnavailableBackend.
+def _described_here(backend: Backend, device: str) -> BackendDescription:
+    """Return the description of ``backend``, as not loaded if this process lacks the environment that it requires.
 
-    The reason of the latter has the variables to set before the command.
+    The reason then has the variables to set before the command.
     """
-    if isinstance(backend, UnavailableBackend):
-        return backend
-    needs = missing_variables(required_environment(backend, device), os.environ)
+    description = describe_backend(backend, device)
+    needs = missing_variables(description.info.required_environment, os.environ)
     if not needs:
-        return backend
+        return description
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in needs.items())
     reason = f"this process must have been started with {words}: type it before the command"
-    return UnavailableBackend(backend.name, backend.ref, (reason,), backend.version)
+    return description.model_copy(update={"is_loaded": False, "unavailable_reasons": (reason,)})
 
 
-class Loader:
-    """Loads backends into this process, which also examines them."""
+class ThisProcess:
+    """Loads the backends of a run into this process, and examines them here."""
 
-    def __init__(self, device: str, loaded: Sequence[LoadedBackend | UnavailableBackend] = ()) -> None:
+    fits_pages = True
+
+    def __init__(self, loaded: Sequence[Backend] = ()) -> None:
         """``loaded``: backends that are loaded already."""
-        self._device = device
+        self._device = "cpu"
         self._loaded = {each.ref: each for each in loaded}
-        self._found: dict[str, LoadedBackend | UnavailableBackend] = {}
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        """Return the device of the run, notes on the choice, and the environment on it.
+
+        Raises:
+            DeviceError: the device that the user named is not there.
+        """
+        self._device, notes = suite_device(wishes, wanted)
+        return self._device, notes, environment_of(self._device)
+
+    def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+        """Do nothing: this process has the run."""
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """Return the description of each of ``refs``, or the error that loading it raised."""
         return [self._description(ref) for ref in refs]
 
-    def backends(self, descriptions: Sequence[BackendDescription]) -> tuple[LoadedBackend | UnavailableBackend, ...]:
-        """Return the backends that belong to these descriptions."""
-        return tuple(
-            self._found.get(each.ref) or UnavailableBackend(each.name, each.ref, each.unavailable_reasons)
-            for each in descriptions
-        )
+    def examiner(self, run: "Run", costs: object = None, clocks: "TimingCheck | None" = None) -> Examiner:
+        """Return what examines the questions of ``run``, one after another. ``clocks``: as for :class:`Examiner`."""
+        backends = tuple(self._loaded[each.ref] if each.is_loaded else each for each in run.backends)
+        return Examiner(replace(run.plan, backends=backends), run.environment, clocks)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Do nothing: there is no other process."""
 
     def _description(self, ref: str) -> BackendDescription | QuestionError:
         try:
-            loaded = self._loaded.get(ref) or load_backend(ref)
-            found = self._found[ref] = usable_here(loaded, self._device)
-            description = describe_backend(loaded, self._device)
+            if ref not in self._loaded:
+                self._loaded[ref] = load_backend(ref)
+            return _described_here(self._loaded[ref], self._device)
         except QuestionError as error:
             return error
-        if isinstance(found, UnavailableBackend):
-            # Keep the description: only this process lacks the environment of the backend.
-            return description.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
-        return description

@@ -19,20 +19,28 @@ from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    declared_reasons,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
+from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.host import collect_environment, is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
 from attncheck.harness.run.outcomes import (
     OURSELVES,
+    Backend,
+    BackendDescription,
     Circumstances,
+    absent,
     is_device_error,
+    raise_if_device_is_lost,
     record_of,
     unavailable,
-    until_device_is_lost,
 )
-from attncheck.harness.run.selection import RunPlan, UnavailableBackend, unanswered_reasons
+from attncheck.harness.run.selection import RunPlan, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, TruthCache
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
@@ -181,9 +189,7 @@ class Examiner:
                             if is_over:
                                 break
 
-    def examine(
-        self, case: Case, backend: LoadedBackend | UnavailableBackend, checks: tuple[str, ...] | None = None
-    ) -> list[Record]:
+    def examine(self, case: Case, backend: Backend, checks: tuple[str, ...] | None = None) -> list[Record]:
         """Return the records of one pair of case and backend; empty if the case itself is at fault (see ``blind``).
 
         ``checks``: the checks to run. If it is None, all checks of the plan run.
@@ -193,7 +199,7 @@ class Examiner:
     def records(
         self,
         case: Case,
-        backend: LoadedBackend | UnavailableBackend,
+        backend: Backend,
         begin: Callable[[str], None] = _ignore,
         *,
         checks: tuple[str, ...] | None = None,
@@ -209,21 +215,53 @@ class Examiner:
         """
         checks = self.plan.checks_of(case) if checks is None else checks
         self._circumstances = replace(self._circumstances, round=round_number)
-        if isinstance(backend, UnavailableBackend):
+        if isinstance(backend, BackendDescription):
             for check in checks:
-                yield unavailable(self._circumstances, case, backend, check, backend.reasons)
+                yield absent(self._circumstances, case, backend, check)
             return
         with exact_float32(), current_device(self.device), num_threads(self._num_threads):
-            yield from until_device_is_lost(self._records(case, backend, checks, begin), self.device)
+            prepared = self._prepare(case, backend, checks, begin)
+            if isinstance(prepared, list):
+                for record in prepared:
+                    raise_if_device_is_lost(record, self.device)
+                    yield record
+                return
+            for check in checks:
+                begin(f"check {check}")
+                began = perf_counter()
+                finding: Finding | Raised | BackendUnavailableError
+                try:
+                    with num_threads(self._timing_threads if check == TIMING else self._num_threads):
+                        finding = prepared.examine(check)
+                except StageError as failure:  # checks also call the backend's codec
+                    finding = failure.raised
+                except BackendUnavailableError as error:
+                    finding = error
+                except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
+                    finding = capture_exception(OURSELVES, error)
+                    if is_refused_memory(finding.error_type, finding.message):
+                        finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
+                took = perf_counter() - began
+                if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
+                    note = self._dump(prepared, self.plan.dump, backend.name)
+                    finding = replace(finding, details=(*finding.details, *note))
+                if isinstance(finding, BackendUnavailableError):
+                    record = unavailable(self._circumstances, case, backend, check, finding.reasons)
+                else:
+                    record = record_of(self._circumstances, case, backend, check, finding, took)
+                raise_if_device_is_lost(record, self.device)
+                yield record
 
     def fault_of(self, case: Case) -> QuestionError | None:
         """Return the error of the case if examining it was tried and was impossible, else None."""
         return self._faults.get(case)
 
-    def _records(
+    def _prepare(
         self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
-    ) -> Iterator[Record]:
-        def same_for_all(finding: Finding) -> list[Record]:
+    ) -> "CaseChecks | FunctionChecks | BuilderChecks | list[Record]":
+        """Return the checks of the case, or their records if no check can run; none if the case itself is at fault."""
+
+        def same_for_all(finding: Finding | Raised) -> list[Record]:
             return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
 
         def gone(reasons: tuple[str, ...]) -> list[Record]:
@@ -232,71 +270,41 @@ class Examiner:
         cls = backend.backend
         begin("declarations")
         try:
-            absent = self._unavailable(cls, case)
+            absent_reasons = self._unavailable(cls, case)
             # Skip the declarations of a class that cannot run here: they may raise for the same reason.
-            reasons = (
-                () if absent else declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
-            )
+            reasons = () if absent_reasons else unsupported_reasons(cls, case)
         except StageError as failure:
-            yield from same_for_all(failure.raised)
-            return
-        if absent:
-            yield from gone(absent)
-            return
+            return same_for_all(failure.raised)
+        if absent_reasons:
+            return gone(absent_reasons)
         unanswered = unanswered_reasons(case)
         if unanswered:
-            yield from same_for_all(NotExamined(unanswered, "attncheck"))
-            return
+            return same_for_all(NotExamined(unanswered, "attncheck"))
         excluded = cls.conventions.excluded_strides(case.strides)
         if excluded:
-            yield from same_for_all(NotExamined((f"{excluded}: operand_strides 'rows' is declared",)))
-            return
+            return same_for_all(NotExamined((f"{excluded}: operand_strides 'rows' is declared",)))
         if case in self._faults:
-            return
+            return []
         begin("the preparation of the case")
         try:
             if self._latest is None or self._latest[0] != case:
                 self._latest = None  # free the tensors of the previous case before free memory is measured
                 lacking = shortage(case, self.device)
                 if lacking is not None:
-                    yield from gone((lacking,))
-                    return
-            case_checks = self._case_checks(case, backend, reasons)
+                    return gone((lacking,))
+            return self._case_checks(case, backend, reasons)
         except StageError as failure:
-            yield from same_for_all(failure.raised)
-            return
+            return same_for_all(failure.raised)
         except QuestionError as error:
             self._faults[case] = error.with_traceback(None)  # its frames would keep the case's tensors alive
             self.blind.append(error)
-            return
+            return []
         except (MemoryError, RuntimeError) as error:  # the declarations ran before and may have lost the device
             if is_refused_memory(type(error).__name__, str(error)):
-                yield from gone((f"out of memory while the truth was computed: {error}",))
-                return
+                return gone((f"out of memory while the truth was computed: {error}",))
             if not is_device_error(error, self.device):
                 raise
-            yield from same_for_all(capture_exception(OURSELVES, error))
-            return
-        for check in checks:
-            begin(f"check {check}")
-            began = perf_counter()
-            try:
-                with num_threads(self._timing_threads if check == TIMING else self._num_threads):
-                    finding = case_checks.examine(check)
-            except StageError as failure:  # checks also call the backend's codec
-                finding = failure.raised
-            except BackendUnavailableError as error:
-                yield unavailable(self._circumstances, case, backend, check, error.reasons)
-                continue
-            except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
-                finding = capture_exception(OURSELVES, error)
-                if is_refused_memory(type(error).__name__, finding.message):
-                    finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
-            took = perf_counter() - began
-            if isinstance(finding, Broken) and self.plan.dump is not None:  # before the caller can stop
-                note = self._dump(case_checks, self.plan.dump, backend.name)
-                finding = replace(finding, details=(*finding.details, *note))
-            yield record_of(self._circumstances, case, backend, check, finding, took)
+            return same_for_all(capture_exception(OURSELVES, error))
 
     def _dump(
         self, case_checks: "CaseChecks | FunctionChecks | BuilderChecks", folder: Path, backend: str
@@ -310,9 +318,9 @@ class Examiner:
         return ()
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
-        device, specs = self.plan.device, (case.layer, case.cache, case.batch)
+        device = self.plan.device
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
-        return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *specs)))
+        return (*everywhere, *unavailable_case_reasons(backend, case, device))
 
     def _case_checks(
         self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]

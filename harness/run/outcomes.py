@@ -1,6 +1,6 @@
 """From findings to records: outcomes, descriptions of backends, and lost devices."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from attncheck.backends.declarations import needs_of
+from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import AttncheckError, QuestionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
@@ -66,26 +67,6 @@ class Circumstances:
     round: int = 0
 
 
-class BackendIdentity(Protocol):
-    """How records identify a backend, whether or not it could be loaded."""
-
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-
-    @property
-    def ref(self) -> str:
-        """The reference to give to ``--backend``."""
-
-    @property
-    def version(self) -> str:
-        """The version; empty if unknown."""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The features that it declares; empty if unknown."""
-
-
 class RecordedQuestion(Protocol):
     """What a record is about: a case, or a function of a provider."""
 
@@ -105,7 +86,7 @@ class RecordedQuestion(Protocol):
 def record_of(
     circumstances: Circumstances,
     case: RecordedQuestion,
-    backend: BackendIdentity,
+    backend: "Backend",
     check: str,
     finding: Finding,
     duration_s: float,
@@ -128,7 +109,7 @@ def record_of(
             return Errored(
                 **common,
                 stage=finding.stage,
-                error_type=type(finding.error).__name__,
+                error_type=finding.error_type,
                 message=finding.message,
                 traceback=finding.trace,
             )
@@ -141,7 +122,7 @@ def _measured(finding: Measurements) -> dict[str, Any]:
 
 
 def unavailable(
-    circumstances: Circumstances, case: RecordedQuestion, backend: BackendIdentity, check: str, reasons: tuple[str, ...]
+    circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str, reasons: tuple[str, ...]
 ) -> Record:
     """Return the record of a case that cannot run on this machine."""
     return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
@@ -150,7 +131,7 @@ def unavailable(
 def ended(
     circumstances: Circumstances,
     case: RecordedQuestion,
-    backend: BackendIdentity,
+    backend: "Backend",
     check: str,
     stage: str,
     end: ProcessEnd,
@@ -162,24 +143,22 @@ def ended(
     return TimedOut(**who, stage=stage, **asdict(end))
 
 
-def load_error(
-    circumstances: Circumstances,
-    case: RecordedQuestion,
-    backend: BackendIdentity,
-    check: str,
-    error: Mapping[str, Any],
-) -> Record:
-    """Return the record of a check that did not run because loading raised; ``error``: fields of the record."""
-    return Errored(**_identity(circumstances, case, backend, check), **error)
+def absent(circumstances: Circumstances, case: RecordedQuestion, backend: "BackendDescription", check: str) -> Record:
+    """Return the record of a check of a backend that was not loaded."""
+    match backend.failure:
+        case ProcessEnd() as end:
+            return ended(circumstances, case, backend, check, IMPORT, end)
+        case Raised() as raised:
+            return record_of(circumstances, case, backend, check, raised, 0.0)
+        case None:
+            return unavailable(circumstances, case, backend, check, backend.unavailable_reasons)
 
 
 def _without_limit(end: ProcessEnd) -> dict[str, Any]:
     return {name: value for name, value in asdict(end).items() if name != "limit_s"}
 
 
-def _identity(
-    circumstances: Circumstances, case: RecordedQuestion, backend: BackendIdentity, check: str
-) -> dict[str, Any]:
+def _identity(circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str) -> dict[str, Any]:
     return {
         "suite": case.suite,
         "case_id": case.id,
@@ -215,16 +194,11 @@ class DeviceLostError(AttncheckError):
         )
 
 
-def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> Iterator[Record]:
-    """Yield ``records`` of one case and backend, checking the device before each.
-
-    Raises:
-        DeviceLostError: the check of the next record lost the device, or left a CUDA error that the harness hit.
-    """
-    for record in records:
-        if (cause := _loss(device) or _error_met(record)) is not None:
-            raise DeviceLostError(_crashed_instead(record, cause))
-        yield record
+def raise_if_device_is_lost(record: Record, device: "torch.device") -> None:
+    """Raise DeviceLostError if the check of ``record`` lost the device, or left a CUDA error that the harness hit."""
+    cause = _loss(device) or _error_met(record)
+    if cause is not None:
+        raise DeviceLostError(_crashed_instead(record, cause))
 
 
 def is_device_error(error: Exception, device: "torch.device") -> bool:
@@ -283,24 +257,13 @@ def _crashed_instead(record: Record, cause: str) -> Crashed:
 # Descriptions of backends, which may be loaded in other processes. Loads no torch.
 
 
-@dataclass(frozen=True)
-class LoadError:
-    """An exception raised while a backend was loaded. ``message`` includes the backend's name.
-
-    ``stage`` is attncheck itself if its own code raised, perhaps because the backend left the process broken.
-    """
-
-    error_type: str
-    message: str
-    stage: str = IMPORT
-    traceback: str = ""
-
-
 class BackendDescription(BaseModel):
-    """What a backend declares about itself.
+    """What a backend declares about itself, and why it is not here, if so.
 
     ``unavailable_reasons``: why it cannot run on the run's device on this machine; empty if it can.
     ``is_loaded``: False if it could not be loaded, for these reasons or because of ``failure``.
+    ``failure``: what its own code raised at the import, or how its process ended. The stage of an exception is
+    attncheck itself if attncheck raised it, perhaps because the backend left the process broken.
     ``default_suite``: the suite used if the user names none.
     ``page_sizes``: the page sizes it accepts, in tokens. ``page_multiples``: bases of which it accepts every multiple.
     ``layouts``: the cache layouts it accepts. Each of these three is empty if unknown.
@@ -316,7 +279,7 @@ class BackendDescription(BaseModel):
     page_multiples: tuple[int, ...] = ()
     layouts: tuple[str, ...] = ()
     unavailable_reasons: tuple[str, ...] = ()
-    failure: ProcessEnd | LoadError | None = None
+    failure: ProcessEnd | Raised | None = None
 
     @property
     def name(self) -> str:
@@ -342,23 +305,28 @@ class BackendDescription(BaseModel):
     def reason(self) -> str:
         """Why the backend could not be loaded or cannot run here; empty if it can."""
         match self.failure:
-            case ProcessEnd(cause=reason) | LoadError(message=reason):
+            case ProcessEnd(cause=reason) | Raised(message=reason):
                 return reason
             case None:
                 return "; ".join(self.unavailable_reasons)
 
 
-def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -> BackendDescription:
-    """Return the description of a backend that cannot be loaded on this machine, with the reasons."""
-    info = BackendInfo(name=name, ref=ref, version=version)
-    return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
+Backend = LoadedBackend | BackendDescription
+"""A backend of this process, or the description of one that is in another process or not here."""
 
 
-def unloaded(ref: str, failure: ProcessEnd | LoadError) -> BackendDescription:
-    """Return the description of a backend whose own code failed during loading; its name is derived from ``ref``."""
-    place, _, name = ref.rpartition(":")
-    info = BackendInfo(name=name if place else Path(ref).stem, ref=ref, version="")
-    return BackendDescription(info=info, is_loaded=False, failure=failure)
+def not_loaded(ref: str, why: Sequence[str] | ProcessEnd | Raised, name: str = "") -> BackendDescription:
+    """Return the description of a backend that could not be loaded, with the reasons or with how loading failed.
+
+    ``name``: if it is empty, the name is derived from ``ref``.
+    """
+    if not name:
+        place, _, attribute = ref.rpartition(":")
+        name = attribute if place else Path(ref).stem
+    info = BackendInfo(name=name, ref=ref, version="")
+    if isinstance(why, ProcessEnd | Raised):
+        return BackendDescription(info=info, is_loaded=False, failure=why)
+    return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(why))
 
 
 def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:

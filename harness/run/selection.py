@@ -1,6 +1,5 @@
 """Which cases and checks a run examines: patterns, page sizes, shards, rounds and the plan of a backend."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -10,33 +9,20 @@ from shlex import quote
 from typing import Literal, TypeVar
 
 from attncheck.backends.declarations import FUNCTION_PATHS, needs_of
-from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.keys import with_defaults
 from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import CaseFileError, SelectionError, SeveralMistakesError, UnknownNameError, shorten
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.problem.sizes import needed_bytes
-from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.options import split_commas
+from attncheck.harness.run.outcomes import Backend, BackendDescription
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, FORMER_CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
 
 # Resolves the names, shell patterns and keyword expressions that a user types to checks and cases. Loads no torch.
 #
 # A pattern without a match is an error. The message suggests a name that the same option accepts.
-
-_PARTS = re.compile(r"(?:\[[^\]]*\]|\{[^}]*\}|[^,])+")
-"""The parts between commas; commas inside brackets or braces do not separate."""
-
-
-def split_commas(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in ``words``, split at commas; the name of an existing file is not split.
-
-    >>> split_commas(["decode,smoke{layer.dtype: float16, cache.block_size: 32}", "[a,b]*"])
-    ('decode', 'smoke{layer.dtype: float16, cache.block_size: 32}', '[a,b]*')
-    """
-    parts = ([word] if Path(word).is_file() else _PARTS.findall(word) for word in words)
-    return tuple(part.strip() for own in parts for part in own if part.strip())
 
 
 def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
@@ -199,14 +185,12 @@ class Shard:
         return frozenset(members[self.number - 1])
 
 
-def read_shard(text: str | None) -> Shard | None:
-    """Return the shard that an option gives as ``2/7``, or None for None.
+def read_shard(text: str) -> Shard:
+    """Return the shard that an option gives as ``2/7``.
 
     Raises:
         SelectionError: the text is not of this form, or the number is out of range.
     """
-    if text is None:
-        return None
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise SelectionError(f"--shard {text}: give I/N with I from 1 to N, such as 2/7 for the second of seven shards")
@@ -503,21 +487,6 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class UnavailableBackend:
-    """A backend that cannot be loaded on this machine, and the reasons; all its cases are ``unavailable``."""
-
-    name: str
-    ref: str
-    reasons: tuple[str, ...]
-    version: str = ""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """Always empty: the features are unknown without loading the backend."""
-        return frozenset()
-
-
-@dataclass(frozen=True)
 class RunPlan:
     """What a run examines.
 
@@ -538,7 +507,7 @@ class RunPlan:
     """
 
     cases: tuple[Case, ...]
-    backends: tuple[LoadedBackend | UnavailableBackend, ...] = ()
+    backends: tuple[Backend, ...] = ()
     checks: tuple[str, ...] | None = None
     device: str = "cpu"
     seed: int = 0

@@ -3,9 +3,9 @@
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
 from typing import Literal
@@ -16,17 +16,15 @@ from attncheck.errors import QuestionError
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.outcomes import (
-    IMPORT,
     OURSELVES,
     BackendDescription,
     Circumstances,
-    LoadError,
     ProcessEnd,
+    absent,
     ended,
-    load_error,
     record_of,
-    unavailable,
 )
+from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
@@ -173,9 +171,6 @@ _START_S = 5.0
 
 _SAMPLE = 5
 """Number of cases of a backend from whose times those of the others are estimated."""
-
-Costs = Mapping[tuple[str, str, str], float]
-"""Seconds that a check took in earlier runs, by reference of the backend, hash of the case and check."""
 
 
 @dataclass(frozen=True)
@@ -522,7 +517,7 @@ class ProcessExaminer:
                 self._unstartable[backend.ref] = cause
             else:
                 if fault is not None:
-                    raised = Raised(OURSELVES, WorkerError(backend.ref, fault), fault.error, fault.traceback)
+                    raised = Raised(OURSELVES, WorkerError.__name__, fault.error, fault.traceback)
                     for check in place.due:
                         place.records.append(record_of(self.circumstances, case, backend, check, raised, 0.0))
                     place.due.clear()
@@ -800,12 +795,5 @@ class Supervisor:
         """Add the records of a backend that was not loaded."""
         backend, case, circumstances = place.question.backend, place.question.case, self._examiner.circumstances
         for check in place.due:
-            match backend.failure:
-                case ProcessEnd() as end:
-                    record: Record = ended(circumstances, case, backend, check, IMPORT, end)
-                case LoadError() as error:
-                    record = load_error(circumstances, case, backend, check, asdict(error))
-                case None:
-                    record = unavailable(circumstances, case, backend, check, backend.unavailable_reasons)
-            place.records.append(record)
+            place.records.append(absent(circumstances, case, backend, check))
         place.is_over = True

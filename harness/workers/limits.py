@@ -19,6 +19,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
 from attncheck.harness.host import free_host_bytes, is_refused_memory, own_memory
 from attncheck.harness.problem.sizes import needed_bytes
+from attncheck.harness.run.options import RunOptions, size_in_words
 from attncheck.reports.run_file.causes import BACKEND_TIME
 from attncheck.reports.run_file.timings import TIMING
 
@@ -159,12 +160,6 @@ def room_on_host() -> int:
     return sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
 
 
-def size_in_words(size: int) -> str:
-    """Return ``size`` bytes as text such as ``4.13 GiB`` or ``600 MiB``."""
-    unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
-    return f"{round(size / unit, 2):g} {name}"
-
-
 def keep_within(limits: MemoryLimits, device: str) -> None:
     """Make allocations far beyond ``limits`` fail in this process, which examines on ``device``.
 
@@ -206,6 +201,16 @@ class WorkerSettings:
     limits: TimeLimits = field(default_factory=TimeLimits)
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     pass_env: tuple[str, ...] = ()
+
+
+def worker_settings(options: RunOptions) -> WorkerSettings:
+    """Return the settings for starting the processes of the backends of a run."""
+    backend_s = read_limit("--backend-timeout", options.backend_timeout)
+    return WorkerSettings(
+        TimeLimits(read_limit("--case-timeout", options.case_timeout), math.inf if backend_s is None else backend_s),
+        MemoryLimits(options.memory_limit, options.device_memory_limit),
+        options.pass_env,
+    )
 
 
 # Watch the memory of a run's processes, and kill one that uses too much. Importing it does not import torch.
@@ -439,11 +444,6 @@ def variables_read(file: Path) -> set[str]:
         beside = {path.with_name(f"{module.partition('.')[0]}.py") for module in modules}
         files += sorted(beside - {*files})
     return found
-
-
-def read_patterns(words: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of ``--pass-env``, each of whose ``words`` may contain several, separated by commas."""
-    return tuple(part.strip() for word in words for part in word.split(",") if part.strip())
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

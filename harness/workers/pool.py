@@ -32,7 +32,9 @@ from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Describ
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
+    from attncheck.harness.run.run import Costs, Run
     from attncheck.harness.run.selection import Selection
+    from attncheck.harness.workers.executor import Supervisor
 
 # The processes of a run's backends, one each: start them, describe the backends, restart them.
 #
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 class WorkerPool:
     """The backends' processes by reference; a context manager that ends all of them on exit."""
+
+    fits_pages = True
 
     def __init__(
         self,
@@ -193,6 +197,26 @@ class WorkerPool:
                 found[ref] = BackendLoadError(ref, f"started with {given}, it now requires {needs}")
         self._infos |= {ref: each.info for ref, each in found.items() if isinstance(each, BackendDescription)}
         return list(found.values())
+
+    def examiner(self, run: "Run", costs: "Callable[[], Costs]" = dict) -> "Supervisor":
+        """Return what examines the questions of ``run`` in these processes.
+
+        Without ``jobs``, as many work at once as cores and memory allow, but one per GPU. With a ``deadline``, the
+        backends share time and GPUs. With ``warm``, other processes compile kernels ahead of the run on a GPU.
+        """
+        from attncheck.harness.workers.executor import Supervisor
+
+        options, device = run.options, run.plan.device
+        is_gpu, is_shared = device != "cpu", options.deadline is not None
+        gpus = max(len(self.gpus), 1)
+        room = gpus * most_processes(device, gpus) if is_shared else most_processes("cpu")
+        jobs = options.jobs or (min(room, gpus) if is_gpu and not is_shared else room)
+        if options.deadline is not None:
+            loaded = sum(each.is_loaded for each in run.backends)
+            self.limits = self.limits.shared(options.deadline - time.monotonic(), loaded, jobs)
+        warms = options.warm and is_gpu and jobs <= gpus  # where several processes share a GPU, warmers have no room
+        known = costs() if jobs > 1 else None
+        return Supervisor(run.plan, run.backends, self, run.environment, jobs=jobs, warms=warms, costs=known)
 
     def process(self, ref: str) -> WorkerProcess | None:
         """Return the process of a backend, or None if it has ended, or has only been prepared."""

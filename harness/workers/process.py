@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import InternalError, QuestionError
+from attncheck.harness.driver.observation import Raised
 from attncheck.harness.host import free_host_bytes, oom_kills
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, LoadError, unloaded
+from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription, not_loaded
 from attncheck.harness.workers.limits import Limit, passed_environment
 from attncheck.harness.workers.protocol import (
     Assignment,
@@ -777,18 +778,18 @@ def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription |
     try:
         answer = process.receive(limit)
     except ProcessEndedError as ended:
-        return unloaded(process.ref, ended.end)
+        return not_loaded(process.ref, ended.end)
     match answer:
         case Described():
             process.printed.label = answer.description.name
             return answer.description
         case Refused():
             if answer.raised:
-                return unloaded(process.ref, LoadError(answer.raised, answer.reason))
+                return not_loaded(process.ref, Raised(IMPORT, answer.raised, answer.reason))
             return QuestionError(answer.reason)
         case HarnessFailure():
-            error = LoadError(WorkerError.__name__, answer.error, OURSELVES, answer.traceback)
-            return unloaded(process.ref, error)
+            raised = Raised(OURSELVES, WorkerError.__name__, answer.error, answer.traceback)
+            return not_loaded(process.ref, raised)
         case _:
             raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
 
@@ -802,9 +803,9 @@ def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
     """
     if isinstance(found, QuestionError):
         raise found
-    error = found.failure
-    if isinstance(error, LoadError) and error.stage == OURSELVES:
-        raise WorkerError(found.ref, HarnessFailure(error=error.message, traceback=error.traceback))
+    raised = found.failure
+    if isinstance(raised, Raised) and raised.stage == OURSELVES:
+        raise WorkerError(found.ref, HarnessFailure(error=raised.message, traceback=raised.trace))
     if not found.is_loaded:
         raise QuestionError(found.reason)
     return found

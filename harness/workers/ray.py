@@ -9,14 +9,15 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import attncheck
 from attncheck.errors import AttncheckError, ClusterError, MissingExtraError, QuestionError
+from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd
-from attncheck.harness.run.preparation import file_digest
+from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import WAITING, BackendQuestion, Stopped, Supervisor, ended_records, untimed
@@ -38,6 +39,7 @@ from attncheck.reports.run_file.header import Environment, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter, format_line, parse_line
 
 if TYPE_CHECKING:
+    from attncheck.harness.run.run import Run
     from attncheck.harness.run.selection import Selection
 
 # The actor on a node of a Ray cluster, which starts the processes of the backends that it examines.
@@ -80,8 +82,8 @@ class RayActor:
             if folder is not None:
                 os.chdir(folder)
         except OSError as error:
-            reason = f"it cannot use the folder {folder} ({error.strerror}); share it, or give working_dir in "
-            return Refused(reason=f"{reason}--ray-runtime-env")
+            reason = f"it cannot use the folder {folder} ({error.strerror}); share it, or give a working_dir "
+            return Refused(reason=f"{reason}in the runtime_env of --executor ray:FILE")
         prepare, wish = map(parse_request, messages)
         assert isinstance(prepare, Prepare)
         assert isinstance(wish, ChooseDevice)
@@ -159,20 +161,6 @@ _CONNECTING_S = 10.0
 
 
 @dataclass(frozen=True)
-class RaySettings:
-    """Which Ray cluster a run uses, and the resources of each actor.
-
-    ``address``: None for RAY_ADDRESS, or else for the cluster that this machine is part of. ``resources``: amounts of
-    ``CPU``, ``GPU``, ``memory`` in bytes, and of other resources of the nodes. ``runtime_env``: Ray's description of an
-    actor's environment.
-    """
-
-    address: str | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Lost:
     """The node or the actor ended, for this ``cause``."""
 
@@ -199,6 +187,8 @@ class RayCluster:
         MissingExtraError: ray is not installed.
         ClusterError: there is no such cluster, or no room in it.
     """
+
+    fits_pages = False  # a node accepts no other suites once it has described a backend
 
     def __init__(
         self,
@@ -286,6 +276,10 @@ class RayCluster:
         except self._ray.exceptions.RayError as error:
             raise ClusterError(self._name, f"{self._first.name} was lost ({_cause(error)}); run again") from error
         return [QuestionError(each) if isinstance(each, str) else each for each in found]
+
+    def examiner(self, run: "Run", costs: object = None) -> "RayExecutor":
+        """Return what examines the questions of ``run`` on the nodes."""
+        return RayExecutor(run.plan, run.backends, self, run.environment)
 
     def start(self, most: int) -> Node:
         """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
@@ -401,7 +395,7 @@ def _connected(name: str, settings: RaySettings) -> Any:
             logging_level=logging.ERROR,
         )
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"cannot be used: {_cause(error)}; --ray-address local starts one on this machine"
+        reason = f"cannot be used: {_cause(error)}; `address: local` in --executor ray:FILE starts one on this machine"
         raise ClusterError(name, reason) from error
     return ray
 

@@ -44,11 +44,9 @@ from attncheck.harness.workers.protocol import (
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.backends.registry import LoadedBackend
     from attncheck.cases.model import Case
     from attncheck.harness.run.evaluate import Examiner
-    from attncheck.harness.run.outcomes import BackendDescription
-    from attncheck.harness.run.selection import UnavailableBackend
+    from attncheck.harness.run.outcomes import Backend, BackendDescription
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _NEEDS_TERMINAL = "breakpoint() needs --in-process: the process of a backend has no terminal"
@@ -166,7 +164,7 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None" = None) -> None:
+def serve_cases(pipes: WorkerPipes, handed_over: "Backend | None" = None) -> None:
     """Examine cases of one backend as the run requests. ``handed_over``: the backend, if it is already loaded."""
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
@@ -184,7 +182,7 @@ def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBac
     load = next_request(pipes)
     if not isinstance(load, Load):
         return
-    backend: LoadedBackend | UnavailableBackend | QuestionError
+    backend: Backend | QuestionError
     try:
         backend = handed_over or load_backend(load.ref, prepare.checks, functions=prepare.functions)
     except QuestionError as error:
@@ -236,13 +234,11 @@ def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
 
 def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool = False) -> "Examiner":
     """Return the examiner for the assignment. Raises QuestionError if a suite has changed since the run began."""
-    from dataclasses import replace
     from pathlib import Path
 
     from attncheck.cases.loader import load_suite
     from attncheck.harness.run.evaluate import Examiner
-    from attncheck.harness.run.preparation import RunSettings, prepare_run
-    from attncheck.harness.run.selection import Selection, default_cases
+    from attncheck.harness.run.selection import RunPlan, Selection, default_cases
 
     suites = tuple(map(load_suite, assignment.suites))
     for suite, digest in zip(suites, assignment.digests, strict=True):
@@ -250,25 +246,25 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
             raise QuestionError(f"{suite.path} has changed since the run began")
     every = (case for suite in suites for case in suite.cases)
     cases = tuple(case for case in every if assignment.cases is None or case.key in assignment.cases)
-    settings = RunSettings(
+    selection = Selection(suites, assignment.suites, cases, checks=None)
+    chosen = default_cases(selection, [description], is_short=assignment.is_short) if assignment.by_default else {}
+    plan = RunPlan(  # without checks: the run sends them with each case
+        cases=cases,
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
-        truths=None if assignment.truths is None else Path(assignment.truths),
+        chosen=chosen,
         timing=assignment.timing,
+        shares_probes=assignment.shares_probes,
+        truths=None if assignment.truths is None else Path(assignment.truths),
     )
-    # The run sends the checks with each case.
-    selection = Selection(suites, assignment.suites, cases, checks=None)
-    prepared = prepare_run(selection, None, settings, environment=assignment.environment)
-    chosen = default_cases(selection, [description], is_short=assignment.is_short) if assignment.by_default else {}
-    plan = replace(prepared.plan, chosen=chosen, shares_probes=assignment.shares_probes)
-    return Examiner(plan, prepared.environment, stores_truths=stores_truths)
+    return Examiner(plan, assignment.environment, stores_truths=stores_truths)
 
 
 def _examine(
     pipes: WorkerPipes,
     examiner: "Examiner",
-    backend: "LoadedBackend | UnavailableBackend",
+    backend: "Backend",
     case: "Case",
     request: Examine,
     memory: MemoryLimits,

@@ -88,7 +88,7 @@ def assignments(values: Mapping[str, str]) -> str:
 
 def _repro_function(record: Record, header: RunHeader | None) -> str:
     """Return the command for a function of a provider; its suites are those that supply the batches."""
-    words = ["attncheck", "run", "--provider", record.backend_ref, "--function", record.case_id]
+    words = ["attncheck", "run", "--provider", record.backend_ref, "--case", record.case_id]
     if header is not None:
         words += [word for suite in header.suites if suite.name != UTILITIES for word in ("--suite", suite.ref)]
         words += ["--device", header.device]

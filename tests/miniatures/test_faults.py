@@ -129,7 +129,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def on_ray(words: list[str]) -> int:
     """Execute the command on a Ray cluster of its own, which ends with it."""
-    command = [sys.executable, "-m", "attncheck", *words, "--executor", "ray", "--ray-address", "local"]
+    Path("ray.yaml").write_text("address: local\n")
+    command = [sys.executable, "-m", "attncheck", *words, "--executor", "ray:ray.yaml"]
     done = subprocess.run([*command, "--jobs", "2"], stdout=subprocess.DEVNULL, timeout=300, check=False)
     return done.returncode
 

@@ -82,7 +82,7 @@ def test_records_are_those_of_the_cpu(run_attncheck, tmp_path, backends, suite, 
 def test_metadata_utilities_are_examined_on_the_device(run_attncheck):
     words = ["--provider", "attncheck.reference", "--suite", "decode"]
     for function in ("get_dcp_local_seq_lens", "slice_query_start_locs", "compute_causal_conv1d_metadata", "v0.*"):
-        words += ["--function", function]
+        words += ["--case", function]
     _, records = run_attncheck(words, Settings())
     assert {record.outcome for record in records} == {"passed"}
     assert len(records) > 10

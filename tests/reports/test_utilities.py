@@ -108,5 +108,5 @@ def test_the_line_that_repeats_it_names_provider_function_and_suites(function: M
     record = function("v0.f")
     assert isinstance(record, Passed)
     record = record.model_copy(update={"backend_ref": "./mine.py", "seed": 3})
-    line = "attncheck run --provider ./mine.py --function v0.f --suite smoke --suite './my suite.yaml'"
+    line = "attncheck run --provider ./mine.py --case v0.f --suite smoke --suite './my suite.yaml'"
     assert repro_command(record, mine) == f"{line} --device cpu --seed 3"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.backends.mutants.catalogue import catalogue
-from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.run.options import RunOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 

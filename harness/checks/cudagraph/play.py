@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from math import nan
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,27 +31,24 @@ from attncheck.harness.checks.cudagraph.recorder import (
 )
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
-from attncheck.harness.driver.construction import LayerStub, construct_builder, construct_impl, max_model_len
+from attncheck.harness.driver.construction import max_model_len
 from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.outputs import observed, placed
-from attncheck.harness.driver.pool import KVPool, new_pool
-from attncheck.harness.driver.session import BackendLayer, OutputBuffers
+from attncheck.harness.driver.pool import KVPool
+from attncheck.harness.driver.session import BackendLayer, Fill, OutputBuffers, Session, Turn
 from attncheck.harness.driver.step import (
     ForwardCall,
     PersistentInputs,
-    Step,
-    changed_inputs,
-    forward_calls_of,
-    make_step,
+    lend_in_place,
     map_tensors,
     micro_batches_of,
-    request_order,
+    operand_views,
+    zeroed,
 )
 from attncheck.harness.problem.pages import RandomStream, key_places, lay_out
 from attncheck.harness.problem.problem import Problem, build_problem, place_requests
 from attncheck.harness.truth.truth import Truth, TruthCache
-from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
+from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions, StridesSpec
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import ALTERNATIVE, UNKNOWN, likely_causes
 from attncheck.reports.run_file.graph_levels import PaddingRows, worst_padding
@@ -170,63 +167,19 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 # Inputs of graphs: buffers for the largest step of a probe, and dummy inputs for capture.
 
-_UNOWNED = 16
-"""Columns of the fused tensor after the last slice, which belong to no input."""
-
-
-class GraphInputs:
-    """The persistent inputs of all calls of a step: one set for each micro-batch."""
-
-    def __init__(self, buffers: Sequence[PersistentInputs]) -> None:
-        self._buffers = tuple(buffers)
-
-    @property
-    def host_twins(self) -> tuple[Tensor, ...]:
-        """The ``_cpu`` tensors, which are on the host by contract."""
-        return tuple(twin for inputs in self._buffers for twin in inputs.host_twins)
-
-    def load(self, fresh: Sequence[ForwardCall]) -> list[ForwardCall]:
-        """Copy the contents of ``fresh`` into the buffers; return the calls over the buffers."""
-        return [inputs.load(call) for inputs, call in zip(self._buffers, fresh, strict=True)]
-
-    def copied(self, calls: Sequence[ForwardCall]) -> list[tuple[ForwardCall, ForwardCall]]:
-        """Return copies of the calls and of the whole buffers, for a later comparison."""
-        copies = (map_tensors(call, Tensor.clone) for call in calls)
-        return [(copy, inputs.copy()) for inputs, copy in zip(self._buffers, copies, strict=True)]
-
-    def changed(self, calls: Sequence[ForwardCall], copies: Sequence[tuple[ForwardCall, ForwardCall]]) -> set[str]:
-        """Return the names of inputs that differ from ``copies``, in the calls' views or behind them in the buffers."""
-        return {
-            name
-            for inputs, call, (lent, whole) in zip(self._buffers, calls, copies, strict=True)
-            for name in (*changed_inputs(lent, call), *inputs.changed_behind(whole, call))
-        }
-
 
 def allocate_inputs(
     problem: Problem, num_reqs: int, num_tokens: int, max_model_len: int, device: torch.device
 ) -> PersistentInputs:
-    """Return buffers for steps of up to ``num_tokens`` rows and ``num_reqs`` requests of up to ``max_model_len``."""
+    """Return buffers for steps of up to ``num_tokens`` rows and ``num_reqs`` requests of up to ``max_model_len``.
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.int32, on: torch.device = device) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=on)
-
-    host = torch.device("cpu")
-    query, key, value = _fused_rows(problem, num_tokens, device)
-    largest = CommonAttentionMetadata(
-        query_start_loc=zeros(num_reqs + 1),
-        query_start_loc_cpu=zeros(num_reqs + 1, on=host),  # a separate tensor even if the device is the host
-        seq_lens=zeros(num_reqs),
-        seq_lens_cpu=zeros(num_reqs, on=host),
-        num_computed_tokens_cpu=zeros(num_reqs, on=host),
-        num_reqs=num_reqs,
-        num_actual_tokens=num_tokens,
-        max_query_len=num_tokens,
-        max_seq_len=max_model_len,
-        block_table_tensor=zeros(num_reqs, _num_pages(problem, max_model_len)),
-        slot_mapping=zeros(num_tokens, dtype=torch.int64),
-    )
-    return PersistentInputs(_call(problem, largest, query, key, value))
+    Query, key and value are slices of one fused tensor, as in a model's layer.
+    """
+    largest = dummy_call(problem, Bucket(num_reqs, num_tokens, None), max_model_len, longest=True)
+    shapes = ((num_tokens, *rows.shape[1:]) for rows in (problem.query, problem.keys, problem.values))
+    rows = [torch.zeros(shape, dtype=problem.dtype, device=device) for shape in shapes]
+    query, key, value = operand_views(rows, StridesSpec(query="fused", key="fused", value="fused"))
+    return PersistentInputs(_call(problem, zeroed(largest.common, device), query, key, value))
 
 
 def dummy_call(problem: Problem, bucket: Bucket, max_model_len: int, *, longest: bool) -> ForwardCall:
@@ -303,127 +256,69 @@ def _num_pages(problem: Problem, max_model_len: int) -> int:
     return -(-max_model_len // problem.cache.block_size)
 
 
-def _fused_rows(problem: Problem, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value as slices of one fused tensor, as in a model's layer."""
-    shapes = [tuple(rows.shape[1:]) for rows in (problem.query, problem.keys, problem.values)]
-    widths = [heads * size for heads, size in shapes]
-    fused = torch.zeros(num_tokens, sum(widths) + _UNOWNED, dtype=problem.dtype, device=device)
-    slices = fused[:, : sum(widths)].split(widths, dim=1)
-    query, key, value = (part.unflatten(1, shape) for part, shape in zip(slices, shapes, strict=True))
-    return query, key, value
-
-
 # Capture one `forward` of a backend: build metadata, warm up, record the graph, and keep what it returned.
 
 Group = Sequence[tuple[Any, ForwardCall]]
 """The calls in one graph, each with the builder of its metadata."""
-Lent = TypeVar("Lent")
-Built = TypeVar("Built")
+
+Build = Callable[[Any, CommonAttentionMetadata], Any]
+"""Builds metadata with a builder."""
 
 
 @dataclass(frozen=True)
-class CapturedForward:
-    """A captured ``forward``, and what it returned at capture. Each replay writes its output to those tensors."""
+class CapturedGraph:
+    """One captured graph: the calls of a group. Each replay writes to the tensors that the calls returned at capture.
 
-    recording: Recording
-    returned: Any
-
-    def replay(self) -> Any:
-        """Replay, and return what ``forward`` would return."""
-        self.recording.replay()
-        return self.returned
-
-    def launch(self) -> object:
-        """Replay for timing, without waiting for the device; return the same as :meth:`replay`."""
-        self.recording.launch()
-        return self.returned
-
-
-@dataclass(frozen=True)
-class CapturedGraph(CapturedForward):
-    """One captured graph, and the trace of its metadata. ``read``: paths of tensors that the graph may read.
-
-    ``buffers``: the output buffers of each call in it.
+    ``returned``: what each call returned. ``buffers``: the output buffers of each. ``trace``: that of the metadata.
+    ``read``: paths of tensors in the metadata that the graph may read.
     """
 
-    buffers: tuple[OutputBuffers, ...]
+    recording: Recording
+    returned: list[object]
+    buffers: Sequence[OutputBuffers]
     trace: MetadataTrace
     read: frozenset[str]
 
 
-def capture_group(
+def build_for_capture(builder: Any, common: CommonAttentionMetadata) -> Any:
+    """Return the metadata of a capture."""
+    return builder.build_for_cudagraph_capture(common)
+
+
+def capture_graph(
     recorder: Recorder,
     layer: BackendLayer,
-    problem: Problem,
     group: Group,
-    kv_cache: Tensor,
-    build: Callable[[Any, CommonAttentionMetadata], Any],
+    kv_cache: Tensor | None,
+    build: Build,
+    buffers: Sequence[OutputBuffers],
     *,
     is_updated: bool = False,
 ) -> CapturedGraph | CaptureError | UnseenError:
-    """Capture the calls of ``group`` in one graph, after building all metadata.
+    """Capture the calls of ``group`` in one graph, after building all metadata. Replays read the memory of the calls.
 
-    ``is_updated``: the graph begins with ``update_draft_decode_metadata``. Raise StageError as :func:`capture_forward`
-    does.
-    """
-    buffers = tuple(layer.output_buffers(problem, call) for _, call in group)
-    parts: dict[str, object] = {}
-
-    def on_metadata(metadata: list[Any]) -> None:
-        parts.clear()
-        parts.update(parts_of(alone(metadata)))
-
-    def enter(lent: Group, metadata: list[Any]) -> list[object]:
-        if is_updated:
-            for (builder, _), own in zip(lent, metadata, strict=True):
-                builder.update_draft_decode_metadata(own)
-        return [
-            layer.enter(call, kv_cache, own, answer)
-            for (_, call), own, answer in zip(lent, metadata, buffers, strict=True)
-        ]
-
-    captured = capture_forward(
-        recorder,
-        lambda: [(builder, map_tensors(call, Tensor.detach)) for builder, call in group],
-        lambda lent: [build(builder, call.common) for builder, call in lent],
-        enter,
-        on_metadata,
-    )
-    if not isinstance(captured, CapturedForward):
-        return captured
-    reads = captured.recording.reads
-    read = frozenset(path for path, part in parts.items() if isinstance(part, Tensor) and reads(part) is not False)
-    made_of = trace(parts)
-    parts.clear()  # the graph must not depend on memory that only the capture's metadata keep alive
-    return CapturedGraph(captured.recording, captured.returned, buffers, made_of, read)
-
-
-def alone(metadata: Sequence[Any]) -> Any:
-    """Return the only element, or all metadata if there are several calls."""
-    return metadata[0] if len(metadata) == 1 else metadata
-
-
-def capture_forward(
-    recorder: Recorder,
-    lend: Callable[[], Lent],
-    build: Callable[[Lent], Built],
-    enter: Callable[[Lent, Built], object],
-    on_metadata: Callable[[Built], object] = lambda _metadata: None,
-) -> CapturedForward | CaptureError | UnseenError:
-    """Capture ``enter`` on what ``lend`` returns, whose memory replays read, and on what ``build`` returns for it.
-
-    ``lend`` must return new aliases on each call, so that a run that resizes them does not affect the next.
-    ``on_metadata`` is called with what was built for each warm-up and for the capture. Raise StageError if building or
-    warming up fails.
+    ``is_updated``: the graph begins with ``update_draft_decode_metadata``. Raise StageError if building or warming up
+    fails.
     """
     returned: list[object] = []
+    parts: dict[str, object] = {}
 
     def prepare() -> Forward:
-        lent = lend()
-        metadata = call_backend("build for capture", lambda: build(lent))
-        on_metadata(metadata)
+        # New aliases for each run, so that a run that resizes them does not affect the next.
+        lent = [(builder, map_tensors(call, Tensor.detach)) for builder, call in group]
+        metadata = call_backend("build for capture", lambda: [build(builder, call.common) for builder, call in lent])
+        parts.clear()
+        parts.update(parts_of(alone(metadata)))
         returned.clear()  # discards what a warm-up returned
-        return lambda: returned.append(enter(lent, metadata))
+
+        def forward() -> None:
+            if is_updated:
+                for (builder, _), own in zip(lent, metadata, strict=True):
+                    builder.update_draft_decode_metadata(own)
+            for (_, call), own, answer in zip(lent, metadata, buffers, strict=True):
+                returned.append(layer.enter(call, kv_cache, own, answer))
+
+        return forward
 
     def attempt() -> Recording | CaptureError | UnseenError:
         try:
@@ -434,15 +329,24 @@ def capture_forward(
     recording = call_backend("warm-up for capture", attempt)
     if isinstance(recording, CaptureError | UnseenError):
         return recording
-    return CapturedForward(recording, returned[-1])
+    tensors = {path: part for path, part in parts.items() if isinstance(part, Tensor)}
+    read = frozenset(path for path, tensor in tensors.items() if recording.reads(tensor) is not False)
+    made_of = trace(parts)
+    # The graph must not depend on memory that only the capture's metadata keep alive.
+    parts.clear()
+    tensors.clear()
+    return CapturedGraph(recording, returned, buffers, made_of, read)
+
+
+def alone(metadata: Sequence[Any]) -> Any:
+    """Return the only element, or all metadata if there are several calls."""
+    return metadata[0] if len(metadata) == 1 else metadata
 
 
 # Act as the model runner for one probe: capture its graphs, then run steps by replaying them.
 #
 # The impl, builders, cache and input buffers live as long as the session. Everything that a backend raises becomes a
 # :class:`~attncheck.harness.driver.foreign_code.StageError`.
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -465,6 +369,10 @@ class StepResult:
     trace: MetadataTrace
 
 
+Launch = Callable[[Turn], None]
+"""Makes the calls of a turn, by a graph or without one."""
+
+
 class GraphSession:
     """A backend under one probe; ``problems`` are those of its turns. Raise StageError if set-up fails.
 
@@ -481,53 +389,57 @@ class GraphSession:
         *,
         is_pool_finite: bool = False,
     ) -> None:
-        self.backend, self.device, self.recorder = backend, device, recorder
+        self.backend, self.recorder = backend, recorder
         self.is_pool_finite = is_pool_finite or backend.conventions.needs_finite_pool
-        self._probe, self._problems = probe, problems
+        self._probe = probe
         self._updates_drafts = probe.claim == DRAFT_UPDATE
-        first = problems[0]
-        self._attn_layer = LayerStub(first.cache, device)
-        self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
-        self._layer = BackendLayer(backend, self.impl, self._attn_layer)
-        num_builders = max(probe.num_builders, probe.num_micro_batches)
-        self.builders = [self._enter("builder", self._new_builder) for _ in range(num_builders)]
-        sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
-        tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
-        num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
-        num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
-        self._max_model_len = max_model_len(backend, problems)
-        self._inputs = GraphInputs(
-            [
-                allocate_inputs(first, num_reqs, num_tokens, self._max_model_len, device)
-                for _ in range(probe.num_micro_batches)
-            ]
+        first, *later = problems
+        parts = [bucket.part(probe.num_micro_batches) for bucket in probe.buckets]
+        self._session = Session(
+            backend,
+            first,
+            device,
+            tuple(later),
+            capture_sizes=tuple(sorted(part.num_tokens for part in parts)),
+            least_builders=max(probe.num_builders, probe.num_micro_batches),
+            watching=recorder.watching,
         )
-        recorder.mark_host(*self._inputs.host_twins)
-        self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
-        self._pools: dict[Case, KVPool] = {first.case: self._pool}
+        self._sessions = {first.case: self._session}
+        batches = [problem.case.batch for problem in problems]
+        num_reqs = [batch.num_requests + batch.padding.requests for batch in batches]
+        num_tokens = [batch.num_tokens + batch.padding.tokens for batch in batches]
+        num_reqs += [bucket.num_reqs for bucket in probe.buckets]
+        num_tokens += [bucket.num_tokens for bucket in probe.buckets]
+        self._max_model_len = max_model_len(backend, problems)
+        self._inputs = [
+            allocate_inputs(first, max(num_reqs), max(num_tokens), self._max_model_len, device)
+            for _ in range(probe.num_micro_batches)
+        ]
+        for inputs in self._inputs:
+            recorder.mark_host(*inputs.host_twins)
+
+    @property
+    def builders(self) -> list[Any]:
+        """The builders of the graphs, or of the micro-batches in one graph."""
+        return self._session.builders
 
     def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
         """Capture and return the bucket's graphs. Raise StageError if building or warming up fails."""
-        self._pool.filled()
+        _pool_of(self._session).filled()
         part = bucket.part(self._probe.num_micro_batches)
-        dummy = dummy_call(self._problems[0], part, self._max_model_len, longest=self._probe.dummy_lens == "longest")
+        longest = self._probe.dummy_lens == "longest"
+        dummy = dummy_call(self._session.problem, part, self._max_model_len, longest=longest)
         fresh = [dummy] * self._probe.num_micro_batches
-        calls = self._inputs.load(fresh)
-        pristine = self._inputs.copied(calls)
-
-        def build(builder: Any, common: CommonAttentionMetadata) -> Any:
-            return builder.build_for_cudagraph_capture(common)
-
-        captured = self._captured(calls, self._pool, build)
+        lent = lend_in_place(self._inputs, fresh)
+        captured = self._captured(lent.calls, self._session, build_for_capture)
         if not isinstance(captured, CapturedBucket):
             return captured
-        changed = self._inputs.changed(calls, pristine)
+        changed = set(lent.changed())
         if changed:  # build_for_cudagraph_capture may fill in inputs; subtract what it changes without forward
-            calls = self._inputs.load(fresh)
-            pristine = self._inputs.copied(calls)
-            for group in self._groups(calls):
-                self._built(build, group)
-            changed -= self._inputs.changed(calls, pristine)
+            lent = lend_in_place(self._inputs, fresh)
+            for group in self._groups(lent.calls):
+                self._built(build_for_capture, group)
+            changed -= set(lent.changed())
         return replace(captured, changed=tuple(sorted(changed)))
 
     def step(self, turn: ProbeStep, problem: Problem, capture: CapturedBucket | None) -> list[StepResult]:
@@ -535,109 +447,70 @@ class GraphSession:
 
         Return one result per builder, or one in total for micro-batches. Raise StageError.
         """
-        step, pool, fresh = self._begin(turn, problem)
+        session, fresh = self._begin(turn, problem)
         if turn.gains_pages:
-            self._pass_a_page_earlier(turn, step, pool, fresh, capture)
-        calls = self._inputs.load(fresh)
-        pristine = self._inputs.copied(calls)
+            self._pass_a_page_earlier(turn, session, fresh, capture)
+        lent = lend_in_place(self._inputs, fresh)
         taken = []
-        for buffers, run, made_of in self._forwards(turn, problem, pool, calls, capture):
-            self._fill(pool, step)
-            for call, own in zip(calls, buffers, strict=True):
-                own.refill(call.num_rows)
-            before = pool.bytes().clone()
-            returned = call_backend("forward" if capture is None else "replay", run, self.device)
-            results = [self._layer.result_of(*each) for each in zip(calls, returned, buffers, strict=True)]
-            seen = observed(
-                placed(results),
-                step,
-                results,
-                pool_before=before,
-                pool_after=pool.bytes().clone(),
-                changed=sorted(self._inputs.changed(calls, pristine)),
-            )
-            taken.append(StepResult(seen, pool, made_of))
+        for launch, made_of in self._launches(turn, session, lent.calls, capture):
+            begun = session.begin(self._fill(problem), lent=lent)
+            launch(begun)
+            taken.append(StepResult(session.finish(begun), _pool_of(session), made_of))
         return taken
 
     def capture_step(self, turn: ProbeStep, problem: Problem) -> CapturedBucket | CaptureError | UnseenError:
         """Capture graphs with the inputs of this step instead of dummies. Raise StageError as :meth:`capture` does."""
-        step, pool, fresh = self._begin(turn, problem)
-        self._fill(pool, step)
-        return self._captured(
-            self._inputs.load(fresh), pool, lambda builder, common: self._build(builder, turn, common)
-        )
+        session, fresh = self._begin(turn, problem)
+        begun = session.begin(self._fill(problem), images=False, lent=lend_in_place(self._inputs, fresh))
+        return self._captured(begun.calls, session, partial(self._build, turn))
 
-    def _new_builder(self) -> Any:
-        parts = [bucket.part(self._probe.num_micro_batches) for bucket in self._probe.buckets]
-        sizes = tuple(sorted(part.num_tokens for part in parts))
-        return construct_builder(self.backend, self._problems, self.device, self._attn_layer, capture_sizes=sizes)
-
-    def _enter(self, name: str, call: Callable[[], T]) -> T:
-        def watched() -> T:
-            with self.recorder.watching():
-                return call()
-
-        return call_backend(name, watched)
-
-    def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Step, KVPool, Sequence[ForwardCall]]:
-        """Return the step, a cache that is yet to be filled, and calls that are yet to be loaded into the buffers.
+    def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Session, Sequence[ForwardCall]]:
+        """Return the session of the step, and calls that are yet to be loaded into the buffers.
 
         For ``draft_index`` 1 and higher, first build the metadata of the previous draft in the same pages.
         """
-        order, threshold = call_backend("builder", partial(self._request_order, problem))
-        step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
+        if problem.case not in self._sessions:
+            self._sessions[problem.case] = self._session.in_place(problem)
+        session = self._sessions[problem.case]
+        fresh = session.prepared().calls
         if self._probe.num_micro_batches > 1:
-            fresh = micro_batches_of(step, (len(step.query) // 2,), threshold)
-        else:
-            fresh = forward_calls_of(step, self.backend.features, threshold)
-        if problem.case not in self._pools:
-            self._pools[problem.case] = self._pool.beside(problem)
+            step = session.prepared().step
+            fresh = micro_batches_of(step, (len(step.query) // 2,), session.threshold)
         if turn.draft_index and not self._updates_drafts:
             before = replace(turn, draft_index=turn.draft_index - 1)
-            for group in self._groups(self._inputs.load([some_steps_earlier(call, 1) for call in fresh])):
-                self._built(lambda builder, common: self._build(builder, before, common), group)
-        return step, self._pools[problem.case], fresh
+            earlier = lend_in_place(self._inputs, [some_steps_earlier(call, 1) for call in fresh])
+            for group in self._groups(earlier.calls):
+                self._built(partial(self._build, before), group)
+        return session, fresh
 
     def _pass_a_page_earlier(
-        self,
-        turn: ProbeStep,
-        step: Step,
-        pool: KVPool,
-        fresh: Sequence[ForwardCall],
-        capture: CapturedBucket | None,
+        self, turn: ProbeStep, session: Session, fresh: Sequence[ForwardCall], capture: CapturedBucket | None
     ) -> None:
         """Run a step of the same requests with one page less each. Its output is not judged."""
-        size = step.problem.cache.block_size
-        calls = self._inputs.load([some_steps_earlier(call, size, size) for call in fresh])
-        pool.filled(0.0)
-        for _, run, _ in self._forwards(turn, step.problem, pool, calls, capture):
-            call_backend("forward" if capture is None else "replay", run, self.device)
+        size = session.problem.cache.block_size
+        lent = lend_in_place(self._inputs, [some_steps_earlier(call, size, size) for call in fresh])
+        begun = session.begin(Fill(poison=0.0), images=False, lent=lent)
+        for launch, _ in self._launches(turn, session, lent.calls, capture):
+            launch(begun)
 
-    def _forwards(
-        self,
-        turn: ProbeStep,
-        problem: Problem,
-        pool: KVPool,
-        calls: Sequence[ForwardCall],
-        capture: CapturedBucket | None,
-    ) -> list[tuple[tuple[OutputBuffers, ...], Callable[[], list[object]], MetadataTrace]]:
-        """Build metadata for each group of calls; return each group's buffers, a function to run it, and its trace."""
-        forwards = []
+    def _launches(
+        self, turn: ProbeStep, session: Session, calls: Sequence[ForwardCall], capture: CapturedBucket | None
+    ) -> list[tuple[Launch, MetadataTrace]]:
+        """Build metadata for each group of calls; return a function that runs the group, and its trace."""
+        launches: list[tuple[Launch, MetadataTrace]] = []
         for index, group in enumerate(self._groups(calls)):
-            metadata: list[Any] = []
-            if capture is None or not self._updates_drafts:
-                metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
-                made_of = trace(parts_of(alone(metadata)))
+            graph = None if capture is None else capture.graphs[index]
+            if graph is not None and self._updates_drafts:
+                launches.append((partial(_replay, session, graph), graph.trace))
+                continue
+            metadata = self._built(partial(self._build, turn), group)
+            made_of = trace(parts_of(alone(metadata)))
+            if graph is None:
+                launches.append((partial(_run, session, metadata), made_of))
             else:
-                made_of = capture.graphs[index].trace
-            if capture is None:
-                buffers = tuple(self._layer.output_buffers(problem, call) for call in calls)
-                run = self._eager(calls, pool, metadata, buffers)
-            else:
-                buffers, run = capture.graphs[index].buffers, capture.graphs[index].replay
-            forwards.append((buffers, run, made_of))
+                launches.append((partial(_replay, session, graph), made_of))
             del metadata  # the graph must not depend on memory that the step's metadata keep alive
-        return forwards
+        return launches
 
     def _groups(self, calls: Sequence[ForwardCall]) -> list[Group]:
         """Return the calls of each graph, each with its builder. Micro-batches share one graph."""
@@ -645,21 +518,18 @@ class GraphSession:
             return [list(zip(self.builders, calls, strict=True))]
         return [[(builder, calls[0])] for builder in self.builders]
 
-    def _built(self, build: Callable[[Any, CommonAttentionMetadata], Any], group: Group) -> list[Any]:
-        return [self._enter("build", partial(build, builder, call.common)) for builder, call in group]
+    def _built(self, build: Build, group: Group) -> list[Any]:
+        watching = self.recorder.watching
+        return [
+            call_backend("build", partial(build, builder, call.common), within=watching()) for builder, call in group
+        ]
 
-    def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
-        """Return the order in which the model runner sorts the batch, and the threshold that it sorts by."""
-        threshold: int | None = getattr(self.builders[0], "reorder_batch_threshold", None)
-        return request_order(problem, threshold), threshold
+    def _fill(self, problem: Problem) -> Fill:
+        """Return the poison in slots that no request owns."""
+        huge = float(torch.finfo(problem.dtype).max) / 4
+        return Fill(poison=huge if self.is_pool_finite else math.nan)
 
-    def _fill(self, pool: KVPool, step: Step) -> None:
-        """Fill the cache before a step: poison in slots that no request owns, and new rows if no writer stores them."""
-        huge = float(torch.finfo(step.problem.dtype).max) / 4
-        pool.filled(huge if self.is_pool_finite else math.nan)
-        self._layer.store_new_rows(pool, step)
-
-    def _build(self, builder: Any, turn: ProbeStep, common: CommonAttentionMetadata) -> Any:
+    def _build(self, turn: ProbeStep, builder: Any, common: CommonAttentionMetadata) -> Any:
         if turn.draft_index is not None:
             return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
         if self._probe.claim == BLOCK_TABLE:
@@ -669,36 +539,37 @@ class GraphSession:
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
     def _captured(
-        self, calls: Sequence[ForwardCall], pool: KVPool, build: Callable[[Any, CommonAttentionMetadata], Any]
+        self, calls: Sequence[ForwardCall], session: Session, build: Build
     ) -> CapturedBucket | CaptureError | UnseenError:
+        layer, pool = session.layer, _pool_of(session)
         before = pool.bytes().clone()
         graphs = []
         for group in self._groups(calls):
-            graph = capture_group(
-                self.recorder,
-                self._layer,
-                self._problems[0],
-                group,
-                pool.kv_cache,
-                build,
-                is_updated=self._updates_drafts,
+            buffers = [layer.output_buffers(session.problem, call) for _, call in group]
+            graph = capture_graph(
+                self.recorder, layer, group, pool.kv_cache, build, buffers, is_updated=self._updates_drafts
             )
             if not isinstance(graph, CapturedGraph):
                 return graph
             graphs.append(graph)
         return CapturedBucket(tuple(graphs), pool, before, pool.bytes().clone())
 
-    def _eager(
-        self, calls: Sequence[ForwardCall], pool: KVPool, metadata: Sequence[Any], buffers: Sequence[OutputBuffers]
-    ) -> Callable[[], list[object]]:
-        def run() -> list[object]:
-            with self.recorder.watching():
-                return [
-                    self._layer.enter(call, pool.kv_cache, own, answer)
-                    for call, own, answer in zip(calls, metadata, buffers, strict=True)
-                ]
 
-        return run
+def _pool_of(session: Session) -> KVPool:
+    """Return the pool of a layer for which graphs are captured, which has one."""
+    return cast(KVPool, session.pool)
+
+
+def _run(session: Session, metadata: Sequence[Any], begun: Turn) -> None:
+    for call, own in zip(begun.calls, metadata, strict=True):
+        session.take(begun, call, own)
+
+
+def _replay(session: Session, graph: CapturedGraph, begun: Turn) -> None:
+    for call, buffers in zip(begun.calls, graph.buffers, strict=True):
+        buffers.refill(call.num_rows)
+    call_backend("replay", graph.recording.replay, session.device)
+    begun.results.extend(map(session.layer.result_of, begun.calls, graph.returned, graph.buffers))
 
 
 # Describe in one line what is wrong with a capture or with one step of a graph, using the judges of other checks.
@@ -748,6 +619,12 @@ def step_fault(
         return output.summary
     log_sum = numerics.check_lse(problem, truth, seen, conventions) if seen.lse is not None else None
     return f"LSE: {log_sum.summary}" if isinstance(log_sum, Broken) else None
+
+
+def first_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: Sequence[StepResult]) -> str | None:
+    """Return what is wrong with the first wrong result of a step, or None if all are right."""
+    faults = (step_fault(problem, truth, conventions, one.seen, one.pool) for one in taken)
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _differs(was: Tensor, now: Tensor) -> Tensor:
@@ -882,10 +759,6 @@ class DiagnosedStep:
         """The conventions of the backend."""
         return self.session.backend.conventions
 
-    def afresh(self, *, is_pool_finite: bool) -> GraphSession:
-        """Return a new session of the probe."""
-        return self.make(is_pool_finite=is_pool_finite)
-
     def fault_without_graph(self, session: GraphSession, *, is_padded: bool = True) -> str | None:
         """Return what is wrong with this step if ``forward`` runs without a graph, or None if it is right."""
         problem, truth = self._problem_and_truth(is_padded=is_padded)
@@ -893,8 +766,7 @@ class DiagnosedStep:
             taken = session.step(self.turn, problem, None)
         except StageError as failure:
             return failure.raised.in_words
-        faults = (step_fault(problem, truth, self.conventions, one.seen, one.pool) for one in taken)
-        return next((fault for fault in faults if fault is not None), None)
+        return first_fault(problem, truth, self.conventions, taken)
 
     def cause_without_graph(self) -> str | None:
         """Return the likely cause of a wrong output of this step without a graph, or None if none is known."""
@@ -922,7 +794,7 @@ def lets_nan_through(step: DiagnosedStep) -> bool:
         return False
 
     def is_wrong(*, is_pool_finite: bool) -> bool:
-        session = step.afresh(is_pool_finite=is_pool_finite)
+        session = step.make(is_pool_finite=is_pool_finite)
         return step.fault_without_graph(session, is_padded=False) is not None
 
     try:
@@ -961,7 +833,7 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
 def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
     first = replace(step, turn=replace(step.turn, gains_pages=False))  # omits the earlier, shorter step
     try:
-        anew = first.fault_without_graph(step.afresh(is_pool_finite=step.session.is_pool_finite))
+        anew = first.fault_without_graph(step.make(is_pool_finite=step.session.is_pool_finite))
     except StageError as failure:
         anew = failure.raised.message
     if anew is None:
@@ -1166,8 +1038,7 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
         taken = step.session.step(step.turn, problem, capture)
     except StageError as failure:
         return failure.raised.in_words
-    truth = step.questions.truth(problem.case)
-    if all(step_fault(problem, truth, step.conventions, one.seen, one.pool) is None for one in taken):
+    if first_fault(problem, step.questions.truth(problem.case), step.conventions, taken) is None:
         return None
     return (
         "forward does work that torch's dispatcher does not see, and that replaying its operators does not repeat "

@@ -16,7 +16,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
-from attncheck.harness.checks.cudagraph.play import CapturedForward, capture_forward
+from attncheck.harness.checks.cudagraph.play import CapturedGraph, build_for_capture, capture_graph
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.interface import Check, CheckedCase
@@ -39,6 +39,7 @@ from attncheck.harness.checks.timing.clock import (
 )
 from attncheck.harness.checks.timing.contents import (
     AnswerJudge,
+    Contents,
     FreshContents,
     TimedAnswer,
     UntrustworthyTimeError,
@@ -250,7 +251,7 @@ class TimedStep:
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
         self._recorder, self._overhead = recorder, overhead
-        self._replay: CapturedForward | None = None
+        self._replay: CapturedGraph | None = None
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
         self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
@@ -269,14 +270,10 @@ class TimedStep:
 
         Raise StageError if the backend raised, and UntrustworthyTimeError if its output is not valid.
         """
-        self._latest.start_next(self._judge)
-        contents = self._contents.next()
-        problem = contents.problem()
-        step, fresh = self._fresh(problem)
-        self._fill(problem, step)
-        call = self.memory.inputs.load_metadata(fresh)
+        contents, step, fresh, call = self._begin(self._judge)
         lent = map_tensors(call, torch.Tensor.detach)
-        pristine = replace(fresh, common=_copied(call).common)
+        metadata_alone = replace(call, query=call.query[:0], key=None, value=None)  # the rows are loaded later
+        pristine = replace(fresh, common=map_tensors(metadata_alone, torch.Tensor.clone).common)
         if self._recorder is not None and self._replay is None:
             self._capture(self._recorder, call, fresh)
         metadata = self._build(lent)
@@ -288,7 +285,7 @@ class TimedStep:
                 Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}")
             )
         if self._session.impl.brings_writer and step.key is not None and self._session.pool is not None:
-            require_stored(self._judge.name, self._session.pool, problem, self._contents)
+            require_stored(self._judge.name, self._session.pool, step.problem, self._contents)
         return forward_ns
 
     @property
@@ -303,11 +300,8 @@ class TimedStep:
 
     def unjudged_call(self) -> Callable[[], object]:
         """Return a function that runs one more ``forward`` on new inputs, for the profiler. It is not judged."""
-        self._latest.start_next(None)
-        problem = self._contents.next().problem()
-        step, fresh = self._fresh(problem)
-        self._fill(problem, step)
-        lent = map_tensors(self.memory.inputs.load_metadata(fresh), torch.Tensor.detach)
+        _, _, fresh, held = self._begin(None)
+        lent = map_tensors(held, torch.Tensor.detach)
         forward = self._session.layer.bind(lent, self._kv_cache, self._build(lent), self.memory.buffers)
         self.memory.inputs.load_rows(fresh)
 
@@ -348,26 +342,29 @@ class TimedStep:
         (call,) = forward_calls_of(step, self._backend.features, self._session.threshold)
         return step, call
 
-    def _fill(self, problem: Problem, step: Step) -> None:
-        """Write the context to the cache, and the new rows if no writer stores them."""
+    def _begin(self, judge: AnswerJudge | None) -> tuple[Contents, Step, ForwardCall, ForwardCall]:
+        """Put new contents into the cache and the metadata into the lent memory; ``judge``: judges the next call.
+
+        Return the contents, their step, its call, and that call in the lent memory, whose rows are yet to be loaded.
+        """
+        self._latest.start_next(judge)
+        contents = self._contents.next()
+        problem = contents.problem()
+        step, fresh = self._fresh(problem)
         pool = self._session.pool
-        if pool is None:
-            return
-        old = problem.old_keys
-        pool.write(problem.key_slots[old], problem.keys[old], problem.values[old])
-        self._session.layer.store_new_rows(pool, step)
+        if pool is not None:
+            old = problem.old_keys
+            pool.write(problem.key_slots[old], problem.keys[old], problem.values[old])
+            self._session.layer.store_new_rows(pool, step)
+        return contents, step, fresh, self.memory.inputs.load_metadata(fresh)
 
     def _capture(self, recorder: Recorder, call: ForwardCall, fresh: ForwardCall) -> None:
         inputs, buffers, layer = self.memory.inputs, self.memory.buffers, self._session.layer
         recorder.mark_host(*inputs.host_twins)
         inputs.load_rows(fresh)
-        captured = capture_forward(
-            recorder,
-            lambda: map_tensors(call, torch.Tensor.detach),
-            lambda lent: self._session.builder.build_for_cudagraph_capture(lent.common),
-            lambda lent, metadata: layer.enter(lent, self._kv_cache, metadata, buffers),
-        )
-        if isinstance(captured, CapturedForward):
+        group = [(self._session.builder, call)]
+        captured = capture_graph(recorder, layer, group, self._kv_cache, build_for_capture, [buffers])
+        if isinstance(captured, CapturedGraph):
             self._replay = captured
         else:
             self._recorder = None
@@ -389,10 +386,11 @@ class TimedStep:
         spans = inputs.spans()
         if kv_cache is not None:
             spans["the cache"] = span(kv_cache)
-        if self._replay is not None:
-            forward = self._replay.launch
-        else:
+        replay = self._replay
+        if replay is None:
             forward = self._session.layer.bind(call, kv_cache, metadata, buffers)
+        else:
+            forward = replay.recording.launch
         returned: list[object] = []
         answers: list[TimedAnswer] = []
 
@@ -410,7 +408,7 @@ class TimedStep:
         def after() -> None:
             answers.append(
                 copy_answer(
-                    returned[0],
+                    returned[0] if replay is None else replay.returned[0],
                     buffers.out,
                     buffers.lse,
                     num_rows,
@@ -434,11 +432,6 @@ class TimedStep:
     @property
     def _kv_cache(self) -> torch.Tensor | None:
         return None if self._session.pool is None else self._session.pool.kv_cache
-
-
-def _copied(call: ForwardCall) -> ForwardCall:
-    """Return copies of the metadata, without the rows, which are loaded later."""
-    return map_tensors(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)
 
 
 # Time one backend on one problem: the batch, its parts, and neighbours to compare it with.
@@ -475,7 +468,7 @@ class TimingConditions:
 
 
 class TimingMeasurement:
-    """One backend on one problem.
+    """One backend on one problem. ``session``: that of the problem. ``own``: the step that is timed.
 
     Raises StageError if the backend raised, and UntrustworthyTimeError if it manipulates its times.
     """
@@ -485,33 +478,23 @@ class TimingMeasurement:
     ) -> None:
         self._conditions, self._backend, self._problem = conditions, backend, problem
         self._parts = parts_of(problem)
-        self._session = Session(backend, problem, conditions.device, capture_sizes=self._capture_sizes())
+        self.session = Session(backend, problem, conditions.device, capture_sizes=self._capture_sizes())
         self._latest = LatestAnswer()
         self._fresh = FreshContents(problem, truth, conditions.device)
-        self._own = self._step("forward", self._fresh)
+        self.own = self._step("forward", self._fresh)
         self._notes: list[str] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes that a reader of the times needs."""
-        return (*self._own.notes, *self._notes)
-
-    @property
-    def chosen_kernels(self) -> tuple[str, ...]:
-        """Names of the kernels that a library chose so far. Empty if not known."""
-        return self._session.chosen_kernels
-
-    @property
-    def worst(self) -> float:
-        """The largest error of the batch's outputs, in budgets."""
-        return self._own.worst
+        return (*self.own.notes, *self._notes)
 
     def latencies(self) -> tuple[Latency, ...]:
         """Return the latencies of the batch, of ``build``, and of the batch's parts."""
-        samples = self._sampled("forward", self._own)
-        builds = self._own.build_ns[-len(samples.samples_ns) :]  # one before each sample
+        samples = self._sampled("forward", self.own)
+        builds = self.own.build_ns[-len(samples.samples_ns) :]  # one before each sample
         found = [
-            _latency("forward", self._own.clock_name, samples, self._problem.case),
+            _latency("forward", self.own.clock_name, samples, self._problem.case),
             _latency("build", "host", samples_of(builds, self._conditions.settings)),
         ]
         for name, part in self._parts.items():
@@ -526,10 +509,6 @@ class TimingMeasurement:
             self._notes += step.notes
         return tuple(found)
 
-    def call_once_more(self) -> None:
-        """Run one call of the batch as for a sample, without recording its time."""
-        self._own.take()
-
     def compare_neighbours(self) -> None:
         """Raise UntrustworthyTimeError if all batches of nearly the same shape take much longer."""
         seen: list[Neighbour] = []
@@ -540,8 +519,8 @@ class TimingMeasurement:
                 continue
             name = f"the same batch, {_tokens(distance)} shorter"
             with _named(name):
-                step = self._step(name, contents, like=self._own)
-                seen.append(compare(distance, self._own.take, step.take))
+                step = self._step(name, contents, like=self.own)
+                seen.append(compare(distance, self.own.take, step.take))
             step.finish()
             if not seen[-1].is_notable:
                 break
@@ -556,13 +535,9 @@ class TimingMeasurement:
             )
         self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
 
-    def finish(self) -> None:
-        """Judge the last output in full."""
-        self._own.finish()
-
     def kernels(self) -> tuple[Kernel, ...]:
         """Return the kernels that one ``forward`` runs."""
-        return kernels_of(self._own.unjudged_call(), self._conditions.device)
+        return kernels_of(self.own.unjudged_call(), self._conditions.device)
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
@@ -579,7 +554,7 @@ class TimingMeasurement:
         conditions, clock = self._conditions, clock_for(self._conditions.device)
         step = TimedStep(
             name,
-            self._session,
+            self.session,
             contents,
             clock,
             conditions.flusher,
@@ -737,11 +712,11 @@ class TimingCheck:
         ceilings = self._ceilings_of(problem.layer.dtype)
         measurement = TimingMeasurement(conditions, backend.backend, problem, truth)
         latencies = measurement.latencies()
-        chosen = measurement.chosen_kernels
-        state = state_under_load(conditions.device, measurement.call_once_more)
+        chosen = measurement.session.chosen_kernels
+        state = state_under_load(conditions.device, measurement.own.take)
         measurement.compare_neighbours()
         kernels = measurement.kernels() if conditions.settings.kernels else ()
-        measurement.finish()
+        measurement.own.finish()
         if replaced := replaced_clocks():
             return Broken(
                 f"replaced while the backend was loaded or ran: {', '.join(replaced)}",
@@ -757,7 +732,7 @@ class TimingCheck:
             overhead=conditions.overhead,
             notes=notes,
         )
-        figures = _figures(timing) | {"budget_share": measurement.worst}
+        figures = _figures(timing) | {"budget_share": measurement.own.worst}
         return Holds(figures, notes, chosen_kernels=chosen, timing=timing)
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
@@ -765,13 +740,6 @@ class TimingCheck:
             flusher = self._conditions.flusher
             self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), flusher)
         return self._ceilings[dtype]
-
-
-def check_timing(
-    backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, settings: TimingSettings
-) -> Finding:
-    """Time one case. Raise StageError if the backend raised."""
-    return TimingCheck(device, settings).examine(backend, problem, truth)
 
 
 def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:

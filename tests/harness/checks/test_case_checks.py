@@ -36,7 +36,7 @@ def _check(case: CheckedCase) -> Finding:
     return Broken(f"{moved} elements differ in a second step") if moved else Holds({"elements": seen.output.numel()})
 
 
-CHECK = Check(_check)
+CHECKS = {"repeats": Check(_check)}
 '''
 
 CANDIDATES = """

@@ -40,7 +40,7 @@ def test_the_table_fills_in_what_the_command_line_leaves_out(folder: Path) -> No
     assert [suite.ref for suite in run.header.suites] == ["small.yaml{cache.block_size: 8}"]
     (note,) = run.header.notes
     assert note == snapshot(
-        "options not given on the command line are from pyproject.toml: backends = reference,./wrong.py:Raising, checks = numerics,lse, device = cpu, expect = None, keep = 2, output = None, settings = cache.block_size=8, skip = lse, suites = small.yaml"
+        "options not given on the command line are from pyproject.toml: backends = reference,./wrong.py:Raising, checks = numerics,lse, device = cpu, keep = 2, settings = cache.block_size=8, skip = lse, suites = small.yaml"
     )
 
 
@@ -70,9 +70,9 @@ def test_the_nearest_table_counts_and_its_paths_are_those_of_its_folder(
     (below.parent / "pyproject.toml").write_text("[tool.other]\nname = 'attncheck'\n")
     monkeypatch.chdir(below)
     config = read_config(below)
-    assert config.suites == ("../../small.yaml",)
-    assert config.backends == ("reference", "../../wrong.py:Raising")
-    assert (config.expect, config.output) == (Path("../../known.yaml"), Path("../../kept"))
+    assert config.given["suites"] == ["../../small.yaml"]
+    assert config.given["backends"] == ["reference", "../../wrong.py:Raising"]
+    assert (config.given["expect"], config.given["folder"]) == (Path("../../known.yaml"), Path("../../kept"))
     assert "../../pyproject.toml" in config.note
 
 
@@ -89,7 +89,7 @@ def test_without_a_table_nothing_is_filled_in(tmp_path: Path) -> None:
         (
             "colour = 1",
             snapshot(
-                "pyproject.toml: tool.attncheck.colour: unknown key; known keys: suites, backends, checks, skip, settings, expect, device, seed, case_timeout, backend_timeout, memory_limit, device_memory_limit, pass_env, output, keep, cache"
+                "pyproject.toml: tool.attncheck.colour: unknown key; known keys: backends, suites, settings, checks, skip, seed, case_timeout, backend_timeout, memory_limit, device_memory_limit, expect, output, keep, device, pass_env, cache, warm"
             ),
         ),
         (
@@ -98,7 +98,7 @@ def test_without_a_table_nothing_is_filled_in(tmp_path: Path) -> None:
         ),
         (
             'checks = {numerics = "no"}',
-            snapshot("pyproject.toml: tool.attncheck.checks: Input should be a valid tuple (found {'numerics': 'no'})"),
+            snapshot("pyproject.toml: tool.attncheck.checks: Input should be a valid list (found {'numerics': 'no'})"),
         ),
         ("seed =", snapshot("TMP/pyproject.toml: is not TOML: Invalid value (at line 2, column 7)")),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
@@ -61,7 +62,7 @@ TheRun = Callable[[Path], Path]
         ),
         (
             ["--last-failed"],
-            snapshot("error: results: holds no run for --last-failed; run once without it"),
+            snapshot("error: results: holds no run yet; `attncheck run` without --output writes one"),
         ),
         (
             ["--backend", "./broken.py:B"],
@@ -172,7 +173,7 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
         (
             "report a.jsonl --format pdf",
             snapshot(
-                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv'; see `attncheck report --help`"
+                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv', 'audit', 'audit-json', 'expect'; see `attncheck report --help`"
             ),
         ),
     ],
@@ -328,7 +329,9 @@ def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(fold
     assert run.header.suites[0].ref == "f??lle.yaml"
 
 
-@pytest.mark.parametrize("command", [[], *([each.name] for each in cli.app.registered_commands), ["new", "backend"]])
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in typer.main.get_command(cli.app).commands), ["new", "backend"]]
+)
 def test_every_command_has_a_short_help_option_that_fits_80_columns(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

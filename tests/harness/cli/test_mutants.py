@@ -13,7 +13,7 @@ import pytest
 from attncheck.backends.mutants.catalogue import Mutant, catalogue
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.mutants import ExaminedGroup, as_json, as_text, examine_groups, groups_of, kill_matrix
-from attncheck.harness.cli.options import RunOptions
+from attncheck.harness.run.options import RunOptions
 
 CHECKS = ("numerics", "lse", "cudagraph")
 PLAIN = "attncheck.backends.mutants.plain:PlainBackend"

@@ -7,8 +7,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.errors import ProviderLoadError
-from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.cli.run import execute_run
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.workers import limits
 from attncheck.reports.run_file.records import Record
 

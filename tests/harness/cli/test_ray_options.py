@@ -7,44 +7,48 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import CaseFileError, SelectionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.options import read_ray
-from attncheck.harness.workers.ray import RaySettings
+from attncheck.harness.run.options import RaySettings, read_executor
 
 
-def test_without_the_executor_there_are_no_settings() -> None:
-    assert read_ray(None, (), None, is_used=False) is None
-    assert read_ray(None, (), None, is_used=True) == RaySettings()
+def test_the_executor_is_this_machine_or_a_cluster() -> None:
+    assert read_executor("--executor", "local") is None
+    assert read_executor("--executor", "ray") == RaySettings()
+    with pytest.raises(SelectionError, match="--executor 'dask': give local, ray or ray:FILE"):
+        read_executor("--executor", "dask")
 
 
-@pytest.mark.parametrize("name", ["--ray-address", "--ray-resources", "--ray-runtime-env"])
-def test_options_of_a_cluster_that_is_not_used_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "reference", name, "x"]) == 2
-    assert f"{name} is about a Ray cluster; add --executor ray" in capsys.readouterr().err
+RAY_FILE = """\
+address: head:1
+resources: {CPU: 4, memory: 8e9, "accelerator_type:H100": 0.001}
+runtime_env: {working_dir: ., env_vars: {A: b}}
+"""
 
 
-@pytest.mark.parametrize("form", ["{working_dir: ., env_vars: {A: b}}", '{"working_dir": ".", "env_vars": {"A": "b"}}'])
-def test_settings_are_read(form: str, tmp_path: Path) -> None:
-    (tmp_path / "env").write_text(form)
-    found = read_ray("head:1", ["CPU=4,memory=8e9", "accelerator_type:H100=0.001"], tmp_path / "env", is_used=True)
+def test_the_settings_of_a_cluster_are_a_file(tmp_path: Path) -> None:
+    (tmp_path / "ray.yaml").write_text(RAY_FILE)
     resources = {"CPU": 4.0, "memory": 8e9, "accelerator_type:H100": 0.001}
-    assert found == RaySettings("head:1", resources, {"working_dir": ".", "env_vars": {"A": "b"}})
-
-
-@pytest.mark.parametrize("text", ["GPU", "GPU=", "=1", "GPU=many", "GPU=-1", "GPU=inf", "GPU=nan"])
-def test_a_resource_is_a_name_and_an_amount(text: str) -> None:
-    with pytest.raises(SelectionError, match="give NAME=AMOUNT"):
-        read_ray(None, [text], None, is_used=True)
+    expected = RaySettings("head:1", resources, {"working_dir": ".", "env_vars": {"A": "b"}})
+    assert read_executor("--executor", f"ray:{tmp_path / 'ray.yaml'}") == expected
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "cannot be read"), ("[", "cannot be read"), ("- 1", "is no mapping")]
+    ("content", "reason"),
+    [
+        (None, "cannot be read"),
+        ("[", "cannot be read"),
+        ("- 1", "is no mapping"),
+        ("resources: {GPU: many}", "resources.GPU: Input should be a valid number"),
+        ("resources: {GPU: -1}", "resources.GPU: Input should be greater than or equal to 0"),
+        ("resources: {GPU: .inf}", "resources.GPU: Input should be a finite number"),
+        ("nodes: 3", "nodes: Extra inputs are not permitted .*give address, resources, runtime_env"),
+    ],
 )
-def test_a_runtime_environment_is_a_mapping(content: str | None, reason: str, tmp_path: Path) -> None:
-    path = tmp_path / "env.yaml"
+def test_what_is_wrong_in_the_file_is_named(content: str | None, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "ray.yaml"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(CaseFileError, match=f"--ray-runtime-env .*env.yaml: {reason}"):
-        read_ray(None, (), path, is_used=True)
+    with pytest.raises(CaseFileError, match=f"ray.yaml: {reason}"):
+        read_executor("--executor", f"ray:{path}")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ def test_a_runtime_environment_is_a_mapping(content: str | None, reason: str, tm
         ),
         (
             ["--dump", "tensors"],
-            snapshot("error: --executor ray cannot be combined with --dump; leave out one of them"),
+            snapshot("error: --executor ray cannot be combined with --dump tensors; leave out one of them"),
         ),
         (
             ["--show-output"],
@@ -64,7 +68,7 @@ def test_a_runtime_environment_is_a_mapping(content: str | None, reason: str, tm
         ),
         (
             ["--provider", "vllm"],
-            snapshot("error: --executor ray cannot be combined with --provider; leave out one of them"),
+            snapshot("error: --executor ray cannot be combined with --provider vllm; leave out one of them"),
         ),
         (["--watch"], snapshot("error: --watch cannot be combined with --executor ray; leave out one of them")),
         (
@@ -75,7 +79,7 @@ def test_a_runtime_environment_is_a_mapping(content: str | None, reason: str, tm
         ),
         (
             ["--executor", "dask"],
-            snapshot("error: --executor: 'dask' is not one of 'local', 'ray'; see `attncheck run --help`"),
+            snapshot("error: --executor 'dask': give local, ray or ray:FILE"),
         ),
     ],
 )

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli.options import RunOptions
-from attncheck.harness.cli.run import case_examiner, execute_run
+from attncheck.harness.cli.run import execute_run
 from attncheck.harness.run.evaluate import RunPlan, environment_of
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription
-from attncheck.harness.run.preparation import Gpu, PreparedRun
+from attncheck.harness.run.preparation import Gpu
+from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reports.run_file.header import BackendInfo, RunHeader
@@ -54,8 +55,8 @@ def test_a_run_is_a_call(
 
 
 def test_options_that_contradict_each_other_are_no_options() -> None:
-    with pytest.raises(SelectionError, match="give --provider"):
-        RunOptions(functions=("*",))
+    with pytest.raises(SelectionError, match="--no-output cannot be combined with --output"):
+        RunOptions(no_output=True, output=Path("run.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -83,10 +84,10 @@ def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr("attncheck.harness.workers.executor.Supervisor", supervise)
-    prepared, pool = prepared_for(device), WorkerPool()
+    pool = WorkerPool()
     pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
-    case_examiner(prepared, pool, jobs=wanted)
-    case_examiner(prepared, pool, jobs=wanted, warms=False)
+    pool.examiner(run_on(device, RunOptions(jobs=wanted)))
+    pool.examiner(run_on(device, RunOptions(jobs=wanted, warm=False)))
     assert given == [expected, (expected[0], False)]
 
 
@@ -102,13 +103,13 @@ def test_backends_that_share_a_time_limit_share_a_gpu(monkeypatch: pytest.Monkey
     for gpus, jobs in ((1, None), (2, None), (1, 4), (1, 1)):
         pool = WorkerPool()
         pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
-        case_examiner(prepared_for("cuda"), pool, jobs=jobs, deadline=time.monotonic() + 1000.0)
+        pool.examiner(run_on("cuda", RunOptions(jobs=jobs, deadline=time.monotonic() + 1000.0)))
         assert 890 < pool.limits.backend_s <= 900
     assert given == [(6, False), (6, False), (4, False), (1, True)]
 
 
-def prepared_for(device: str) -> PreparedRun:
+def run_on(device: str, options: RunOptions) -> Run:
     selection = select_cases(["smoke"])
     backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
     plan = RunPlan(cases=selection.cases, device=device)
-    return PreparedRun(selection, plan, environment_of("cpu"), (backend,))
+    return Run(options, selection, plan, environment_of("cpu"), (backend,))

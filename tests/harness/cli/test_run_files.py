@@ -136,7 +136,7 @@ def test_words_name_kept_runs(plain: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert run_path("./1") == Path("1")
     assert report_command(newest) == "attncheck report"
     assert report_command(middle) == f"attncheck report {middle}"
-    with pytest.raises(RunFileError, match="holds 3 runs; the oldest is last~2"):
+    with pytest.raises(RunFileError, match="holds 3 runs; the oldest is number 3"):
         run_path("last~3")
     (plain / "pyproject.toml").write_text('[tool.attncheck]\noutput = "kept"\n', encoding="utf-8")
     (own,) = runs(plain / "kept", 4)

@@ -11,8 +11,8 @@ from inline_snapshot import snapshot
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.common import STEP_SUMMARY
-from attncheck.harness.cli.options import RunOptions, read_jobs, read_size
 from attncheck.harness.cli.run_files import only_failed
+from attncheck.harness.run.options import RunOptions, read_jobs, read_size
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -132,12 +132,12 @@ def test_a_provider_alone_has_no_checks_of_backends_to_skip() -> None:
 
 
 def test_the_number_of_processes_is_a_number_or_auto() -> None:
-    assert [read_jobs(text) for text in (None, "auto", "1", "12")] == [None, None, 1, 12]
+    assert [read_jobs("--jobs", text) for text in ("auto", "1", "12")] == [None, 1, 12]
     for text in ("0", "-1", "many", "1.5", ""):
         with pytest.raises(
             SelectionError, match=re.escape(f"--jobs {text!r}: give a whole number, 1 or above, or auto")
         ):
-            read_jobs(text)
+            read_jobs("--jobs", text)
     assert RunOptions(jobs=1, in_process=True).jobs == 1
     with pytest.raises(SelectionError) as refused:
         RunOptions(jobs=2, in_process=True)
@@ -148,10 +148,10 @@ def test_the_number_of_processes_is_a_number_or_auto() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512MiB", 2**29), ("4GiB", 2**32), ("1.5GiB", 3 * 2**29), ("4G", 4 * 10**9), ("4294967296", 2**32), (None, 7)],
+    [("512MiB", 2**29), ("4GiB", 2**32), ("1.5GiB", 3 * 2**29), ("4G", 4 * 10**9), ("4294967296", 2**32)],
 )
-def test_sizes_are_read_with_their_units(text: str | None, size: int) -> None:
-    assert read_size("--memory-limit", text, 7) == size
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert read_size("--memory-limit", text) == size
 
 
 READS_FLAG = """

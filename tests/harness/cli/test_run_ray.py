@@ -97,7 +97,8 @@ def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster: Any,
     """One backend aborts in a case, which costs this case alone. A node is killed while it is at work."""
     ray, (victim, _) = cluster
     words = ["./mine.py:Slow", "reference", "--suite", "small.yaml", "--pass-env", "RAY_RAYLET_PID"]
-    run = start(folder, *words, "--executor", "ray", "--ray-address", ray.address, "--output", "ray.jsonl")
+    (folder / "ray.yaml").write_text(f"address: {ray.address}\n")
+    run = start(folder, *words, "--executor", "ray:ray.yaml", "--output", "ray.jsonl")
     (raylet,) = victim.all_processes["raylet"]
     at_work, deadline = folder / f"at-{raylet.process.pid}", time.monotonic() + 60
     while run.poll() is None and time.monotonic() < deadline and not at_work.exists():
@@ -116,9 +117,9 @@ def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster: Any,
 
 def test_the_command_of_the_page_runs_in_a_copy_of_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[3] / "docs" / "ci-gpus.md").read_text()
-    (command,) = re.findall(r"^\$ attncheck run (.* --executor ray .*)$", page, re.MULTILINE)
+    (command,) = re.findall(r"^\$ attncheck run (.* --executor ray:ray.yaml .*)$", page, re.MULTILINE)
     (environment,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (folder / "env.yaml").write_text(environment)
+    (folder / "ray.yaml").write_text(environment)
     (folder / "mine.py").write_text(MINE[: MINE.index("class Slow")] + MINE[MINE.index("class Lost") :])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     run = start(folder, *shlex.split(command), "--output", "run.jsonl")

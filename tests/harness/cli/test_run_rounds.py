@@ -15,7 +15,8 @@ from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run as command
 from attncheck.harness.cli.run import ProgressLines
-from attncheck.harness.run.preparation import RunSettings
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.run import Executor, Run
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, Selection
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reports.run_file.records import Crashed, Record, timing_of
@@ -223,16 +224,16 @@ def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
 def test_options_reach_the_plan(
     run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings_of_runs: list[RunSettings] = []
+    opened: list[tuple[TimingSettings, int | None]] = []
 
-    def prepare(selection: Selection, refs: Any, settings: RunSettings, **keywords: Any) -> None:
-        settings_of_runs.append(settings)
+    def open_run(selection: Selection, options: RunOptions, executor: Executor, timing: Any, **keywords: Any) -> None:
+        opened.append((timing, options.rounds))
         raise SelectionError("enough")
 
-    monkeypatch.setattr("attncheck.harness.run.preparation.prepare_run", prepare)
+    monkeypatch.setattr(Run, "open", open_run)
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
     assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
-    assert [(each.timing, each.rounds) for each in settings_of_runs] == [(settings, rounds)]
+    assert opened == [(settings, rounds)]
 
 
 @pytest.mark.parametrize(

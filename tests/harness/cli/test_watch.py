@@ -10,8 +10,8 @@ import pytest
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import watch
-from attncheck.harness.cli.options import RunOptions
 from attncheck.harness.cli.watch import watch_run
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.reports.run_file.store import read_run
 

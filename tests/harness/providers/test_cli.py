@@ -106,12 +106,12 @@ def test_what_is_no_provider_ends_with_2(ref: str, why: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--function", "slice*"), "give --provider"),
+        (("--case", "slice*"), "no case of small.yaml matches 'slice*'"),
         (("--check", "utilities"), "give --provider"),
         (("--provider", "right.py", "--check", "numerics"), "leaves out"),
         (("--provider", "right.py", "--check", "numerics", "--check", "utilities"), "give --backend"),
         (("--provider", "right.py", "--backend", "reference", "--check", "utilities"), "leave out --backend"),
-        (("--provider", "right.py", "--function", "slice_query"), "did you mean 'slice_query_start_locs'"),
+        (("--provider", "right.py", "--case", "slice_query"), "did you mean 'slice_query_start_locs'"),
         (("--provider", "right.py", "--provider", "./right.py"), "two of the providers are called 'right'"),
     ],
 )
@@ -121,12 +121,12 @@ def test_wrong_questions(words: tuple[str, ...], why: str, capsys: pytest.Captur
 
 
 def test_functions_are_chosen_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--provider", "wrong.py", "--function", "PAD*", "--in-process", "--output", "a.jsonl") == 0
+    assert run("--provider", "wrong.py", "--case", "PAD*", "--in-process", "--output", "a.jsonl") == 0
     assert [record.case_id for record in read_run("a.jsonl").records] == ["PAD_SLOT_ID"]
 
 
 def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--backend", "reference", "--check", "numerics", "--check", "utilities", "--function", "slice*")
+    words = ("--backend", "reference", "--check", "numerics", "--check", "utilities", "--case", "slice*")
     assert run("--provider", "right.py", *words, "--output", "a.jsonl") == 0
     assert "passed: 1 backend, 2 cases: 2 right; 1 provider, 1 function: 1 passed" in capsys.readouterr().out
     assert [(r.backend, r.check) for r in read_run("a.jsonl").records] == [
@@ -144,7 +144,7 @@ def test_a_run_without_providers_does_not_mention_them(capsys: pytest.CaptureFix
 
 
 def test_without_hypothesis_the_report_states_so(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--provider", "right.py", "--function", "PAD*")
+    run("--provider", "right.py", "--case", "PAD*")
     assert "hypothesis is not installed" in capsys.readouterr().out
 
 

@@ -19,8 +19,8 @@ from attncheck.cases.loader import load_file
 from attncheck.cases.model import Suite
 from attncheck.errors import QuestionError
 from attncheck.harness.recording import recorder
-from attncheck.harness.recording.plugin import EngineRecording, RecordingSettings, settings_of
-from attncheck.harness.recording.traffic import Batch, LayerKind, Traffic, shared_prefix
+from attncheck.harness.recording.plugin import EngineRecording
+from attncheck.harness.recording.traffic import Batch, LayerKind, RecordingSettings, Traffic, settings_of, shared_prefix
 from attncheck.reference.spec import CacheSpec, LayerSpec, RequestSpec
 
 

@@ -12,15 +12,14 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError, UnknownNameError
-from attncheck.harness.run.backend_loading import Loader
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.outcomes import (
     IMPORT,
     OURSELVES,
     BackendDescription,
-    LoadError,
     ProcessEnd,
-    unloadable,
-    unloaded,
+    not_loaded,
 )
 from attncheck.harness.run.preparation import (
     choose_backends,
@@ -34,7 +33,7 @@ from attncheck.harness.run.preparation import (
 def choose(
     refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case] = ()
 ) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
-    return choose_backends(refs, suites, cases, Loader("cpu").describe)
+    return choose_backends(refs, suites, cases, ThisProcess().describe)
 
 
 def suite(*backends: str, device: str | None = None) -> Suite:
@@ -99,9 +98,7 @@ def test_a_suite_may_wish_for_a_device_and_a_user_decides() -> None:
 def test_by_default_all_built_in_backends_run_and_what_is_missing_stays_visible() -> None:
     backends, notes = choose([], [suite()])
     assert [backend.name for backend in backends] == list(registry.builtin_names())
-    assert [backend for backend in backends if not backend.is_loaded] == [
-        unloadable("flex_attention", "flex_attention", ("no library",))
-    ]
+    assert [backend for backend in backends if not backend.is_loaded] == [not_loaded("flex_attention", ("no library",))]
     assert notes == ()
 
 
@@ -125,17 +122,17 @@ def test_the_same_reference_twice_is_one_backend() -> None:
 def test_two_backends_of_one_name_are_refused() -> None:
     with pytest.raises(SelectionError) as refused:
         choose_backends(
-            ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [unloadable("mine", ref, ()) for ref in refs]
+            ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [not_loaded(ref, (), "mine") for ref in refs]
         )
     assert str(refused.value) == snapshot("two of the backends are called 'mine'; examine them in two runs")
     assert "'mine'" in str(refused.value)
 
 
-@pytest.mark.parametrize("failure", [ProcessEnd("killed by SIGSEGV"), LoadError("ImportError", "no module")])
-def test_one_whose_code_fails_as_it_is_loaded_stays_beside_others(failure: ProcessEnd | LoadError) -> None:
+@pytest.mark.parametrize("failure", [ProcessEnd("killed by SIGSEGV"), Raised(IMPORT, "ImportError", "no module")])
+def test_one_whose_code_fails_as_it_is_loaded_stays_beside_others(failure: ProcessEnd | Raised) -> None:
     found = {
-        "./mine.py:Mine": unloaded("./mine.py:Mine", failure),
-        "other.py": unloaded("other.py", ProcessEnd("died")),
+        "./mine.py:Mine": not_loaded("./mine.py:Mine", failure),
+        "other.py": not_loaded("other.py", ProcessEnd("died")),
     }
     backends, _ = choose_backends([*found], [suite()], (), lambda refs: [found[ref] for ref in refs])
     assert [(backend.name, backend.is_loaded) for backend in backends] == [("Mine", False), ("other", False)]
@@ -148,7 +145,7 @@ def test_where_all_raise_as_they_are_imported_the_question_is_wrong() -> None:
             ["a", "b"],
             [suite()],
             (),
-            lambda refs: [unloaded(ref, LoadError("ImportError", f"no {ref}")) for ref in refs],
+            lambda refs: [not_loaded(ref, Raised(IMPORT, "ImportError", f"no {ref}")) for ref in refs],
         )
     assert str(refused.value) == "no a\nno b"
 
@@ -175,10 +172,10 @@ def test_wishes_that_cannot_be_met_do_not_leave_a_run_empty() -> None:
 
 def test_a_default_backend_that_breaks_is_no_wrong_question() -> None:
     def describe(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        return [QuestionError("its process ended") if ref == "torch_sdpa" else unloadable(ref, ref, ()) for ref in refs]
+        return [QuestionError("its process ended") if ref == "torch_sdpa" else not_loaded(ref, ()) for ref in refs]
 
     backends, _ = choose_backends([], [suite()], (), describe)
-    assert backends[1] == unloadable("torch_sdpa", "torch_sdpa", ("its process ended",))
+    assert backends[1] == not_loaded("torch_sdpa", ("its process ended",))
     with pytest.raises(QuestionError) as refused:
         choose_backends(["torch_sdpa"], [suite()], (), describe)
     assert str(refused.value) == "its process ended"
@@ -186,10 +183,10 @@ def test_a_default_backend_that_breaks_is_no_wrong_question() -> None:
 
 @pytest.mark.parametrize("stage", [IMPORT, OURSELVES])
 def test_backends_that_all_raise_are_a_wrong_question_unless_it_is_our_fault(stage: str) -> None:
-    error = LoadError("ValueError", "no such table", stage)
+    error = Raised(stage, "ValueError", "no such table")
 
     def choose_them() -> tuple[BackendDescription, ...]:
-        return choose_backends(["mine"], [suite()], (), lambda refs: [unloaded(ref, error) for ref in refs])[0]
+        return choose_backends(["mine"], [suite()], (), lambda refs: [not_loaded(ref, error) for ref in refs])[0]
 
     if stage == OURSELVES:
         assert [each.reason for each in choose_them()] == ["no such table"]

@@ -10,14 +10,16 @@ from inline_snapshot import snapshot
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.run.backend_loading import (
-    Loader,
+    ThisProcess,
     describe_backend,
     load_backend,
     unavailable_reasons,
-    usable_here,
 )
-from attncheck.harness.run.evaluate import UnavailableBackend
+from attncheck.harness.run.evaluate import environment_of
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription
+from attncheck.harness.run.run import Run
+from attncheck.harness.run.selection import RunPlan, select_cases
 
 TEXT = """\
 import torch
@@ -52,7 +54,7 @@ def of(ref: str) -> LoadedBackend:
 
 
 def described(ref: str) -> BackendDescription:
-    (description,) = Loader("cpu").describe([ref])
+    (description,) = ThisProcess().describe([ref])
     assert isinstance(description, BackendDescription)
     return description
 
@@ -78,15 +80,15 @@ def test_what_a_module_sets_for_the_process_is_undone(file: str) -> None:
 def test_a_backend_that_requires_an_environment_is_usable_where_it_is_set(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = Loader("cpu")
-    (description,) = loader.describe([f"{file}:Needy"])
+    here = ThisProcess()
+    (description,) = here.describe([f"{file}:Needy"])
     assert isinstance(description, BackendDescription)
     assert description.unavailable_reasons == snapshot(
         ("this process must have been started with ATTNCHECK_TEST_NEED=cpu: type it before the command",)
     )
     assert (description.is_loaded, description.default_suite) == (False, "interpreted")
-    (missing,) = loader.backends([description])
-    assert isinstance(missing, UnavailableBackend)
+    run = Run(RunOptions(), select_cases(["smoke"]), RunPlan(()), environment_of("cpu"), (description,))
+    assert here.examiner(run).plan.backends == (description,)
     monkeypatch.setenv("ATTNCHECK_TEST_NEED", "cpu")
     loaded = described(f"{file}:Needy")
     assert loaded.unavailable_reasons == ()
@@ -98,7 +100,7 @@ def test_an_environment_that_is_none_is_a_wrong_backend(monkeypatch: pytest.Monk
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "required_environment", classmethod(lambda cls, device: answer))
     with pytest.raises(BackendLoadError, match="no dict of names to texts"):
-        usable_here(backend, "cpu")
+        describe_backend(backend, "cpu")
 
 
 def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +137,5 @@ def test_reasons_that_no_file_could_hold_are_spelled_out(monkeypatch: pytest.Mon
 
 
 def test_what_cannot_be_loaded_is_described_in_place() -> None:
-    found = Loader("cpu").describe(["torch_sdpa", "torch_spda", "reference"])
+    found = ThisProcess().describe(["torch_sdpa", "torch_spda", "reference"])
     assert [isinstance(each, QuestionError) for each in found] == [False, True, False]

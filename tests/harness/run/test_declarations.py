@@ -8,7 +8,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.harness.run.evaluate import Examiner, RunPlan, UnavailableBackend
+from attncheck.harness.run.evaluate import Examiner, RunPlan
+from attncheck.harness.run.outcomes import not_loaded
 from attncheck.reference.spec import DEFAULT_CHECKS, OutputQuantSpec, PathSpec, SplitKVOptions
 from attncheck.reports.run_file.records import Record
 
@@ -123,9 +124,7 @@ def test_undeclared_lse_is_unsupported(make_case: Any, examine: Any, variant: An
 
 def test_other_machines_and_missing_libraries_are_unavailable(make_case: Any, examine: Any, variant: Any) -> None:
     assert set(outcomes(examine(variant(supported_devices=("cuda",)), make_case())).values()) == {"unavailable"}
-    examiner = Examiner(
-        RunPlan(cases=(make_case(),), backends=(UnavailableBackend("gone", "gone", ("no module named gone",)),))
-    )
+    examiner = Examiner(RunPlan(cases=(make_case(),), backends=(not_loaded("gone", ("no module named gone",)),)))
     assert {record.outcome for record in examiner.run()} == {"unavailable"}
 
 

@@ -3,15 +3,21 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import load_suite
 from attncheck.errors import QuestionError, SelectionError, UnknownNameError
-from attncheck.harness.run.preparation import RunSettings, prepare_run
-from attncheck.harness.run.selection import Selection, cases_by_keywords, choose_checks, select_cases, split_commas
+from attncheck.harness.run.selection import (
+    RunPlan,
+    Selection,
+    cases_by_keywords,
+    choose_checks,
+    select_cases,
+    split_commas,
+)
 from attncheck.reference.spec import BACKEND_CHECKS, default_checks
 from attncheck.reports.run_file.timings import TIMING
 
@@ -212,12 +218,11 @@ def test_checks_keep_the_order_of_reports() -> None:
     ],
 )
 def test_streams_run_by_default_on_cuda_alone_and_everywhere_by_name(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], on_cpu: bool, on_cuda: bool
+    options: dict[str, Any], on_cpu: bool, on_cuda: bool
 ) -> None:
     selection = select_cases(["smoke"], ["alibi"], **options)
     runs = {}
     for device in ("cpu", "cuda"):
-        monkeypatch.setattr("attncheck.harness.run.preparation.suite_device", lambda *_, device=device: (device, ()))
-        plan = prepare_run(selection, None, RunSettings(), environment=cast(Any, "unused")).plan
+        plan = RunPlan(selection.cases, checks=selection.checks_on(device), device=device)
         runs[device] = "streams" in plan.checks_of(selection.cases[0])
     assert runs == {"cpu": on_cpu, "cuda": on_cuda}

@@ -1,8 +1,9 @@
 """A run is prepared: without a named suite, each backend gets the one that it declares."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -10,9 +11,11 @@ from inline_snapshot import snapshot
 import attncheck
 from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendLoadError, SelectionError
-from attncheck.harness.run.evaluate import Examiner, UnavailableBackend, environment_of
-from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
-from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, select_cases
+from attncheck.harness.run.backend_loading import ThisProcess
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.outcomes import not_loaded
+from attncheck.harness.run.run import Run
+from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, Selection, select_cases
 from attncheck.reports.run_file.records import Record
 
 SLOW = """
@@ -47,14 +50,19 @@ def examined_keys(records: list[Record]) -> dict[str, set[str]]:
     return found
 
 
-def examined(prepared: PreparedRun) -> list[Record]:
-    return list(Examiner(prepared.plan, prepared.environment).run())
+def opened(selection: Selection, refs: Sequence[str], here: ThisProcess | None = None, **how: Any) -> Run:
+    return Run.open(selection, RunOptions(backends=tuple(refs), device="cpu"), here or ThisProcess(), **how)
+
+
+def examined(run: Run, here: ThisProcess) -> list[Record]:
+    return list(here.examiner(run).run())
 
 
 def test_each_backend_is_examined_on_its_own_suite(slow: str) -> None:
     selection = select_cases([], CASES, ["numerics"])
-    prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
-    assert examined_keys(examined(prepared)) == {
+    here = ThisProcess()
+    prepared = opened(selection, ["reference", slow], here)
+    assert examined_keys(examined(prepared, here)) == {
         "reference": {"smoke/decode.float16", "smoke/decode.bfloat16", "smoke/decode.float32", "smoke/shared-cache"},
         "Slow": {"interpreted/decode", "interpreted/shared-cache"},
     }
@@ -64,7 +72,7 @@ def test_each_backend_is_examined_on_its_own_suite(slow: str) -> None:
 
 def test_a_suite_without_a_backend_is_not_part_of_the_run(slow: str) -> None:
     for ref, suite in ((slow, "interpreted"), ("reference", "smoke")):
-        prepared = prepare_run(select_cases([], (), ["numerics"]), [ref], RunSettings(device="cpu"))
+        prepared = opened(select_cases([], (), ["numerics"]), [ref])
         assert prepared.selection.refs == (suite,)
         assert {case.suite for case in prepared.plan.cases} == {suite}
         assert prepared.notes == ()
@@ -72,15 +80,16 @@ def test_a_suite_without_a_backend_is_not_part_of_the_run(slow: str) -> None:
 
 def test_every_backend_is_examined_on_a_named_suite(slow: str) -> None:
     selection = select_cases(["smoke"], ["decode.float16"], ["numerics"])
-    prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
-    assert examined_keys(examined(prepared)) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
+    here = ThisProcess()
+    prepared = opened(selection, ["reference", slow], here)
+    assert examined_keys(examined(prepared, here)) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
 
 
 @pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
 def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
     refs = [slow.replace("Slow", name) for name in names]
     with pytest.raises(SelectionError) as refused:
-        prepare_run(select_cases([], ["decode.float16"]), refs, RunSettings(device="cpu"))
+        opened(select_cases([], ["decode.float16"]), refs)
     assert str(refused.value) == snapshot("no such case in interpreted, the default suite; give --suite smoke")
     assert "--suite" in str(refused.value)
 
@@ -88,7 +97,7 @@ def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[s
 def test_a_run_that_names_nothing_is_short() -> None:
     """Of the real candidates: those that are interpreted on a CPU, and those that serve latent caches alone."""
     pytest.importorskip("triton", reason="without Triton nothing is interpreted")
-    prepared = prepare_run(select_cases([]), [], RunSettings(device="cpu"))
+    prepared = opened(select_cases([]), [])
     case_keys = {each.ref: {case.key for case in prepared.plan.cases_of(each.ref)} for each in prepared.backends}
     assert case_keys["triton_unified"] == {f"interpreted/{case}" for case in DEFAULT_INTERPRETED}
     assert case_keys["triton_mla"] == {"interpreted/latent"}
@@ -110,42 +119,34 @@ def test_a_run_that_names_nothing_is_short() -> None:
 
 def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
     whole = {case.key for case in load_suite("interpreted").cases}
-    named = prepare_run(select_cases([]), [slow], RunSettings(device="cpu"))
+    named = opened(select_cases([]), [slow])
     assert {case.key for case in named.plan.cases_of(slow)} == whole
     pytest.importorskip("triton", reason="without Triton nothing is interpreted")
-    by_case = prepare_run(select_cases([], ["*"]), [], RunSettings(device="cpu"))
+    by_case = opened(select_cases([], ["*"]), [])
     assert {case.key for case in by_case.plan.cases_of("triton_mla")} == whole
     assert "of 77 cases" not in by_case.notes[0]
 
 
 def test_a_backend_that_the_filters_leave_no_case_is_reported(slow: str) -> None:
-    prepared = prepare_run(select_cases([], ["decode.float16"]), ["reference", slow], RunSettings(device="cpu"))
+    prepared = opened(select_cases([], ["decode.float16"]), ["reference", slow])
     assert prepared.notes == (f"reference: suite smoke; {slow}: no case of suite interpreted",)
 
 
-def test_a_process_prepares_its_part_without_choosing_a_backend() -> None:
-    environment = environment_of("cpu").model_copy(update={"cpu": "another name"})
-    settings = RunSettings(device="cpu", seed=3)
-    prepared = prepare_run(select_cases(["smoke"]), None, settings, environment=environment)
-    assert (prepared.backends, prepared.plan.backends, prepared.plan.seed) == ((), (), 3)
-    assert prepared.environment is environment
-
-
 def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
-    gone = UnavailableBackend("gone", "gone", ("no library",))
-    selection, settings = select_cases(["smoke"]), RunSettings(device="cpu")
+    gone = not_loaded("gone", ("no library",))
+    selection, here = select_cases(["smoke"]), ThisProcess([gone])
     with pytest.raises(SelectionError) as refused:
-        prepare_run(selection, ["gone"], settings, loaded=[gone])
+        opened(selection, ["gone"], here)
     assert str(refused.value) == snapshot("backend 'gone' is unavailable here: no library")
     assert "'gone'" in str(refused.value)
-    prepared = prepare_run(selection, ["gone"], settings, loaded=[gone], keeps_unavailable=True)
+    prepared = opened(selection, ["gone"], here, keeps_unavailable=True)
     assert [each.unavailable_reasons for each in prepared.backends] == [("no library",)]
-    assert prepared.plan.backends == (gone,)
+    assert here.examiner(prepared).plan.backends == (gone,)
 
 
 def test_a_seed_below_zero_is_refused() -> None:
     with pytest.raises(SelectionError, match="seed -1"):
-        prepare_run(select_cases(["smoke"]), ["reference"], RunSettings(device="cpu", seed=-1))
+        Run.open(select_cases(["smoke"]), RunOptions(backends=("reference",), device="cpu", seed=-1), ThisProcess())
 
 
 def test_from_python_too(slow: str) -> None:
@@ -184,9 +185,10 @@ def test_a_named_backend_is_examined_on_pages_that_it_takes(tmp_path: Path) -> N
     path = tmp_path / "picky.py"
     path.write_text(PICKY)
     selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
-    prepared = prepare_run(selection, [f"{path}:Picky"], RunSettings(device="cpu"), fits_pages=True)
+    here = ThisProcess()
+    prepared = opened(selection, [f"{path}:Picky"], here, fits_pages=True)
     assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)
-    (record,) = examined(prepared)
+    (record,) = examined(prepared, here)
     assert (record.outcome, record.case_hash) == ("passed", prepared.selection.cases[0].hash)
     assert prepared.notes[0] == snapshot(
         "suite smoke: cache.block_size=48 instead of 16, cache.layout=HND instead of NHD, for Picky; --set chooses others"
@@ -200,7 +202,7 @@ def test_declarations_that_raise_choose_no_pages(tmp_path: Path) -> None:
     path = tmp_path / "picky.py"
     path.write_text(PICKY)
     selection = select_cases(["smoke"], ["decode.float32"], ["numerics"])
-    prepared = prepare_run(selection, [f"{path}:Broken"], RunSettings(device="cpu"), fits_pages=True)
+    prepared = opened(selection, [f"{path}:Broken"], fits_pages=True)
     assert prepared.selection.refs == ("smoke",)
 
 
@@ -208,5 +210,5 @@ def test_pages_are_chosen_in_the_default_suite(tmp_path: Path) -> None:
     path = tmp_path / "picky.py"
     path.write_text(PICKY)
     selection = select_cases([], ["decode*"], ["numerics"])
-    prepared = prepare_run(selection, [f"{path}:Picky"], RunSettings(device="cpu"), fits_pages=True)
+    prepared = opened(selection, [f"{path}:Picky"], fits_pages=True)
     assert prepared.selection.refs == ("smoke{cache.block_size: 48, cache.layout: HND}",)

@@ -53,7 +53,6 @@ def test_more_shards_than_cases_are_refused():
 
 
 def test_an_option_names_a_shard():
-    assert read_shard(None) is None
     assert read_shard("2/7") == Shard(2, 7)
     assert str(Shard(2, 7)) == "2/7"
 

@@ -9,9 +9,11 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.evaluate import environment_of
+from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import BackendDescription
-from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
+from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import (
     DEFAULT_ROUNDS,
     RoundQuestions,
@@ -110,12 +112,12 @@ class FakePool(WorkerPool):
 def test_settings_of_times_reach_the_plan_the_processes_and_the_header() -> None:
     pool, settings = FakePool(), TimingSettings(limit_s=2.0, warm=True)
     selection = select_cases(["decode"], (), ["timing"])
-    run_settings = RunSettings(device="cpu", timing=settings, rounds=4)
-    apart = prepare_run(selection, ["reference"], run_settings, pool=pool)
+    options = RunOptions(backends=("reference",), device="cpu", rounds=4)
+    apart = Run.open(selection, options, pool, timing=settings)
     assert (apart.plan.rounds, apart.plan.timing, pool.assignment.timing) == (4, settings, settings)
-    assert make_header(selection, apart.plan, [], apart.environment).rounds == 4
+    assert apart.header().rounds == 4
     assert apart.notes == ()
-    here = prepare_run(selection, ["reference"], replace(run_settings, rounds=1))
+    here = Run.open(selection, replace(options, rounds=1), ThisProcess(), timing=settings)
     assert (here.plan.rounds, here.plan.timing) == (1, settings)
 
 

@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, unavailable, unloadable
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, not_loaded, unavailable
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
@@ -284,7 +284,7 @@ def test_a_death_beside_another_process_costs_one_case(cases: list[Case]) -> Non
 
 def test_one_that_could_not_be_loaded_keeps_no_process_from_its_work(cases: list[Case]) -> None:
     workers = FakePool("ab")
-    gone = unloadable("gone", "gone", ("no library",))
+    gone = not_loaded("gone", ("no library",))
     records = list(examine(workers, cases[:1], known("a"), gone, known("b")))
     expected = unavailable(Circumstances(0, ENVIRONMENT.digest, "0.1.0"), cases[0], gone, "numerics", ("no library",))
     assert [record.outcome for record in records] == ["passed", "unavailable", "passed"]
@@ -315,7 +315,7 @@ def test_what_is_only_timed_is_warmed_before_the_first_round(make_case: Any, mon
     log: list[str] = []
     monkeypatch.setattr("attncheck.harness.workers.executor.WarmingAhead", lambda *_, is_on: Noting(log))
     plan = RunPlan(cases=(make_case(name="first"),), checks=("timing",), rounds=0)
-    gone = unloadable("gone", "gone", ("no library",))
+    gone = not_loaded("gone", ("no library",))
     list(Supervisor(plan, [known("a"), gone], cast(WorkerPool, FakePool("a")), ENVIRONMENT, warms=True).run())
     assert log == ["times of a", "close"]
 

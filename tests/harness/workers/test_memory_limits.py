@@ -8,7 +8,8 @@ import pytest
 import torch
 from pretend_cuda import Settings, present
 
-from attncheck.harness.workers.limits import MemoryLimits, keep_within, size_in_words, with_limit_named
+from attncheck.harness.run.options import size_in_words
+from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
 from attncheck.reports.run_file.records import Record
 
 MIB, GIB = 2**20, 2**30

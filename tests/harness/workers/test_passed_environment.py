@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.workers.limits import passed_environment, read_patterns, variables_read
+from attncheck.harness.run.options import read_given
+from attncheck.harness.workers.limits import passed_environment, variables_read
 
 NEEDED = ("PATH", "HOME", "LC_ALL", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "VLLM_CACHE_ROOT", "CC")
 OTHERS = ("GITHUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "DATABASE_URL", "PATHS")
@@ -27,11 +28,12 @@ def test_what_is_usual_is_passed_but_for_secrets() -> None:
     ],
 )
 def test_a_pattern_adds_all_that_it_matches(pattern: str, added: set[str]) -> None:
-    assert set(passed_environment(ALL, read_patterns([pattern]))) == {*NEEDED, *added}
+    assert set(passed_environment(ALL, read_given("pass_env", [pattern]))) == {*NEEDED, *added}
 
 
 def test_values_are_kept_and_words_may_be_repeated() -> None:
-    assert passed_environment({"A": "1", "B": "2", "C": "3"}, read_patterns(["A", " B ,"])) == {"A": "1", "B": "2"}
+    patterns = read_given("pass_env", ["A", " B ,"])
+    assert passed_environment({"A": "1", "B": "2", "C": "3"}, patterns) == {"A": "1", "B": "2"}
 
 
 def test_the_variables_that_a_file_and_the_modules_beside_it_look_up_are_named(tmp_path: Path) -> None:

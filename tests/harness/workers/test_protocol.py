@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from attncheck.harness.run.outcomes import BackendDescription, unloadable
+from attncheck.harness.run.outcomes import BackendDescription, not_loaded
 from attncheck.harness.workers.protocol import (
     Answer,
     Begun,
@@ -40,7 +40,7 @@ INFO = BackendInfo(name="b", ref="b", conventions={"lse_base": "e"}, required_en
     "answer",
     [
         Described(description=BackendDescription(info=INFO, is_mla=True)),
-        Described(description=unloadable("b", "b", ("no library",))),
+        Described(description=not_loaded("b", ("no library",))),
         Refused(reason="unknown backend 'b'"),
         Begun(stage="check lse"),
         Passed.model_validate(WHO | {"figures": {"budget_share": math.inf}}),

@@ -9,12 +9,13 @@ from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.harness.run.outcomes import BackendDescription
-from attncheck.harness.run.preparation import PreparedRun, RunSettings, file_digest, prepare_run
-from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.run.run import file_digest
+from attncheck.harness.run.selection import RunPlan, Selection, select_cases
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
 from attncheck.harness.workers.process import assignment_of
 from attncheck.harness.workers.protocol import (
+    Assignment,
     ChooseDevice,
     DeviceChosen,
     Prepare,
@@ -58,14 +59,14 @@ def actor() -> Iterator[RayActor]:
     made._pool.close()
 
 
-def begun(actor: RayActor, folder: Path) -> tuple[Selection, PreparedRun]:
+def begun(actor: RayActor, folder: Path) -> tuple[Selection, Assignment]:
     """An actor that has joined a run of two cases and has begun it."""
     chosen = joined(actor, folder=folder)
     assert isinstance(chosen, DeviceChosen)
     selection = select_cases(["smoke"], ["decode.float32", "decode.float16"], ["numerics", "lse"])
-    prepared = prepare_run(selection, None, RunSettings(device="cpu"), environment=chosen.environment)
-    actor.begin(assignment_of(selection, prepared.plan, chosen.environment), WorkerSettings(TimeLimits(600.0)))
-    return selection, prepared
+    assignment = assignment_of(selection, RunPlan(selection.cases), chosen.environment)
+    actor.begin(assignment, WorkerSettings(TimeLimits(600.0)))
+    return selection, assignment
 
 
 def test_a_node_examines_questions_to_a_backend_of_the_same_file(actor: RayActor, folder: Path) -> None:
@@ -135,10 +136,10 @@ def test_a_device_that_is_not_there_is_a_reason(actor: RayActor, folder: Path) -
 def test_suites_that_read_otherwise_on_the_node_are_refused(
     plain: Callable[[str], str], actor: RayActor, folder: Path
 ) -> None:
-    selection, prepared = begun(actor, folder)
+    selection, first = begun(actor, folder)
     suite = replace(selection.suites[0], cases=selection.suites[0].cases[:1])
     changed = replace(selection, suites=(suite,))
-    assignment = assignment_of(changed, prepared.plan, prepared.environment)
+    assignment = assignment_of(changed, RunPlan(changed.cases), first.environment)
     actor.begin(assignment.model_copy(update={"digests": ("0" * 12,)}), WorkerSettings())
     (reason,) = actor.describe({"reference": ""})
     assert isinstance(reason, str)

@@ -12,10 +12,11 @@ from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.errors import ClusterError, MissingExtraError
+from attncheck.harness.run.options import RaySettings
 from attncheck.harness.run.selection import RunPlan, select_cases
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.protocol import DeviceChosen, HarnessFailure, Prepare, Refused, format_message
-from attncheck.harness.workers.ray import Examined, Lost, RayCluster, RaySettings
+from attncheck.harness.workers.ray import Examined, Lost, RayCluster
 from attncheck.reports.run_file.header import Environment
 
 FACTS = dict.fromkeys(("python", "numpy", "platform", "cpu", "device", "device_name"), "")

@@ -11,7 +11,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, record_of, unloadable
+from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, not_loaded, record_of
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerPool
@@ -186,7 +186,7 @@ def test_what_the_first_round_did_not_examine_is_recorded_once(two: tuple[Case, 
     pool = FakePool(two, "ab")
     pool.deeds["a", "x", 0] = NotExamined(("no windows",))
     pool.deeds["b", "x", 0] = pool.deeds["b", "y", 0] = NotExamined(("nothing",))
-    records = examine(pool, known("a"), known("b"), unloadable("gone", "gone", ("no library",)), rounds=3)
+    records = examine(pool, known("a"), known("b"), not_loaded("gone", ("no library",)), rounds=3)
     assert outcomes(records) == [
         *(("a", "x", 0, "unsupported"), ("a", "y", 0, "passed")),
         *(("b", "x", 0, "unsupported"), ("b", "y", 0, "unsupported")),

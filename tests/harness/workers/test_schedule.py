@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.run.outcomes import BackendDescription, unloadable
+from attncheck.harness.run.outcomes import BackendDescription, not_loaded
 from attncheck.harness.workers.executor import BackendQuestion, Schedule
 from attncheck.reports.run_file.header import BackendInfo
 
@@ -34,7 +34,7 @@ def drained(schedule: Schedule, ref: str, lane: int) -> list[int]:
 
 def test_questions_come_in_their_order_and_backends_too(make_case: MakeCase) -> None:
     cases = [make_case(name=name) for name in "xyz"]
-    gone = BackendQuestion(unloadable("gone", "gone", ("no library",)), cases[0], ("numerics",))
+    gone = BackendQuestion(not_loaded("gone", ("no library",)), cases[0], ("numerics",))
     schedule = Schedule([gone, *questions_to("a", *cases), *questions_to("b", *cases)])
     assert schedule.to_begin(0) == "a"
     schedule.begin("a")

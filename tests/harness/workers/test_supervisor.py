@@ -11,8 +11,9 @@ from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, unloadable
-from attncheck.harness.run.preparation import RunSettings, prepare_run
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, not_loaded
+from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
@@ -276,7 +277,7 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
 
 def test_a_backend_that_could_not_be_loaded_gets_no_question(make_case: Any) -> None:
     workers = FakePool(b=[])
-    records = list(supervisor(workers, make_case(), backends=(unloadable("gone", "gone", ("no library",)),)).run())
+    records = list(supervisor(workers, make_case(), backends=(not_loaded("gone", ("no library",)),)).run())
     assert outcomes(records) == [(check, "unavailable") for check in CHECKS]
     assert not workers.alive
 
@@ -299,8 +300,8 @@ def examine(refs: list[str], patterns: list[str], checks: list[str]) -> list[Rec
     selection = select_cases(["deeds.yaml"], patterns, checks)
     with WorkerPool() as workers:
         workers.start(refs)
-        prepared = prepare_run(selection, refs, RunSettings(device="cpu"), pool=workers)
-        examiner = Supervisor(prepared.plan, prepared.backends, workers, prepared.environment, jobs=2)
+        run = Run.open(selection, RunOptions(backends=tuple(refs), device="cpu", jobs=2), workers)
+        examiner = workers.examiner(run)
         return [record.model_copy(update={"duration_s": 0.0}) for record in examiner.run()]
 
 

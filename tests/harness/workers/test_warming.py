@@ -10,7 +10,7 @@ import pytest
 from attncheck.cases.model import Case
 from attncheck.harness.host import GpuModes
 from attncheck.harness.run.evaluate import RunPlan
-from attncheck.harness.run.outcomes import ProcessEnd, unloadable
+from attncheck.harness.run.outcomes import ProcessEnd, not_loaded
 from attncheck.harness.run.selection import Question
 from attncheck.harness.workers import pool
 from attncheck.harness.workers.limits import Limit, TimeLimits
@@ -18,7 +18,7 @@ from attncheck.harness.workers.pool import Warmers, WarmingAhead, WorkerPool, mo
 from attncheck.harness.workers.process import ProcessEndedError
 from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, Refused
 
-LOADED = Described(description=unloadable("a", "a", ()))
+LOADED = Described(description=not_loaded("a", ()))
 CaseMaker = Callable[..., Case]
 
 

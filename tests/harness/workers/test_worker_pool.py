@@ -10,8 +10,9 @@ from inline_snapshot import snapshot
 
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.driver.observation import Raised
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, LoadError, ProcessEnd, unloadable
+from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, not_loaded
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
@@ -295,7 +296,7 @@ def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(s
         assert processes.choose_device((), "cpu")[0] == "cpu"
         found, other = processes.describe(["a", "b"])
     assert isinstance(found, BackendDescription)
-    assert found.failure == LoadError("WorkerError", FAULT.error, OURSELVES, FAULT.traceback)
+    assert found.failure == Raised(OURSELVES, "WorkerError", FAULT.error, FAULT.traceback)
     assert other == described("b").description
     assert [fake.ref for fake in started] == ["a", "b", "a"]
 
@@ -314,7 +315,7 @@ def test_our_own_fault_in_a_process_that_takes_the_place_of_another(started: lis
     ("second", "message"),
     [
         (Refused(reason="the suite has changed"), snapshot("the suite has changed")),
-        (Described(description=unloadable("a", "a", ("no library", "no GPU"))), snapshot("no library; no GPU")),
+        (Described(description=not_loaded("a", ("no library", "no GPU"))), snapshot("no library; no GPU")),
         (
             Described(description=BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",)))),
             snapshot("a has changed since the run began"),

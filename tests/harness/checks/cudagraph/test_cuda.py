@@ -17,8 +17,10 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.harness.checks.cudagraph import recorder as recorder_module
-from attncheck.harness.checks.cudagraph.play import capture_forward
+from attncheck.harness.checks.cudagraph.play import capture_graph, dummy_call
+from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, CaptureError, CudaRecorder, ReleasedMemoryError
+from attncheck.harness.problem.problem import build_problem
 
 DEVICE = torch.device("cuda", 0)
 HERE = Path(__file__)
@@ -221,7 +223,7 @@ def test_no_garbage_is_collected_during_a_capture(journal):
 
 
 @pytest.mark.parametrize("raises", [ValueError("no such shape"), RuntimeError(SYNCHRONISED)])
-def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypatch, raises):
+def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypatch, make_case, raises):
     """Without the collector: a graph that waits for it might be freed within a later capture."""
     made, left = [], []
 
@@ -232,16 +234,18 @@ def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypat
         made.append(ref(found := Graph(None)))
         return found
 
-    def enter(lent, metadata):
+    def enter(call, kv_cache, metadata, buffers):
         left.append(ref(metadata))
         if len(left) == 3 or (SYNCHRONISED in str(raises) and len(left) == 2):
             raise raises.with_traceback(None)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     recorder = CudaRecorder(DEVICE)
+    call = dummy_call(build_problem(make_case((1, 5)), 0), Bucket(1, 1, 1), 16, longest=False)
     gc.disable()
     try:
-        refusal = capture_forward(recorder, SimpleNamespace, lambda _lent: Rows(), enter)
+        layer = SimpleNamespace(enter=enter)
+        refusal = capture_graph(recorder, layer, [(None, call)], None, lambda _builder, _common: Rows(), [None])
         raises.__traceback__ = None
         assert isinstance(refusal, CaptureError)
         assert [each() for each in (*made, *left)] == [None] * (len(made) + len(left))

@@ -30,9 +30,9 @@ import sys
 from attncheck.harness.run.backend_loading import load_backend
 
 print(load_backend(sys.argv[1]).name)
-from attncheck.harness.checks.timing import device_api
+from attncheck.harness.checks.timing import clock
 
-print(*device_api.replaced_clocks(), device_api.host_ns() > 0)
+print(*clock.replaced_clocks(), clock.host_ns() > 0)
 """
 
 
