@@ -281,8 +281,6 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "causal false"
         case "cascade":
             return "path cascade for a layer whose scores depend on positions"
-        case "local":
-            return f"attn_chunk_size {layer.attn_chunk_size}"
         case "kv_sharing":
             return "kv_sharing true" if layer.kv_sharing else f"path {batch.path.name} reads another layer's cache"
         case "head_size_v":
@@ -303,7 +301,8 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
                 return f"path {batch.path.name} with a part that holds no key of a request"
             return f"query_len {short.query_len} above seq_len {short.total_len}"
         case _:
-            return f"{feature} {getattr(layer, feature)}"
+            key = next((name for name, modifier in MODIFIERS.items() if modifier.feature == feature), feature)
+            return f"{key} {getattr(layer, key)}"
 
 
 def _not_among(name: str, value: str, supported: Sequence[str]) -> str:

@@ -118,13 +118,11 @@ def examination() -> dict[str, float]:
 
 def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
     from attncheck.harness.driver.session import Session
-    from attncheck.harness.driver.step import forward_calls_of, make_step
     from attncheck.harness.problem.problem import build_problem
 
     problem = build_problem(case, 0)
     session = Session(backend.backend, problem, torch.device("cpu"))
-    step = make_step(problem, session.device, session.order, pad_seq_len=0)
-    (call,) = forward_calls_of(step, backend.features, session.threshold)
+    (call,) = session.prepared().calls
     assert session.pool is not None
     kv_cache = session.pool.filled(0.0)
     buffers = session.layer.output_buffers(problem, call)

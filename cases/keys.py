@@ -21,6 +21,7 @@ from attncheck.errors import BatchSpecError, CaseFileError, SelectionError, Spec
 from attncheck.reference.spec import (
     BACKEND_CHECKS,
     FORMER_CHECKS,
+    MODIFIERS,
     PATH_OPTIONS,
     PATHS,
     BatchSpec,
@@ -113,7 +114,12 @@ def _read_requests(tree: Tree) -> tuple[RequestSpec, ...]:
     return tuple(validate(RequestSpec, item, "a request") for item in tree.items)
 
 
-DIFFERENT_KEYS = ("scale", "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_sharing", "head_size")
+DIFFERENT_KEYS = (
+    "scale",
+    *(name for name, modifier in MODIFIERS.items() if modifier.argument is not None),
+    "kv_sharing",
+    "head_size",
+)
 """Keys in which the layers of one step may differ. A layer of another head size has its own builder and pages."""
 
 _MOST = 16

@@ -11,7 +11,7 @@ properties resolve defaults that need arithmetic (scale, slopes, sinks, window p
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
@@ -106,26 +106,82 @@ def default_checks(device: str) -> tuple[str, ...]:
     return tuple(name for name in BACKEND_CHECKS if CHECKS[name].by_default in ("everywhere", *on_cuda))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Modifier:
-    """A field of a layer that changes its scores or hides keys.
+    """A field of a layer that changes its scores or hides keys. Its default in ``LayerSpec`` turns it off.
 
-    ``feature``: the feature that a backend declares to support it. ``from_query``: depends on the distance to the
-    query.
+    ``feature``: the feature that a backend declares to support it. ``kind``: what its value is: the most ``keys`` that
+    a row sees, one ``number`` for all heads, or one number ``per head``. ``ordinary``: a value that acts on rows of
+    twenty keys. ``drawn``: the values that fuzzing draws; numbers per head are repeated over the heads.
+
+    ``argument``: its name in the constructor of vLLM's impl, and the field of ``AttentionParams``. None if an impl does
+    not get it: a chunk size is in the cache spec of the builder, and an engine splits batches for other backends.
+    ``by_keyword``: the constructor gets it by name, and only for layers that have it. ``resolved``: the property of the
+    layer with the numbers per head.
+
+    ``from_query``: depends on the distance to the query. ``ignored``: the fault of ignoring it, for those that change
+    scores. ``fewest_keys``: how many keys a row must see for this fault to change its output.
     """
 
     feature: str
+    kind: Literal["keys", "number", "per head"]
+    ordinary: Any
+    drawn: tuple[Any, ...]
+    argument: str | None = None
+    by_keyword: bool = False
+    resolved: str = ""
     from_query: bool = False
+    ignored: str = ""
+    fewest_keys: int = 2
 
 
 MODIFIERS: Mapping[str, Modifier] = {
-    "sliding_window": Modifier("sliding_window", from_query=True),
-    "logits_soft_cap": Modifier("logits_soft_cap"),
-    "alibi": Modifier("alibi", from_query=True),
-    "sinks": Modifier("sinks"),
-    "attn_chunk_size": Modifier("local", from_query=True),
+    "sliding_window": Modifier(
+        feature="sliding_window",
+        kind="keys",
+        ordinary=9,
+        drawn=(None, 1, 2, 8, 16, 17, 31, 64, 100),
+        argument="sliding_window",
+        from_query=True,
+    ),
+    "logits_soft_cap": Modifier(
+        feature="logits_soft_cap",
+        kind="number",
+        ordinary=20.0,
+        drawn=(None, 0.0, 5.0, 30.0),
+        argument="logits_soft_cap",
+        ignored="the soft cap is ignored",
+    ),
+    "alibi": Modifier(
+        feature="alibi",
+        kind="per head",
+        ordinary=True,
+        drawn=(False, True, (0.5, 0.03, 0.0, 0.2)),
+        argument="alibi_slopes",
+        resolved="alibi_slopes",
+        from_query=True,
+        ignored="the ALiBi bias is missing",
+    ),
+    "sinks": Modifier(
+        feature="sinks",
+        kind="per head",
+        ordinary=True,
+        drawn=(False, True, (2.0, -1.5, 0.0, 4.0)),
+        argument="sinks",
+        by_keyword=True,
+        resolved="sink_logits",
+        ignored="the sinks are ignored",
+        fewest_keys=1,
+    ),
+    "attn_chunk_size": Modifier(feature="local", kind="keys", ordinary=7, drawn=(None, 8, 16, 32, 48), from_query=True),
 }
-"""The modifiers, by field of ``LayerSpec``. None, False and 0 turn one off. Latent attention defines none of them."""
+"""The modifiers, by field of ``LayerSpec``. Latent attention defines none of them."""
+
+
+def modifiers_of_kind(*kinds: str) -> tuple[str, ...]:
+    """Return the names of the modifiers whose values are of one of these kinds."""
+    return tuple(name for name, modifier in MODIFIERS.items() if modifier.kind in kinds)
+
 
 FEATURES: tuple[str, ...] = (
     "sliding_window",
@@ -285,9 +341,9 @@ class LayerSpec:
                 value=self.num_kv_heads,
                 allowed=f"it must divide num_heads {self.num_heads}",
             )
-        for name in ("scale", "logits_soft_cap", "alibi", "sinks"):
+        for name in ("scale", *modifiers_of_kind("number", "per head")):
             refuse_beyond_float32(name, getattr(self, name) or 0.0)
-        for name in ("alibi", "sinks"):
+        for name in modifiers_of_kind("per head"):
             given = getattr(self, name)
             if not isinstance(given, bool) and len(given) != self.num_heads:
                 raise SpecError(
@@ -379,6 +435,11 @@ class LayerSpec:
     def position_modifiers(self) -> tuple[str, ...]:
         """The modifiers that depend on the distance between key and query."""
         return tuple(name for name in self.modifiers if MODIFIERS[name].from_query)
+
+    @property
+    def key_limits(self) -> tuple[int, ...]:
+        """The values of the modifiers that hide keys: the most keys that a row sees by each."""
+        return tuple(getattr(self, name) for name in self.modifiers if MODIFIERS[name].kind == "keys")
 
     @property
     def soft_cap(self) -> float | None:
@@ -592,6 +653,16 @@ class RequestSpec:
         """Number of tokens in the cache before this step; negative if there are more rows than keys."""
         return self.total_len - self.query_len
 
+    def num_keys(self, layer: LayerSpec) -> int:
+        """Return how many keys the rows attend to: those of the encoder in cross attention, else ``seq_len``."""
+        is_cross = layer.attn_type == AttentionType.ENCODER_DECODER
+        return (self.encoder_len or 0) if is_cross else self.total_len
+
+    def num_rows(self, path: PathSpec) -> int:
+        """Return how many rows are computed: the last ones in a fast prefill, else all new tokens."""
+        options = path.options
+        return min(options.rows, self.query_len) if isinstance(options, FastPrefillOptions) else self.query_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingSpec:
@@ -745,3 +816,8 @@ class CacheSpec:
                 value=self.first_block,
                 allowed="raise num_blocks or lower first_block",
             )
+
+    @property
+    def unplaced(self) -> "CacheSpec":
+        """The cache without the size of the pool, and without the place of the batch in it."""
+        return replace(self, num_blocks=None, first_block=None)

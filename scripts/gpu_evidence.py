@@ -129,10 +129,11 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
         case "machine":
             yield (part, [["nvidia-smi"], ["nvidia-smi", "-q", "-d", "CLOCK,POWER"], [*ATTNCHECK, "doctor"]])
         case "timing":
-            words = ["--suite=named_batches", "--check=timing", f"--rounds={given.rounds}", device]
+            words = ["--suite=named_batches", f"--rounds={given.rounds}", device]
             words += ["--case=small_decode", "--time-limit=0.01"] if is_trial else LARGE.split()
             for page, refs in TIMED.items():
-                yield from _chain(f"timing/pages-of-{page}", refs, [*words, f"--set=cache.block_size={page}"], given)
+                words_of_page = [*words, f"--set=cache.block_size={page}"]
+                yield from _chain(f"timing/pages-of-{page}", refs, words_of_page, given, command="time")
         case "memcheck":
             tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
             words = ["--suite=interpreted", "--check=numerics", "--check=lse", "--check=cache_write", "--in-process"]
@@ -180,14 +181,21 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
 
 
 def _chain(
-    name: str, refs: Iterable[str], words: list[str], given: Namespace, under: str = "", *, is_emulated: bool = False
+    name: str,
+    refs: Iterable[str],
+    words: list[str],
+    given: Namespace,
+    under: str = "",
+    *,
+    command: str = "run",
+    is_emulated: bool = False,
 ) -> Iterator[Chain]:
     """Yield a run of the selected backends with its reports; if ``is_emulated``, also a comparison with emulation."""
     wanted = [ref for ref in refs if fnmatch(ref, given.backend)]
     wanted = [ref for ref in wanted if given.device != "cpu" or ref.rpartition(":")[2] in TRIED]
     folder = given.folder.relative_to(ROOT) if given.folder.is_relative_to(ROOT) else given.folder
     file, base = folder / f"{name}.jsonl", folder / f"{name}-emulated.jsonl"
-    run = [*ATTNCHECK, "run", *(f"--backend={ref}" for ref in wanted), *words]
+    run = [*ATTNCHECK, command, *(f"--backend={ref}" for ref in wanted), *words]
     commands = [[*under.split(), *run, f"--output={file}"]]
     if is_emulated:
         graphs = ["--check=cudagraph"] * ("--check=cudagraph" not in words)

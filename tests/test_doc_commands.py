@@ -32,14 +32,14 @@ MORE = {
     ("ci.md", "attncheck run"): ON_FEW,
     ("ci-gpus.md", "attncheck run"): ON_FEW,
     ("ci.md", "pytest"): " --attncheck-case 'long-*' -p no:cacheprovider",
-    ("comparing.md", "attncheck run"): BRIEFLY,
-    ("timing.md", "attncheck run"): BRIEFLY,
+    ("comparing.md", "attncheck time"): BRIEFLY,
+    ("timing.md", "attncheck time"): BRIEFLY,
     ("comparing.md", "pytest "): " -p no:cacheprovider --benchmark-max-time=0.01 --benchmark-min-rounds=1",
 }
 """Options that make the commands of a page short."""
 
 SHARD = f"attncheck run --backend ./my_backend.py:MyBackend --suite smoke{ON_FEW} --shard"
-TIMED = f"attncheck run --backend torch_sdpa --suite decode --case single --check timing{BRIEFLY} --output"
+TIMED = f"attncheck time torch_sdpa --suite decode --case single{BRIEFLY} --output"
 BEFORE = {
     "running.md": ["attncheck new backend mine"],
     "ci-gpus.md": [

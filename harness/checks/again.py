@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.findings import Broken, FindingError
 from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, summarize
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import StageError, stage_named
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
 from attncheck.harness.problem.storage import output_error
 from attncheck.harness.truth.truth import Truth
-from attncheck.harness.truth.unpaged import Budget, share_of_budget
+from attncheck.harness.truth.unpaged import share_of_budget
 
 # Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong.
 
@@ -24,6 +26,16 @@ T = TypeVar("T")
 _KEPT = "something is kept from an earlier step, of other requests"
 
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
+
+_CALLS_DIFFER = "state is kept between calls, or the backend is not deterministic"
+
+
+def failure_of(play: Callable[[], Broken | None]) -> Broken | StageError | None:
+    """Return what is wrong with the steps that ``play`` runs, or what they raise; None if they are right."""
+    try:
+        return play()
+    except StageError as failure:
+        return failure
 
 
 @dataclass(frozen=True)
@@ -39,26 +51,31 @@ class Change(Generic[T]):
 class Variation(Generic[T]):
     """A step passed in another way. ``plain``: the step without changes. ``judge``: returns what is wrong with a step.
 
-    ``instead``: the variation to try if this one raises. If None, an exception is a failure. ``afresh``: judges with an
-    impl and a builder that have seen no other step.
+    ``instead``: the variation to try if this one raises StageError. ``afresh``: judges with an impl and a builder that
+    have seen no other step.
     """
 
     plain: T
     changes: tuple[Change[T], ...]
-    judge: Callable[[T], Broken | Raised | None]
+    judge: Callable[[T], Broken | None]
     instead: "Variation[T] | None" = None
-    afresh: Callable[[T], Broken | Raised | None] | None = None
+    afresh: Callable[[T], Broken | None] | None = None
 
     @property
     def what(self) -> str:
         """The changes in words."""
         return _listed(self.changes)
 
-    def wrong(self) -> Broken | Raised | None:
-        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right."""
+    def wrong(self) -> Broken | None:
+        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right.
+
+        Raise StageError if the step raises.
+        """
         wrong = self._wrong_with(self.changes)
         if wrong is None:
             return None
+        if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:  # a further step could hide this one
+            return _finding(wrong, f"with {self.what}", "")
         unchanged = self._wrong_with(())
         if unchanged is not None:
             return _finding(unchanged, "when it is repeated unchanged", _STATE)
@@ -68,12 +85,12 @@ class Variation(Generic[T]):
             still = self._wrong_with(fewer) if fewer else None
             if still is not None:
                 wrong, needed = still, fewer
-        is_kept = self.afresh is not None and self.afresh(self._with(needed)) is None
+        is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
         meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
         return _finding(wrong, f"with {_listed(needed)}", meaning)
 
-    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | Raised | None:
-        return self.judge(self._with(changes))
+    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | StageError | None:
+        return failure_of(partial(self.judge, self._with(changes)))
 
     def _with(self, changes: Sequence[Change[T]]) -> T:
         put = self.plain
@@ -86,10 +103,125 @@ def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
 
-def _finding(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
-    if isinstance(wrong, Raised):
-        return replace(wrong, stage=f"{wrong.stage} of the step {how}")
+def _finding(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
+    if isinstance(wrong, StageError):
+        with stage_named(f"of the step {how}"):
+            raise wrong
     return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
+
+
+# Runs with something that must not matter, such as poison, beside clean runs of the same input.
+
+Seen = TypeVar("Seen")
+Fill = TypeVar("Fill")
+
+_ROOM = 4.0
+"""Tolerance where clean runs are wrong by amounts that vary, as a multiple of their largest error."""
+
+
+class Repeats(Generic[Seen, Fill]):
+    """Runs of one input, with and without a fill, compared with ``first``, a clean run.
+
+    ``run``: returns the result with a fill, or with None of a clean run. ``moved``: returns bool ``[T]``: the rows in
+    which two results differ in any bit. ``shares``: returns the errors of a result in budgets, ``[T, H]``.
+    ``in_words``: returns in words which errors exceed the budget. ``bitwise``: whether results are compared bit for
+    bit; it becomes False once equal input gives different bits.
+    """
+
+    def __init__(
+        self,
+        first: Seen,
+        run: Callable[[Fill | None], Seen],
+        moved: Callable[[Seen, Seen], Tensor],
+        shares: Callable[[Seen], Tensor],
+        in_words: Callable[[Tensor], str],
+        *,
+        bitwise: bool = True,
+    ) -> None:
+        self._first, self._run, self._moved, self._shares, self._in_words = first, run, moved, shares, in_words
+        self.bitwise = bitwise
+        self._worst_again = 0.0
+        self._is_second, self._is_settled = True, False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on how results were compared. Empty if bit for bit."""
+        if self.bitwise:
+            return ()
+        within = "the allowed error"
+        if self._limit != 1:
+            within = f"{self._limit:.3g} times the allowed error ({_ROOM:g} times its clean error)"
+        return (f"compared within {within}: equal input gives different bits",)
+
+    def moves(self, fill: Fill) -> bool:
+        """Return whether one run with ``fill`` differs from the clean one."""
+        return bool(self._differing(self._run(fill)).any())
+
+    def reached(self, fill: Fill) -> Tensor:
+        """Return bool ``[T]``: the rows that ``fill`` changes twice, while a clean run gives the first result again.
+
+        Raise FindingError if exactly one of two clean runs is right.
+        """
+        filled = self._run(fill)
+        before, is_second = self._differing(filled), self._is_second
+        self._is_second = False
+        if not bool(before.any()):
+            return before
+        # The first two clean runs follow one another, since an alternating result would otherwise look like an effect.
+        for _ in range(1 if self._is_settled else 2):
+            self._run_clean()
+        self._is_settled = True
+        rows = self._differing(self._run(fill)) & before
+        if not bool(rows.any()):  # the fill was not the cause
+            self.bitwise = False
+            if is_second:
+                self._refuse_contradiction(filled)
+        return rows
+
+    @cached_property
+    def _worst_first(self) -> float:
+        return _largest(self._shares(self._first))
+
+    @property
+    def _worst(self) -> float:
+        """The largest error of the clean runs so far, in budgets."""
+        return max(self._worst_first, self._worst_again)
+
+    @property
+    def _limit(self) -> float:
+        """The error allowed if runs are not compared bit for bit, in budgets.
+
+        It exceeds 1 only if clean runs are wrong, so that errors with other causes are not attributed to a fill.
+        """
+        return 1.0 if self._worst <= 1 else _ROOM * self._worst
+
+    def _differing(self, seen: Seen) -> Tensor:
+        if self.bitwise:
+            return self._moved(self._first, seen)
+        return (self._shares(seen) > self._limit).any(dim=1)
+
+    def _run_clean(self) -> None:
+        again = self._run(None)
+        self._refuse_contradiction(again)
+        if bool(self._moved(self._first, again).any()):
+            self.bitwise = False
+            self._worst_again = max(self._worst_again, _largest(self._shares(again)))
+
+    def _refuse_contradiction(self, again: Seen) -> None:
+        """Raise FindingError if exactly one of the first run and ``again`` is right."""
+        shares = self._shares(again)
+        is_right = not bool((shares > 1).any())
+        if not is_right and self._worst <= 1:
+            summary = f"a second, identical call is wrong: {self._in_words(shares)}"
+            raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
+        if is_right and self._worst > 1:
+            raise FindingError(
+                Broken("the first call is wrong, a second, identical one is right", meaning=_CALLS_DIFFER)
+            )
+
+
+def _largest(shares: Tensor) -> float:
+    return float(shares.max()) if shares.numel() else 0.0
 
 
 # Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first.
@@ -113,13 +245,11 @@ class RightRows:
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
-    def wrong_in(self, seen: Observation | Raised, how: Arrangement | None = None) -> Broken | Raised | None:
+    def wrong_in(self, seen: Observation, how: Arrangement | None = None) -> Broken | None:
         """Return what is wrong with a later step, or None if these rows are right in it too.
 
         ``how``: how the step's batch is arranged from the problem's requests; None for the problem's own batch.
         """
-        if isinstance(seen, Raised):
-            return seen
         rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
         output, lse = _shares(self.problem, self.truth, seen, self.conventions, rows)
         for shares, is_right, name in ((output, self.is_right, ""), (lse, self.lse_is_right, "LSE: ")):
@@ -162,7 +292,7 @@ def _shares(
     ``rows``: the problem's row for each row of ``seen``.
     """
     index = rows.to(truth.out.device)
-    budget = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    budget = truth.budget.of_rows(index)
     output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
     output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
     lse = comparable_lse(problem, seen, conventions)

@@ -26,8 +26,8 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import check_numerics, output_shares
 from attncheck.harness.driver.construction import construct_builder, max_model_len
-from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import call_backend, stage_named
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -139,25 +139,23 @@ class _Built:
     metadata: Any
 
 
-def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | None:
+def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
     """Build with two builders, then run each; return what is wrong with outputs that are right for one builder alone.
 
     The case's hash selects whether both builders receive one CommonAttentionMetadata or the second receives the same
-    requests in reverse order, and which runs first. Return None for a step of several calls.
+    requests in reverse order, and which runs first. Return None for a step of several calls. Raise StageError.
     """
     play = _PLAYS[int(session.problem.case.hash, 16) % len(_PLAYS)]
     sessions = [session.in_order(order) for order in (session.order, _opposite(session))]
     calls = [copied_calls(each.prepared().calls) for each in sessions]
     if any(len(each) > 1 for each in calls):
         return None
-    try:
+    with stage_named("beside another builder"):
         built = [_built(sessions[which], calls[which][0]) for which in play.steps]
         for index in play.forwards:
             wrong = _fault(built[index], truth)
             if wrong is not None:
                 return _finding(session, truth, play, index, built[index].session, wrong)
-    except StageError as failure:
-        return replace(failure.raised, stage=f"{failure.raised.stage} beside another builder")
     return None
 
 
@@ -240,9 +238,7 @@ def _check(case: CheckedCase) -> Finding:
     return Holds(notes=tuple(dict.fromkeys(notes))) if fault is None else fault
 
 
-def _faults(
-    case: CheckedCase, session: Session, seen: Observation, notes: list[str]
-) -> Iterator[Broken | Raised | None]:
+def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[str]) -> Iterator[Broken | None]:
     """Yield faults, or None, one after another; append to ``notes``."""
     finder = WaitFinder(case.device)
     builders = finder.construct(partial(session.in_flight, session.problem)).builders

@@ -13,15 +13,13 @@ from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.harness.checks.again import RightRows
+from attncheck.harness.checks.again import RightRows, failure_of
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons, stage_named
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout
 from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
-from attncheck.harness.truth.unpaged import Budget
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
 
 # Batches that a model runner may have passed to an impl and a builder before a case's own.
@@ -177,7 +175,7 @@ def _of_lengths(
 
 def _with(case: Case, name: str, batch: BatchSpec) -> Case:
     path = implied_path(case.layer) if batch.path.name in _CUT_BATCHES else batch.path
-    cache = replace(case.cache, num_blocks=None, first_block=None)
+    cache = case.cache.unplaced
     return replace(case, id=f"{case.id}.{name}", batch=replace(batch, path=path), cache=cache, tolerance=None)
 
 
@@ -275,9 +273,8 @@ def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
             continue
         beside = _layer(problem, replace(spec, kv_sharing=problem.layer.kv_sharing))
         alone = Session(session.backend, beside.problem, session.device)
-        seen = alone.run(images=False)
-        if isinstance(seen, Raised):
-            raise StageError(replace(seen, stage=f"{seen.stage} of {beside.role}"))
+        with stage_named(f"of {beside.role}"):
+            seen = alone.run(images=False)
         truth = truth_of(beside.problem, session.device, refuse_blindness=False)
         right = RightRows.of(beside.problem, truth, seen, rows.conventions)
         shares = spec.kv_sharing and not problem.writes_nothing
@@ -331,28 +328,24 @@ class LoopStep:
         return f"new tokens {lens}{more}"
 
 
-def check_decode_loop(rows: RightRows, session: Session) -> Broken | Raised | None:
-    """Return what is wrong with a step of the loop. Return None if all are right, or if the case allows no loop."""
+def check_decode_loop(rows: RightRows, session: Session) -> Broken | None:
+    """Return what is wrong with a step of the loop. Return None if all are right, or if the case allows no loop.
+
+    Raise StageError if a step raises.
+    """
     steps = loop_steps(rows.problem)
     if len(steps) < 2 or not all(_is_declared(session.backend, step.problem) for step in steps):
         return None
-    try:
-        going = Session(
-            session.backend,
-            steps[0].problem,
-            session.device,
-            tuple(step.problem for step in steps[1:]),
-            pool=session.pool,
-        )
+    first, *later = (step.problem for step in steps)
+    with stage_named("of a decode loop"):
+        going = Session(session.backend, first, session.device, tuple(later), pool=session.pool)
         for number, step in enumerate(steps):
             going = going.following(step.problem) if number else going
-            wrong = _judged(rows, step).wrong_in(going.run(images=False))
-            if isinstance(wrong, Raised):
-                return replace(wrong, stage=f"{wrong.stage} of step {number + 1} of a decode loop")
+            with stage_named(f"of step {number + 1}"):
+                seen = going.run(images=False)
+            wrong = _judged(rows, step).wrong_in(seen)
             if wrong is not None:
                 return _as_finding(wrong, steps, number)
-    except StageError as failure:
-        return replace(failure.raised, stage=f"{failure.raised.stage} of a decode loop")
     return None
 
 
@@ -424,7 +417,7 @@ def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> L
 def _judged(rows: RightRows, step: LoopStep) -> RightRows:
     """Return the right rows of a step, without rows that the case does not have. Bits are not compared."""
     truth, index = rows.truth, step.rows.clamp(min=0).to(rows.truth.out.device)
-    own = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    own = truth.budget.of_rows(index)
     is_known = (step.rows >= 0).to(index.device)[:, None]
     return replace(
         rows,
@@ -499,7 +492,7 @@ class Repetition:
     """The case's rows in further steps. ``what``: the steps in words. ``wrong``: runs them; returns what is wrong."""
 
     what: str
-    wrong: Callable[[], Broken | Raised | None]
+    wrong: Callable[[], Broken | None]
 
 
 def repetitions(rows: RightRows, session: Session) -> Iterator[Repetition]:
@@ -546,16 +539,20 @@ def _is_batch_declared(session: Session, batch: EarlierBatch) -> bool:
     return not declared_reasons(partial(session.backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
-def check_step(rows: RightRows, session: Session, history: History) -> Broken | Raised | None:
-    """Return what is wrong with the case's step under ``history``, naming the first part that suffices for it."""
-    wrong = _played(rows, session, history)
+def check_step(rows: RightRows, session: Session, history: History) -> Broken | None:
+    """Return what is wrong with the case's step under ``history``, naming the first part that suffices for it.
+
+    Raise StageError if a step raises.
+    """
+    wrong = failure_of(partial(_played, rows, session, history))
     if wrong is None:
         return None
-    least = next((less for less in history.parts() if _played(rows, session, less) is not None), history)
+    parts = (less for less in history.parts() if failure_of(partial(_played, rows, session, less)) is not None)
+    least = next(parts, history)
     changes: list[str] = []
-    wrong = _played(rows, session, least, changes) or wrong
-    if isinstance(wrong, Raised):
-        return replace(wrong, stage=f"{wrong.stage}, {least.in_words}")
+    wrong = failure_of(partial(_played, rows, session, least, changes)) or wrong
+    if isinstance(wrong, StageError):
+        raise StageError(replace(wrong.raised, stage=f"{wrong.raised.stage}, {least.in_words}"))
     beside = bool(least.layers or least.flight)
     return replace(
         wrong,
@@ -581,9 +578,7 @@ def _meaning(least: History, changes: list[str]) -> str:
     return "something is kept from an earlier call"
 
 
-def _played(
-    rows: RightRows, session: Session, history: History, changes: list[str] | None = None
-) -> Broken | Raised | None:
+def _played(rows: RightRows, session: Session, history: History, changes: list[str] | None = None) -> Broken | None:
     """Return what is wrong with the step on a new impl and builder. The backend may refuse some of its layers."""
     try:
         return _played_once(rows, session, history, changes)
@@ -592,12 +587,10 @@ def _played(
         less = replace(history, layers=kept)
         if failure.raised.is_refusal and less != history:
             return _played(rows, session, less, changes)
-        return failure.raised
+        raise
 
 
-def _played_once(
-    rows: RightRows, session: Session, history: History, changes: list[str] | None
-) -> Broken | Raised | None:
+def _played_once(rows: RightRows, session: Session, history: History, changes: list[str] | None) -> Broken | None:
     problem, backend, device = rows.problem, session.backend, session.device
     drawn = [
         build_problem(other.case, problem.seed + 1 + number, rows_of=problem)
@@ -608,9 +601,9 @@ def _played_once(
     layers = [beside.layer for beside in in_group]
     own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers)
     for batch, other in zip(before, history.before, strict=True):
-        seen = own.beside(batch).run(images=False)
-        if isinstance(seen, Raised):
-            return replace(seen, stage=f"{seen.stage} of {other.in_words}")
+        earlier_step = own.beside(batch)
+        with stage_named(f"of {other.in_words}"):
+            earlier_step.run(images=False)
     earlier: list[tuple[Session, RightRows | None]] = []
     later: list[tuple[Session, RightRows | None]] = []
     for beside, layer in zip(in_group, own.layers, strict=True):
@@ -625,7 +618,7 @@ def _played_once(
     observations = run_step([turn for turn, _ in turns], changes)
     for seen, (turn, judge) in zip(observations, turns, strict=True):
         wrong = None if judge is None else judge.wrong_in(seen)
-        if isinstance(wrong, Broken):
+        if wrong is not None:
             return replace(wrong, summary=f"{turn.role}: {wrong.summary}") if turn.role else wrong
     return None
 

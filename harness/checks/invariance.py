@@ -10,8 +10,7 @@ from attncheck.harness.checks.again import Change, RightRows, Variation
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.history import Repetition, repetitions
 from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.driver.foreign_code import declared_reasons
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.driver.step import strides_of
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
@@ -49,7 +48,7 @@ def same_step(rows: RightRows, session: Session) -> Iterator[Variation[Fill]]:
     """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
     number = int(rows.problem.case.hash, 16)
 
-    def judge(fill: Fill) -> Broken | Raised | None:
+    def judge(fill: Fill) -> Broken | None:
         return rows.wrong_in(session.run(fill))
 
     for turn, maximum in enumerate(("max_seq_len", "max_query_len")):
@@ -118,12 +117,12 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arran
         yield Variation(plain, changes, partial(_judge, rows, made))
 
 
-def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
+def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | None:
     problem = arranged(rows.problem, how)
     return rows.wrong_in(session.beside(problem, is_judged=True).run(images=False), how)
 
 
-def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
+def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken | None:
     made = Session(session.backend, rows.problem, session.device, pool=session.pool)
     return _judge(rows, made, how)
 
@@ -200,11 +199,14 @@ def _check(case: CheckedCase) -> Finding:
         islice(others, 1), same_step(rows, session), same_requests(rows, session), others
     )
     for variation in variations:
-        wrong, what = variation.wrong(), variation.what
-        if isinstance(wrong, Raised) and isinstance(variation, Variation) and variation.instead is not None:
-            done.append(f"not held against the backend: {wrong.in_words}")
+        try:
+            wrong, what = variation.wrong(), variation.what
+        except StageError as failure:
+            if failure.raised.may_end_the_device or not isinstance(variation, Variation) or variation.instead is None:
+                raise
+            done.append(f"not held against the backend: {failure.raised.in_words}")
             wrong, what = variation.instead.wrong(), variation.instead.what
-        if isinstance(wrong, Broken) and not bool(rows.is_right.all() and rows.lse_is_right.all()):
+        if wrong is not None and not bool(rows.is_right.all() and rows.lse_is_right.all()):
             return replace(wrong, meaning=f"{UNKNOWN}the first step has wrong rows, too")
         if wrong is not None:
             return wrong

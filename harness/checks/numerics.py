@@ -16,7 +16,7 @@ from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.diagnosis.explain import concerned_features, explain, explain_lse, faults_tried
 from attncheck.harness.diagnosis.fitted import places
 from attncheck.harness.diagnosis.scores import lse_explanations
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import still_unwritten
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
@@ -102,19 +102,13 @@ def check_numerics(
     shares = output_shares(truth, seen)
     values = output_values(seen.output[: len(shares)], truth.codes)
     figures = {"rows": shares.shape[0], "heads": shares.shape[1]} | wrong_figures(shares, values, seen.unwritten)
-    unwritten = seen.unwritten.nonzero().flatten().tolist()
-    if unwritten:
+    if bool(seen.unwritten.any()):
         # A byte has no NaN that no computation produces. The NaN of other dtypes is kept by a sum.
         what = "only added to" if truth.codes is None else "hold NaN"
         written = shares.masked_fill(seen.unwritten.to(shares.device)[:, None], 0.0)
         others = f"; among the others: {summarize(problem, written)}" if bool((written > 1).any()) else ""
-        return Broken(
-            f"{len(unwritten)} of {shares.shape[0]} rows were never written{_unwritten_part(seen)}, or {what}, "
-            f"the first is row {unwritten[0]} ({problem.row_name(unwritten[0])}){others}",
-            figures,
-            _unsaturated(truth, seen),
-            seen.protocol,
-        )
+        rows = rows_in_words(problem, seen.unwritten, f" were never written{_unwritten_part(seen)}, or {what}")
+        return Broken(f"{rows}{others}", figures, _unsaturated(truth, seen), seen.protocol)
     if not bool((shares > 1).any()):
         broken = seen.protocol
         return Broken(broken[0], figures, details=broken[1:]) if broken else Holds(figures)
@@ -161,13 +155,19 @@ def differing_rows(was: Tensor, now: Tensor) -> Tensor:
     return ((was != now) & ~(torch.isnan(was) & torch.isnan(now))).flatten(1).any(dim=1)
 
 
+def rows_in_words(problem: NamesRows, rows: Tensor, what: str = "") -> str:
+    """Return how many ``rows``, bool ``[T]``, are True, ``what`` they are, and which is the first; one must be True."""
+    first = int(rows.nonzero()[0])
+    return f"{int(rows.sum())} of {len(rows)} rows{what}, the first is row {first} ({problem.row_name(first)})"
+
+
 def summarize(problem: NamesRows, shares: Tensor) -> str:
     """Return one line that states which rows and heads are wrong and by how much; ``shares [T, H]`` in budgets.
 
     At least one share must be above 1.
     """
     wrong = shares > 1
-    rows = wrong.any(dim=1).nonzero().flatten().tolist()
+    rows = wrong.any(dim=1)
     heads = wrong.any(dim=0).nonzero().flatten().tolist()
     named = f"{'head' if len(heads) == 1 else 'heads'} {_abridged(heads)}"
     which = "all heads" if len(heads) == shares.shape[1] else named
@@ -185,11 +185,9 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
         others = f"; among the finite values: {summarize(problem, finite)}"
     elif size == math.inf and bool(torch.isfinite(shares).any()):
         others = "; all finite values are right"
-    are = "is" if len(rows) == 1 else "are"
-    return (
-        f"{len(rows)} of {shares.shape[0]} rows {are} wrong, the first is row {rows[0]} "
-        f"({problem.row_name(rows[0])}), in {which}; {amount} at row {row}, head {head}{others}"
-    )
+    are = "is" if int(rows.sum()) == 1 else "are"
+    named_rows = rows_in_words(problem, rows, f" {are} wrong")
+    return f"{named_rows}, in {which}; {amount} at row {row}, head {head}{others}"
 
 
 def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str, float | int]:
@@ -254,13 +252,8 @@ def check_lse(
     shares = lse_shares(got, truth.lse, truth.budget.lse)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
-    rows = [] if seen.lse_unwritten is None else seen.lse_unwritten.nonzero().flatten().tolist()
-    if rows:
-        return Broken(
-            f"{len(rows)} of {len(shares)} rows were never written, or only added to, the first is row {rows[0]} "
-            f"({problem.row_name(rows[0])})",
-            figures,
-        )
+    if seen.lse_unwritten is not None and bool(seen.lse_unwritten.any()):
+        return Broken(rows_in_words(problem, seen.lse_unwritten, " were never written, or only added to"), figures)
     if not bool((shares > 1).any()):
         return Holds(figures)
     return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got, is_output_explained))
@@ -339,8 +332,6 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
     exact = conventions.deterministic
     right = (output_shares(truth, first) <= 1).all(dim=1)
     for how, again in _repeats(problem, session):
-        if isinstance(again, Raised):
-            return again
         for name, moved, sizes in _moved_rows(truth, first, again, right, conventions):
             if bool(moved.any()):
                 row, count, size = int(moved.nonzero()[0]), int(moved.sum()), float(sizes[moved].max())
@@ -358,7 +349,7 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
     return Holds({"rows": len(right), "repeats": 2, "bitwise": int(exact)}, notes)
 
 
-def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation | Raised]]:
+def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation]]:
     yield "when the step is repeated on the same impl", session.run()
     new = Session(session.backend, problem, session.device, pool=session.pool)
     yield "when the step is repeated on a new impl and builder", new.run()

@@ -1,9 +1,9 @@
 """The checks ``refusals`` and ``features``: what a backend does with layers and caches, declared or not."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, assert_never, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ from attncheck.harness.checks.numerics import (
     summarize,
     wrong_figures,
 )
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons, stage_named
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
@@ -31,7 +31,17 @@ from attncheck.harness.problem.pages import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.storage import output_values
 from attncheck.harness.truth.truth import Truth, truth_of
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
+from attncheck.reference.spec import (
+    MODIFIERS,
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    LayerSpec,
+    Layout,
+    OutputQuantSpec,
+    RequestSpec,
+    modifiers_of_kind,
+)
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import ALTERNATIVE, cause_of_error
 
@@ -103,7 +113,7 @@ def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
         case,
         id=f"{case.id}.form",
         layer=changed,
-        cache=replace(case.cache, num_blocks=None, first_block=None, **cache),
+        cache=replace(case.cache.unplaced, **cache),
         batch=BatchSpec(requests=_REQUESTS.get(changed.attn_type, _ENCODER), path=implied_path(changed)),
         tolerance=None,
         inputs=None,
@@ -120,14 +130,14 @@ def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
         yield {"head_size": head_size}, {}
     for attn_type in AttentionType:
         yield {"attn_type": attn_type, "causal": None}, {}
-    modifiers = {"sliding_window": 9, "logits_soft_cap": 20.0, "alibi": True, "sinks": True}
+    modifiers = {name: modifier.ordinary for name, modifier in MODIFIERS.items() if modifier.argument is not None}
     others = {"causal": False, "head_size_v": 2 * layer.head_size, "output_quant": OutputQuantSpec(scale=0.005)}
     for name, value in {**modifiers, **others, "kv_sharing": True}.items():
         yield {name: value}, {}
 
 
 def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
-    for layout in ("NHD", "HND"):
+    for layout in get_args(Layout):
         yield {}, {"layout": layout}
     for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):
         yield {}, {"block_size": block_size}
@@ -148,16 +158,16 @@ NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence a backend can notice only by reading lengths on the host. Compared only if declared."""
 
 
-def check_declared(session: Session, seen: Observation | Raised) -> Finding:
-    """Judge a declared case: it must run, and so must the profiling call, which is ``forward`` without metadata."""
-    if isinstance(seen, Raised):
-        return failure_of_declared(seen)
+def check_profiling_call(session: Session) -> Finding:
+    """Judge the profiling call of a declared case, which is ``forward`` without metadata."""
     pool_before = None if session.pool is None else session.pool.bytes().clone()
-    idle = session.run_without_metadata()
-    if isinstance(idle, Raised):
+    try:
+        idle = session.run_without_metadata()
+    except StageError as failure:
+        raised = failure.raised
         return Broken(
-            f"forward without metadata (the profiling call) raised {idle.error_type}: {idle.message}",
-            details=(idle.trace,),
+            f"forward without metadata (the profiling call) raised {raised.error_type}: {raised.message}",
+            details=(raised.trace,),
         )
     if not bool(torch.isfinite(idle.double()).all()):
         return Broken("forward without metadata (the profiling call) left NaN or Inf in the output")
@@ -226,9 +236,12 @@ def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
 def _check(case: CheckedCase) -> Finding:
     if case.undeclared:
         return _check_undeclared_case(case)
-    session, seen = case.try_first_step()
-    finding = failure_of_declared(session) if isinstance(session, Raised) else check_declared(session, seen)
-    if isinstance(seen, Raised) or not _is_first_plain(case):
+    try:
+        session, _ = case.first_step()
+    except StageError as failure:
+        return failure_of_declared(failure.raised)
+    finding = check_profiling_call(session)
+    if not _is_first_plain(case):
         return finding
     forms = check_undeclared_forms(case)
     if isinstance(finding, Broken) and isinstance(forms, Broken):
@@ -259,21 +272,13 @@ def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | Non
     """Judge the step of one undeclared form. Return None if attncheck cannot build or judge it."""
     try:
         problem = build_problem(form.case, case.problem.seed)
-        attempt = _attempt(case, problem)
-        if isinstance(attempt, Raised):
-            return check_refusal(attempt, form.reasons)
-        return check_answer(
-            problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons, causes_of(case)
-        )
+        seen = Session(case.backend, problem, case.device).run()
+        truth = truth_of(problem, case.device, refuse_blindness=False)
+        return check_answer(problem, truth, seen, form.reasons, causes_of(case))
+    except StageError as failure:
+        return check_refusal(failure.raised, form.reasons)
     except (QuestionError, BackendUnavailableError):
         return None
-
-
-def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
-    try:
-        return Session(case.backend, problem, case.device).run()
-    except StageError as failure:
-        return failure.raised
 
 
 def _is_first_plain(case: CheckedCase) -> bool:
@@ -291,11 +296,11 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
     skipped = not_tried(case.problem, case.backend.features)
     if skipped is not None:
         return skipped
-    session, seen = case.try_first_step()
-    attempt = session if isinstance(session, Raised) else seen
-    if isinstance(attempt, Raised):
-        return check_refusal(attempt, case.undeclared)
-    return check_answer(case.problem, case.truth, attempt, case.undeclared, causes_of(case))
+    try:
+        _, seen = case.first_step()
+    except StageError as failure:
+        return check_refusal(failure.raised, case.undeclared)
+    return check_answer(case.problem, case.truth, seen, case.undeclared, causes_of(case))
 
 
 # `features`: a modifier removed or changed on another layer of the process changes the output as it does the truth.
@@ -336,10 +341,10 @@ def other_layers(layer: LayerSpec, number: int) -> Iterator[tuple[ChangedLayer, 
         yield _turned(list(_unmodified(layer)), number)
         return
     name = modifiers[number % len(modifiers)]
-    yield (
-        ChangedLayer(f"without {name}", _with_layer_field(layer, name, False if name in ("alibi", "sinks") else None)),
-    )
-    yield _turned(list(_moved(layer, name)), number // len(modifiers))
+    default = next(field.default for field in fields(layer) if field.name == name)
+    yield (ChangedLayer(f"without {name}", _with_layer_field(layer, name, default)),)
+    others = [ChangedLayer(f"with {what}", other) for what, other in moved(layer, name)]
+    yield _turned(others, number // len(modifiers))
 
 
 def _turned(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]:
@@ -366,21 +371,21 @@ def _with_layer_field(layer: LayerSpec, name: str, value: object) -> LayerSpec:
     return replace(layer, **changed)
 
 
-def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
-    def moved(value: object, words: str = "") -> ChangedLayer:
-        description = words or f"{name} {value} instead of {getattr(layer, name)}"
-        return ChangedLayer(f"with {description}", _with_layer_field(layer, name, value))
-
-    size = getattr(layer, name)
-    if name in ("sliding_window", "attn_chunk_size"):
-        yield moved(size + 1)
-        if size > 1:
-            yield moved(size - 1)
-    elif name == "logits_soft_cap":
-        yield moved(size * 1.5)
-    else:
-        values = layer.alibi_slopes if name == "alibi" else layer.sink_logits
-        yield moved(tuple(reversed(values or ())), f"{name} in reverse order")
+def moved(layer: LayerSpec, name: str) -> Iterator[tuple[str, LayerSpec]]:
+    """Yield the layer with another value of the modifier, which is on, and the change in words."""
+    modifier, own = MODIFIERS[name], getattr(layer, name)
+    others: dict[str, Any]
+    match modifier.kind:
+        case "keys":
+            others = {f"{name} {keys} instead of {own}": keys for keys in (own + 1, own - 1) if keys}
+        case "number":
+            others = {f"{name} {own * 1.5} instead of {own}": own * 1.5}
+        case "per head":
+            others = {f"{name} in reverse order": tuple(reversed(getattr(layer, modifier.resolved)))}
+        case _:
+            assert_never(modifier.kind)
+    for what, value in others.items():
+        yield what, _with_layer_field(layer, name, value)
 
 
 def check_features(case: CheckedCase) -> Finding:
@@ -402,9 +407,8 @@ def check_features(case: CheckedCase) -> Finding:
         if wrong is not None:
             return wrong
         done.append(other.what)
-        again = session.run(images=False)
-        if isinstance(again, Raised):
-            return replace(again, stage=f"{again.stage} after a layer {other.what}")
+        with stage_named(f"after a layer {other.what}"):
+            again = session.run(images=False)
         count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
         if count:
             what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows are wrong"
@@ -416,8 +420,11 @@ def check_features(case: CheckedCase) -> Finding:
 
 def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
     """Return whether ``layer`` may see keys on pages that no row of ``own`` can see any more."""
-    is_wider = layer.window[0] < 0 or layer.window[0] > own.window[0]
-    return is_wider or layer.attn_chunk_size != own.attn_chunk_size
+    if layer.window[0] < 0 or layer.window[0] > own.window[0]:
+        return True
+    # The end of a chunk moves with its size, so that even a smaller one has keys that the other hides.
+    limits = set(modifiers_of_kind("keys")) - {"sliding_window"}
+    return any(getattr(layer, name) != getattr(own, name) for name in limits)
 
 
 def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
@@ -443,17 +450,13 @@ def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, T
 
 def _judge(
     case: CheckedCase, other: ChangedLayer, problem: Problem, truth: Truth, first: Observation | None
-) -> Broken | Raised | None:
-    """Return what is wrong with the step of another layer, or None if it is right.
+) -> Broken | None:
+    """Return what is wrong with the step of another layer, or None if it is right. Raise StageError if it raises.
 
     ``first``: the step of the first layer. None if it is wrong, because equality with it then proves nothing.
     """
-    try:
+    with stage_named(f"of a layer {other.what}"):
         seen = Session(case.backend, problem, case.device).run(images=False)
-    except StageError as failure:
-        seen = failure.raised
-    if isinstance(seen, Raised):
-        return replace(seen, stage=f"{seen.stage} of a layer {other.what}")
     finding = check_numerics(problem, truth, seen, explains=False)
     if isinstance(finding, Holds):
         return None

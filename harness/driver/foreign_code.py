@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -20,11 +21,23 @@ T = TypeVar("T")
 
 
 class StageError(InternalError):
-    """Carry an exception raised by a stage of the contract to the caller of a session."""
+    """A stage of the contract raised. ``raised``: the stage and its exception.
+
+    A check that need not judge the exception itself lets it pass: it becomes the record of the check.
+    """
 
     def __init__(self, raised: Raised) -> None:
         self.raised = raised
         super().__init__(raised.stage)
+
+
+@contextmanager
+def stage_named(words: str) -> Iterator[None]:
+    """Append ``words``, such as "of a second layer", to the stage of a StageError raised inside."""
+    try:
+        yield
+    except StageError as failure:
+        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} {words}")) from failure
 
 
 def call_backend(

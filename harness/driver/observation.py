@@ -1,6 +1,7 @@
 """What a backend did in one step: its results, or the exception that it raised."""
 
 import dis
+import os
 import re
 import sysconfig
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from attncheck.reference.spec import MODIFIERS
 from attncheck.reports.run_file.causes import raised_at
 
 if TYPE_CHECKING:
@@ -88,13 +90,13 @@ it for any reason.
 _RAISE = dis.opmap["RAISE_VARARGS"]
 """The instruction of a ``raise`` statement; an exception from C code leaves a different one behind."""
 
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Folders of installed libraries."""
+INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Folders of installed libraries. A backend may be installed there, too."""
 
 _TOOLS = frozenset({"torch", "triton", "numpy"})
 """Packages whose exceptions are no findings about attention."""
 
-_DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
+DRIVES = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
 """Modules that drive a backend but are not part of it."""
 
 _OF_OTHER_PROCESSES = re.compile(
@@ -102,9 +104,10 @@ _OF_OTHER_PROCESSES = re.compile(
 )
 """Parts of CUDA's message on a full GPU that concern other processes, or are advice on torch."""
 
+_BY_KEYWORD = "|".join(str(modifier.argument) for modifier in MODIFIERS.values() if modifier.by_keyword)
 _SIGNATURE = re.compile(
     r"(?:unexpected keyword argument|missing \d+ required .*arguments?:) .*"
-    r"'(?:sinks|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
+    rf"'(?:{_BY_KEYWORD}|head_size_v|output_lse|output_scale|q_lora_rank|kv_lora_rank|qk_\w+_dim|v_head_dim|kv_b_proj)'"
 )
 """Python's message about a signature that lacks, or requires, a keyword that is passed for one feature only."""
 
@@ -172,6 +175,11 @@ class Raised:
         """Whether this is a documented error that the backend raised on purpose, before it changed anything."""
         return self.is_deliberate and not self.touched
 
+    @property
+    def may_end_the_device(self) -> bool:
+        """Whether the device reported the error. Later steps then raise too, if the device is lost."""
+        return self.error_type == "AcceleratorError"
+
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
     """Return what ``stage`` raised, with its traceback as text."""
@@ -204,18 +212,22 @@ def _is_raised_on_purpose(error: BaseException) -> bool:
     modules = [str(entry.tb_frame.f_globals.get("__name__", "")) for entry in frames]
     own = next((m.partition(".")[0] for m in modules if not m.startswith("attncheck.") or m.startswith(_AUTHORS)), "")
     code, root = frames[-1].tb_frame.f_code, modules[-1].partition(".")[0]
-    is_installed = code.co_filename.startswith(("<frozen ", *_INSTALLED))
     return (
         code.co_code[frames[-1].tb_lasti] == _RAISE
         and root not in _TOOLS
-        and (not is_installed or root in {own, "attncheck"})
+        and (not is_installed(code.co_filename) or root in {own, "attncheck"})
     )
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether the file of a code object belongs to an installed library."""
+    return filename.startswith(("<frozen ", *(folder + os.sep for folder in INSTALLED)))
 
 
 def _frames(entry: TracebackType | None) -> Iterator[TracebackType]:
     """Yield a traceback's entries from the first frame that does not drive the backend, or all if every frame does."""
     first = entry
-    while entry is not None and str(entry.tb_frame.f_globals.get("__name__", "")).startswith(_DRIVES):
+    while entry is not None and str(entry.tb_frame.f_globals.get("__name__", "")).startswith(DRIVES):
         entry = entry.tb_next
     entry = entry or first
     while entry is not None:

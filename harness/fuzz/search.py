@@ -15,9 +15,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from attncheck.backends import registry
 from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
-from attncheck.errors import MissingExtraError, SpecError
+from attncheck.errors import SpecError
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.reference.spec import (
+    MODIFIERS,
     AttentionType,
     BatchSpec,
     BlockTableSpec,
@@ -28,6 +29,7 @@ from attncheck.reference.spec import (
     LayerSpec,
     MicroBatchOptions,
     MLASpec,
+    Modifier,
     OutputQuantSpec,
     PaddingSpec,
     PathSpec,
@@ -36,6 +38,7 @@ from attncheck.reference.spec import (
     SplitKVOptions,
     StridesSpec,
     TreeOptions,
+    modifiers_of_kind,
 )
 
 # The values that drawn cases may have for every key. Extend this module for a new key.
@@ -86,12 +89,7 @@ VALUES: Axes = MappingProxyType(
         "layer.head_size": (64, 32, 16, 8, 80, 96, 112, 128, 192, 256),
         "layer.head_size_v": (None, 16, 32, 64, 128),
         "layer.scale": (None, 0.03, 0.4, 1.0),
-        "layer.sliding_window": (None, 1, 2, 8, 16, 17, 31, 64, 100),
-        "layer.logits_soft_cap": (None, 0.0, 5.0, 30.0),
-        "layer.alibi": (False, True, _per_head("layer.num_heads", (0.5, 0.03, 0.0, 0.2))),
-        "layer.sinks": (False, True, _per_head("layer.num_heads", (2.0, -1.5, 0.0, 4.0))),
         "layer.sinks_dtype": (None, "float32"),
-        "layer.attn_chunk_size": (None, 8, 16, 32, 48),
         "layer.mla": (
             None,
             MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
@@ -169,11 +167,12 @@ NOT_DRAWN: Mapping[str, str] = MappingProxyType(
 )
 """Fields of a case that are not keys: what determines them, or why nothing does."""
 
+_KEY_LIMITS = tuple(f"layer.{name}" for name in modifiers_of_kind("keys"))
+
 GUIDED: tuple[str, ...] = (
     "layer.head_size",
     "cache.block_size",
-    "layer.sliding_window",
-    "layer.attn_chunk_size",
+    *_KEY_LIMITS,
     "batch.requests",
 )
 """Keys that also get the constants of the backend's code, and their neighbours."""
@@ -182,8 +181,7 @@ _MOST = MappingProxyType(
     {
         "layer.head_size": 256,
         "cache.block_size": 256,
-        "layer.sliding_window": 4096,
-        "layer.attn_chunk_size": 4096,
+        **dict.fromkeys(_KEY_LIMITS, 4096),
         "batch.requests": 65,
     }
 )
@@ -195,8 +193,7 @@ _MOST_INTERPRETED = MappingProxyType(
         GROUP: 4,
         "layer.head_size": 64,
         "layer.head_size_v": 64,
-        "layer.sliding_window": 64,
-        "layer.attn_chunk_size": 64,
+        **dict.fromkeys(_KEY_LIMITS, 64),
         "cache.block_size": 32,
         "batch.requests": 3,
     }
@@ -209,13 +206,17 @@ def all_axes(constants: Iterable[int] = ()) -> dict[str, tuple[Any, ...]]:
         f"{name}.{field.name}": _typed_values(get_type_hints(spec)[field.name], field.default)
         for name, spec in (("layer", LayerSpec), ("cache", CacheSpec))
         for field in fields(spec)
-        if f"{name}.{field.name}" not in (VALUES.keys() | NOT_DRAWN.keys())
+        if f"{name}.{field.name}" not in (VALUES.keys() | NOT_DRAWN.keys()) and field.name not in MODIFIERS
     }
-    axes = dict(VALUES) | found
+    axes = dict(VALUES) | {f"layer.{name}": _drawn(modifier) for name, modifier in MODIFIERS.items()} | found
     for key in GUIDED:
         near = sorted({n for c in constants for n in (c - 1, c, c + 1) if 1 <= n <= _MOST[key]})
         axes[key] = tuple(dict.fromkeys((*axes[key], *near)))
     return axes
+
+
+def _drawn(modifier: Modifier) -> tuple[Any, ...]:
+    return tuple(_per_head("layer.num_heads", each) if isinstance(each, tuple) else each for each in modifier.drawn)
 
 
 def few_and_small(axes: Axes) -> dict[str, tuple[Any, ...]]:
@@ -511,8 +512,7 @@ def _requests(
     random: Random,
 ) -> tuple[RequestSpec, ...]:
     """Return the requests of a batch that suits the path."""
-    sizes = [cache.block_size, layer.sliding_window, layer.attn_chunk_size, *lengths.edges]
-    units = [size for size in sizes if size and size > 1]
+    units = [size for size in (cache.block_size, *layer.key_limits, *lengths.edges) if size > 1]
     uniform = random.choice((2, 3, 4, 8))
     requests: list[RequestSpec] = []
     longest = max(lengths.most_keys // 3, *units, 0) + 1
@@ -556,7 +556,7 @@ def _beyond_16_bits(layer: LayerSpec, random: Random) -> int:
 
 def _long_enough(request: RequestSpec, layer: LayerSpec) -> RequestSpec:
     """Return the request, lengthened if needed so that a modifier that depends on distances affects some key."""
-    needed = max(layer.sliding_window or 1, layer.attn_chunk_size or 1) + 1 if layer.position_modifiers else 0
+    needed = max(layer.key_limits, default=1) + 1 if layer.position_modifiers else 0
     lacking = needed - request.total_len
     if lacking <= 0 or request.encoder_len is not None or request.context_len < 0:
         return request
@@ -737,11 +737,11 @@ def _cases(axes: DeclaredAxes, lengths: Lengths, seed: int, numbers: Iterator[in
         if drawn is not None and cover.cover(drawn.kept):
             yield drawn.case
     while True:
-        for choice, own in _by_hypothesis(axes.declared, seed, next(numbers)):
-            wanted = _with_undeclared(choice, axes, random)
-            drawn = draw_case(axes.declared, wanted, lengths, own, f"case-{next(numbers)}")
-            if drawn is not None:
-                yield drawn.case
+        choice = _with_undeclared(_by_chance(axes.declared, random), axes, random)
+        number = next(numbers)
+        drawn = draw_case(axes.declared, choice, lengths, seed + number, f"case-{number}")
+        if drawn is not None:
+            yield drawn.case
 
 
 def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Random) -> Mapping[str, Any]:
@@ -752,33 +752,7 @@ def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Rand
     return {key: random.choice(axes.undeclared[key]), **{k: v for k, v in choice.items() if k != key}}
 
 
-def _by_hypothesis(axes: Axes, seed: int, number: int) -> list[tuple[Mapping[str, Any], int]]:
-    """Return some choices drawn by hypothesis, each with a seed for its lengths.
-
-    Most keys keep their plain value. No database file is written.
-
-    Raises:
-        MissingExtraError: hypothesis is not installed.
-    """
-    try:
-        import hypothesis
-        from hypothesis import strategies as st
-    except ImportError as error:
-        raise MissingExtraError("attncheck fuzz", "hypothesis", "fuzz") from error
-    values = {key: st.sampled_from(each) for key, each in axes.items() if len(each) > 1}
-    found: list[tuple[Mapping[str, Any], int]] = []
-
-    @hypothesis.seed(seed * 1_000_003 + number)
-    @hypothesis.settings(
-        max_examples=_AT_ONCE,
-        database=None,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(st.fixed_dictionaries({}, optional=values), st.integers(0, 2**32))
-    def draw(choice: dict[str, Any], own: int) -> None:
-        found.append((choice, own))
-
-    draw()
-    return found
+def _by_chance(axes: Axes, random: Random) -> dict[str, Any]:
+    """Return values of some keys. Their number is drawn first, so that few and many together are equally likely."""
+    keys = [key for key, values in axes.items() if len(values) > 1]
+    return {key: random.choice(axes[key]) for key in random.sample(keys, random.randint(0, len(keys)))}

@@ -25,7 +25,15 @@ from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.harness.workers.protocol import GetReasons, Reasons
-from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    LayerSpec,
+    PaddingSpec,
+    PathSpec,
+    RequestSpec,
+    modifiers_of_kind,
+)
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Failed, Record
 
 # Examines cases that no suite has with one backend in a process of its own. Loads no torch.
@@ -307,11 +315,10 @@ def _with_heads(case: Case) -> Iterator[Case]:
 
 def _with_layer(case: Case, **changes: Any) -> Iterator[Case]:
     heads, kv_heads = changes.get("num_heads"), changes.get("num_kv_heads")
-    per_head = {"alibi": heads, "sinks": heads}
     changes |= {
-        name: given[:count]
-        for name, count in per_head.items()
-        if count and isinstance(given := getattr(case.layer, name), tuple)
+        name: given[:heads]
+        for name in modifiers_of_kind("per head")
+        if heads and isinstance(given := getattr(case.layer, name), tuple)
     }
     scales: dict[str, Any] = {
         name: given[:kv_heads]
@@ -413,9 +420,6 @@ def search_failures(
     """Draw cases until the ``time.monotonic()`` of ``ends`` and yield the first failure of each kind, at most ``most``.
 
     ``see`` is called with each case and its result.
-
-    Raises:
-        MissingExtraError: hypothesis is not installed.
     """
     constants = constants_of(process.backend.ref)
     axes, lengths = declared_axes(process.reasons_against, constants), Lengths(constants)

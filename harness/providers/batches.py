@@ -1,13 +1,9 @@
-"""The batches of questions, in plain numbers: from case files, from a fixed list, and drawn.
+"""The batches of questions, in plain numbers: from case files, from a fixed list, and drawn."""
 
-Hypothesis draws equal batches for the same seed and the same version of hypothesis, and leaves no file behind.
-"""
-
-import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TypeVar
+from random import Random
 
 import torch
 
@@ -145,61 +141,33 @@ def _listed(numbers: tuple[int, ...]) -> str:
     return shown if len(numbers) <= 12 else f"{shown} ... {len(numbers)} in all"
 
 
-def has_hypothesis() -> bool:
-    """Return whether hypothesis is installed (the extra ``fuzz``)."""
-    return importlib.util.find_spec("hypothesis") is not None
-
-
 def drawn_batches(seed: int, count: int = DRAWN_BATCHES) -> list[ProviderBatch]:
     """Draw at most ``count`` distinct batches, small ones first.
 
     Lengths lie near multiples of the block size, where edge cases are. Some batches are sorted decodes first, some
     padded, a few not causal, a few with int64 indices.
     """
-    import hypothesis
-    from hypothesis import strategies as st
-
-    T = TypeVar("T")
-
-    def one_of(values: Sequence[T]) -> "st.SearchStrategy[T]":
-        """Draw one of a few values as bits: into integers, hypothesis mixes numbers it finds in local source files."""
-        bits = st.tuples(*[st.booleans()] * 12)
-        return bits.map(lambda drawn: values[sum(bit << place for place, bit in enumerate(drawn)) % len(values)])
-
-    @st.composite
-    def batches(draw: st.DrawFn) -> ProviderBatch:
-        block_size = draw(one_of((1, 2, 4, 16)))
-        near_edges = [max(1, pages * block_size + step) for pages in range(1, 7) for step in (-1, 0, 1)]
-        lengths = one_of([*near_edges, *(1, 2, 3) * 6])
-        contexts = one_of([*near_edges, *[0] * 12, 1, 2, 3])
-        requests = [(draw(lengths), draw(contexts)) for _ in range(draw(one_of(range(1, 9))))]
-        if draw(st.booleans()):
-            requests.sort()
-        spare = draw(one_of((0, 0, 1, 3)))
-        return ProviderBatch(
-            "",
-            tuple(new for new, _ in requests) + (0,) * spare,
-            tuple(new + context for new, context in requests) + (0,) * spare,
-            block_size,
-            draw(one_of((0, 0, 1, 8))),
-            causal=draw(one_of((True, True, True, False))),
-            index_dtype=draw(one_of((torch.int32, torch.int32, torch.int32, torch.int64))),
-        )
-
-    drawn: list[ProviderBatch] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(batches())
-    def collect(batch: ProviderBatch) -> None:
-        drawn.append(batch)
-
-    collect()
-    distinct = sorted(dict.fromkeys(drawn), key=lambda batch: batch.size)
+    random = Random(seed)
+    drawn = {_drawn_batch(random): None for _ in range(count)}
+    distinct = sorted(drawn, key=lambda batch: batch.size)
     return [replace(batch, name=f"drawn {number}") for number, batch in enumerate(distinct, start=1)]
+
+
+def _drawn_batch(random: Random) -> ProviderBatch:
+    block_size = random.choice((1, 2, 4, 16))
+    near_edges = [max(1, pages * block_size + step) for pages in range(1, 7) for step in (-1, 0, 1)]
+    lengths = [*near_edges, *(1, 2, 3) * 6]
+    contexts = [*near_edges, *[0] * 12, 1, 2, 3]
+    requests = [(random.choice(lengths), random.choice(contexts)) for _ in range(random.randint(1, 8))]
+    if random.random() < 0.5:
+        requests.sort()
+    spare = (0,) * random.choice((0, 0, 1, 3))
+    return ProviderBatch(
+        name="",
+        query_lens=tuple(new for new, _ in requests) + spare,
+        seq_lens=tuple(new + context for new, context in requests) + spare,
+        block_size=block_size,
+        padding_tokens=random.choice((0, 0, 1, 8)),
+        causal=random.random() < 0.75,
+        index_dtype=torch.int64 if random.random() < 0.25 else torch.int32,
+    )

@@ -1,6 +1,5 @@
 """Examine a provider: the plan, the answers to each subject, and their records."""
 
-import importlib.metadata
 import inspect
 import warnings
 from collections import Counter
@@ -20,8 +19,8 @@ import attncheck.reference.v0
 from attncheck.cases.model import Case
 from attncheck.errors import InternalError, SelectionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.driver.observation import capture_exception
-from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches, has_hypothesis
+from attncheck.harness.driver.observation import Raised, capture_exception
+from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches
 from attncheck.harness.providers.provider import (
     AnswerDifference,
     Departure,
@@ -75,17 +74,13 @@ def plan_providers(
         if names.count(name) > 1:
             raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
     written = batches_of(cases)
-    drawn = drawn_batches(seed) if has_hypothesis() else []
+    drawn = drawn_batches(seed)
     setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
-    sources = [f"{len(ALWAYS)} always used", f"{len(written)} of the suites"]
-    if drawn:
-        sources.append(f"{len(drawn)} drawn by hypothesis {importlib.metadata.version('hypothesis')}")
-    notes = [f"utilities are called with {len(setting.batches)} batches: {', '.join(sources)}"]
-    if not drawn:
-        notes.append("hypothesis is not installed (pip install 'attncheck[fuzz]'): no batch was drawn")
-    return ProviderPlan(
-        providers, _matching(patterns), setting, (*notes, *(note for each in providers for note in _age(each)))
-    )
+    sources = f"{len(ALWAYS)} always used, {len(written)} of the suites, {len(drawn)} drawn"
+    notes = [f"utilities are called with {len(setting.batches)} batches: {sources}"]
+    for provider in providers:
+        notes += _age(provider)
+    return ProviderPlan(providers, _matching(patterns), setting, tuple(notes))
 
 
 def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -350,7 +345,7 @@ def examine_providers(
 def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
     began = perf_counter()
     examined: SubjectResult | None = None
-    finding: Finding
+    finding: Finding | Raised
     try:
         examined = examine_subject(provider, subject, plan.setting)
         finding = _finding(provider, subject, examined)

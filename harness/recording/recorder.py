@@ -15,7 +15,16 @@ import numpy as np
 
 from attncheck.errors import SpecError
 from attncheck.harness.recording.traffic import Batch, LayerKind, Lengths, Traffic, shared_prefix
-from attncheck.reference.spec import AttentionType, CacheSpec, DType, KVCacheDType, LayerSpec, MLASpec
+from attncheck.reference.spec import (
+    MODIFIERS,
+    AttentionType,
+    CacheSpec,
+    DType,
+    KVCacheDType,
+    LayerSpec,
+    Layout,
+    MLASpec,
+)
 
 # Reads a batch from the attention metadata that a model runner passes to a builder.
 #
@@ -132,8 +141,8 @@ def _on_host(given: dict[str, Any], *names: str) -> Lengths | None:
 _KNOWN_LAYERS = ("Attention", "ChunkedLocalAttention", "EncoderOnlyAttention", "MLAAttention")
 """vLLM layer classes whose attention a case can describe; other classes change the mask or the keys."""
 
-_LAYOUTS = {"NHD": "NHD", "LBNHC": "NHD", "HND": "HND", "LBHNC": "HND"}
-"""Layout of a case by vLLM's current or former name."""
+_LAYOUTS = {name: layout for layout in get_args(Layout) for name in (layout, f"LB{layout.replace('D', 'C')}")}
+"""Layout of a case by vLLM's former name, such as NHD, or current one, such as LBNHC."""
 
 _NO_LAYER_WORD = {
     "use_alibi_sqrt": "square-root ALiBi",
@@ -192,10 +201,7 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
             **common,
             head_size_v=None if size_v == layer.head_size else size_v,
             attn_type=AttentionType(str(getattr(layer.attn_type, "value", layer.attn_type))),
-            sliding_window=getattr(layer, "sliding_window", None),
-            logits_soft_cap=getattr(impl, "logits_soft_cap", None) or None,
-            alibi=getattr(impl, "alibi_slopes", None) is not None,
-            sinks=getattr(impl, "sinks", None) is not None,
+            **described_modifiers(layer, impl),
             attn_chunk_size=getattr(layer, "attention_chunk_size", None),
             kv_sharing=getattr(layer, "kv_sharing_target_layer_name", None) is not None,
         )
@@ -203,6 +209,16 @@ def _kind(layer: Any, config: Any, block_size: int) -> LayerKind:
     if abs(scale / described.softmax_scale - 1) > 1e-6:
         described = LayerSpec(**{**vars(described), "scale": scale})
     return LayerKind(described, _cache(layer, config, block_size, has_cache=described.has_cache))
+
+
+def described_modifiers(layer: Any, impl: Any) -> dict[str, Any]:
+    """Return the modifiers that the impl got. A layer has the window as given, and its impl as a pair."""
+    found: dict[str, Any] = {}
+    for name, modifier in MODIFIERS.items():
+        if modifier.argument is not None:
+            value = getattr(layer, modifier.argument, getattr(impl, modifier.argument, None))
+            found[name] = value is not None if modifier.kind == "per head" else value or None
+    return found
 
 
 def _cache(layer: Any, config: Any, block_size: int, *, has_cache: bool) -> CacheSpec:
@@ -298,7 +314,7 @@ class BatchRecorder:
     _first_ns: int = 0
     _pending: list[_Pending] = field(default_factory=list)
     _pending_size: int = 0
-    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (chooses batches, no secrets)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:

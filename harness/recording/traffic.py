@@ -169,7 +169,7 @@ class Traffic:
         self._most = most
         self._widening = 0
         self._tallies: dict[tuple[LayerKind, tuple[object, ...]], _Tally] = {}
-        self._random = random.Random(0)  # noqa: S311 (which real batch represents others is no secret)
+        self._random = random.Random(0)
         self.left_out: dict[str, int] = {}
         """Reasons why calls were not counted, with their number."""
 
@@ -362,7 +362,7 @@ def _batch_spec(layer: LayerSpec, cache: CacheSpec, batch: Batch, path: PathSpec
     table = BlockTableSpec(
         extra_columns=max(0, batch.table_width - longest - _SPARE_COLUMNS),
         row_gap=max(0, batch.table_stride - batch.table_width),
-        null_pages=batch.has_null_pages and (layer.sliding_window or layer.attn_chunk_size) is not None,
+        null_pages=batch.has_null_pages and bool(layer.key_limits),
     )
     return BatchSpec(
         requests=tuple(requests),

@@ -88,7 +88,7 @@ def record_of(
     case: RecordedQuestion,
     backend: "Backend",
     check: str,
-    finding: Finding,
+    finding: Finding | Raised,
     duration_s: float,
 ) -> Record:
     """Return the record of one finding.

@@ -14,13 +14,14 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import Storage, UpProjections, key_storage, value_storage
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, Precision, merge_attn_states, mla_params, visible
+from attncheck.reference.spec import MODIFIERS, Modifier
 
 # Outputs that a faulty backend may have computed instead of the right one.
 #
 # Each :class:`Hypothesis` is the problem with one change: a window one key longer, no soft cap, the last key lost. They
 # have two uses. A case that does not notice those that concern its modifiers is blind. A wrong output that fits one of
-# them can be explained. Coarser arithmetic is among them. To add a modifier of scores, add a row to `_LEFT_OUT`; a
-# modifier that hides keys also needs toggles that move its edge.
+# them can be explained. Coarser arithmetic is among them. A modifier
+# that hides keys needs toggles that move its edge, here; those of scores are in `MODIFIERS`.
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,6 @@ class Toggle:
     mostly: bool
 
 
-_LEFT_OUT = (
-    ("logits_soft_cap", "logits_soft_cap", "the soft cap is ignored", 2),
-    ("alibi_slopes", "alibi", "the ALiBi bias is missing", 2),
-    ("sinks", "sinks", "the sinks are ignored", 1),
-)
-"""Modifiers of scores: field, feature, the fault of ignoring it, and how many keys a row needs to notice."""
-
 _HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Head sizes whose default scale a kernel may hard-code, or derive from padded tensors."""
 
@@ -63,17 +57,23 @@ _HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
     """Yield the changes that a case with these parameters must notice."""
     seen = keys_seen(rows, params)
-    for field, subject, meaning, fewest_keys in _LEFT_OUT:
-        if getattr(params, field) not in (None, 0):
-            off: dict[str, Any] = {field: None}
-            ignored = _altered(meaning, rows, replace(params, **off), subject)
-            yield Toggle(subject, ignored, seen >= fewest_keys, mostly=True)
+    for modifier, off in _left_out(params):
+        ignored = _altered(modifier.ignored, rows, replace(params, **off), modifier.feature)
+        yield Toggle(modifier.feature, ignored, seen >= modifier.fewest_keys, mostly=True)
     yield from _window_toggles(params, rows, seen)
     yield from _chunk_toggles(params, rows, seen)
     if rows.tree is not None:
         flat = replace(rows, tree=None)
         ignored = _altered("the tree is ignored: drafts see other branches", flat, params, "tree")
         yield Toggle("tree", ignored, keys_seen(flat, params) > seen, mostly=True)
+
+
+def _left_out(params: AttentionParams) -> Iterator[tuple[Modifier, dict[str, Any]]]:
+    """Yield the modifiers of scores that are on, and the change of ``params`` that turns each off."""
+    for modifier in MODIFIERS.values():
+        field = modifier.argument
+        if modifier.ignored and field and getattr(params, field) not in (None, 0):
+            yield modifier, {field: None}
 
 
 def causal_toggle(params: AttentionParams, rows: UnpagedAttention) -> Toggle:
@@ -224,9 +224,7 @@ def _altered(meaning: str, rows: UnpagedAttention, params: AttentionParams, *fea
 
 def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """Yield the faults of ignoring several modifiers of the layer at once, pairs first."""
-    off: dict[str, dict[str, Any]] = {
-        feature: {field: None} for field, feature, _, _ in _LEFT_OUT if getattr(params, field) not in (None, 0)
-    }
+    off = {modifier.feature: change for modifier, change in _left_out(params)}
     if max(params.window) >= 0:
         off["sliding_window"] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
     for count in range(2, len(off) + 1):

@@ -131,13 +131,8 @@ BATCHES: Mapping[GraphLevel, str] = {
 NOT_MEASURED = "not measured"
 
 _NO_MODIFIER = "plain"
-_LAYER_FEATURES = frozenset(
-    {
-        *("sliding_window", "logits_soft_cap", "alibi", "alibi_sqrt", "alibi_non_causal", "sinks", "non_causal"),
-        *("head_size_v", "kv_sharing", "fp8_kv", "fp8_per_head", "output_quant", "mla", "local"),
-    }
-)
-"""Needs of a case that belong to its layer or cache."""
+_OTHER_FEATURES = frozenset({"lse", "cascade", "tree", "tree_depth", "short_keys", "merge_nan", "fp8_query"})
+"""Features that no layer or cache needs: those of paths, of batches, and of the backend itself."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,8 @@ def _became(row: LevelRow, level: GraphLevel) -> str:
 
 
 def _kind(needs: Sequence[str]) -> str:
-    return ", ".join(need for need in needs if need in _LAYER_FEATURES) or _NO_MODIFIER
+    features = [need for need in needs if "=" not in need and need not in _OTHER_FEATURES]
+    return ", ".join(features) or _NO_MODIFIER
 
 
 def _why_unmeasured(backend: str, run: Run) -> str:

@@ -59,7 +59,7 @@ _ENGINE = re.compile(
     r"/(?:site|dist)-packages/(?:torch|triton)/|/lib(?:64)?/python\d[\d.]*/(?!(?:site|dist)-packages/)|^<"
 )
 _CALL_WAITED_FOR = re.compile(r'/harness/driver/foreign_code\.py", line \d+ in (?P<call>.+)$')
-_HARNESS = re.compile(r"/attncheck/(?:harness/|backends/(?:registry|caches/learned_codec)\.py)")
+_HARNESS = re.compile(r"/attncheck/(?:harness/|backends/(?:registry|caches/(?:learned_codec|packings))\.py)")
 _ATTNCHECK_INSTALLED = re.compile(r"/(?:site|dist)-packages/attncheck/")
 _THREAD = re.compile(r"(?P<current>Current )?[Tt]hread 0x[0-9a-f]+.* \(most recent call first\):")
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')

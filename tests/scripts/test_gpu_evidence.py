@@ -104,7 +104,7 @@ def runs(script, tmp_path):
             if command in ("report", "compare"):  # the files they read are not there yet
                 rest = [word if word.startswith("--") else __file__ for word in rest]
             params = commands[command].make_context(command, rest).params
-            if command == "run":
+            if command in ("run", "time"):
                 found.setdefault(name, params)
     return found
 
@@ -113,10 +113,10 @@ def test_every_candidate_and_every_suite_runs_on_the_gpu(script, runs):
     assert {name for name in runs if name.startswith("smoke/")} == {f"smoke/{ref}" for ref in builtin_names()}
     for ref in script.KERNELS:
         params = runs[f"suites/{ref}"]
-        assert set(params["suite"]) == set(suite_names())
+        assert set(params["suites"]) == set(suite_names())
         assert list(params["settings"] or ()) == (["cache.block_size=256"] if ref == "flash_attn" else [])
     assert {params["device"] for params in runs.values()} == {"cuda"}
-    assert all(list(runs[f"timing/pages-of-{page}"]["backend"]) == list(refs) for page, refs in script.TIMED.items())
+    assert all(list(runs[f"timing/pages-of-{page}"]["backends"]) == list(refs) for page, refs in script.TIMED.items())
 
 
 def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script, runs):
@@ -124,20 +124,20 @@ def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script,
     classes = {name: params for name, params in runs.items() if name.startswith("vllm/")}
     assert len(classes) == 8
     assert {params["backend_timeout"] for params in classes.values()} == {24.0}
-    assert runs["audit"]["within"] == 30.0
-    assert runs["audit"]["report"] == [f"audit={runs['audit']['output'].with_suffix('.md')}"]
-    assert {name for params in classes.values() for name in params["suite"][0].split(",")} <= set(suite_names())
+    assert runs["audit"]["deadline"] == "30"
+    assert runs["audit"]["reports"] == [f"audit={runs['audit']['output'].with_suffix('.md')}"]
+    assert {name for params in classes.values() for name in params["suites"][0].split(",")} <= set(suite_names())
 
 
 def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
     known = {case.id for case in load_suite("interpreted")}
-    assert [set(params["case"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [set()] * 3
+    assert [set(params["cases"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [set()] * 3
     for _, chain in script._chains("memcheck", options_of(Path("x"))):
         assert any(word.endswith("compute-sanitizer") for word in chain[0])
 
 
 def test_every_graph_miniature_is_examined_but_no_base(runs):
-    refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backend"]}
+    refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backends"]}
     assert "backends/mutants/graphs.py:RowByRow" in refs
     assert not [ref for ref in refs if ref.endswith((":Base", ":Miniature", "Backend"))]
     folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"

@@ -130,13 +130,19 @@ def test_vllm_s_own_check_adds_what_the_declarations_do_not_say(cpu_attn, monkey
     assert told[1:] == [f"vLLM's validate_configuration: a moon at the full ({values})"]
 
 
-def test_what_a_gpu_platform_refuses_is_refused_there_and_taken_on_a_cpu(cpu_attn, monkeypatch):
+def test_what_a_gpu_platform_refuses_is_refused_there_and_taken_on_a_cpu(cpu_attn, scaled, monkeypatch):
     plain = plain_config(**SIZES | {"block_size": 16})
     assert made(cpu_attn, plain=plain)
+    impl, per_head = made(cpu_attn), SimpleNamespace(**vars(scaled) | {"_k_scale": torch.tensor([0.5, 0.25])})
+    assert impl.join(per_head) is impl.layer
     gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cpu", get_device_capability=lambda: None)
     monkeypatch.setattr(package, "platform", lambda: gpu)
     with pytest.raises(ValueError, match="CPU_ATTN is not valid for this configuration: block_size not supported"):
         made(cpu_attn, plain=plain)
+    impl = made(cpu_attn)
+    assert impl.join(scaled) is impl.layer
+    with pytest.raises(ValueError, match="CPU_ATTN is not valid for this configuration: per-head quant scales not sup"):
+        impl.join(per_head)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_reports_are_made_before_the_limit_of_the_job_when_a_run_hangs():
     """A job that reaches its own limit is cancelled, and no further step runs."""
     for file in FILES:
         for job in read(TEXTS[file])["jobs"].values():
-            runs = [step for step in job["steps"] if "attncheck run" in step.get("run", "")]
+            runs = [step for step in job["steps"] if re.search("attncheck (run|time)", step.get("run", ""))]
             limits = [step["timeout-minutes"] for step in runs]
             limits += [step["with"]["minutes"] for step in job["steps"] if step.get("uses") == "./"]
             assert limits
@@ -170,11 +170,11 @@ def examined(file, words):
 
 @pytest.mark.parametrize(("file", "words"), [(CPU, "run"), (GPU, "EXAMINE"), (GPU, "TIME")])
 def test_the_defaults_of_the_inputs_exist(file, words):
-    command = typer.main.get_command(app).commands["run"]
-    given = command.make_context("run", examined(file, words)).params
-    assert set(given["backend"]) <= set(BUILTIN)
-    assert select_cases(given["suite"], (), ("timing",) if words == "TIME" else (), ()).cases
-    assert (given["rounds"] or 0) >= 10 if words == "TIME" else given["rounds"] is None
+    name = "time" if words == "TIME" else "run"
+    given = typer.main.get_command(app).commands[name].make_context(name, examined(file, words)).params
+    assert set(given["backends"]) <= set(BUILTIN)
+    assert select_cases(given["suites"], (), ("timing",) if words == "TIME" else (), ()).cases
+    assert words != "TIME" or given["rounds"] >= 10
 
 
 def test_what_is_installed_beside_a_torch_is_all_that_is_needed_but_torch_and_numpy():

@@ -201,11 +201,13 @@ def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: Ca
     ]
 
 
-def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArguments) -> None:
+def refuse_as_vllm_does(
+    their_backend: type[Any], config: Any, given: LayerArguments, *, scales_per_head: bool = False
+) -> None:
     """Raise ``ValueError`` if vLLM would not construct such a layer with this backend, although it is named explicitly.
 
     vLLM's GPU platforms call ``validate_configuration`` before they construct a layer. Its CPU platform accepts
-    everything, and then so does the bridge.
+    everything, and then so does the bridge. scales_per_head: whether the cache has one scale for each KV head.
     """
     if package.platform().is_cpu():
         return
@@ -219,7 +221,7 @@ def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArgum
         has_sink=given.sinks is not None,
         attn_type=str(given.attn_type),
         has_sliding_window=given.sliding_window is not None,
-        use_per_head_quant_scales=False,
+        use_per_head_quant_scales=scales_per_head,
         use_non_causal=False,
     )
     if reasons:

@@ -114,6 +114,10 @@ class VLLMImpl(AttentionImpl[Any]):
 
     def _take_scales(self, attn_layer: AttentionLayer) -> None:
         if attn_layer is not self._scaled_as:
+            if attn_layer._k_scale.numel() > 1 or attn_layer._v_scale.numel() > 1:
+                # vLLM knows this from the checkpoint's config before it constructs the layer; the contract's layer
+                # gets its scales afterwards.
+                refuse_as_vllm_does(self.their_backend, self.config, self._given, scales_per_head=True)
             take_scales(self.layer, attn_layer)
             self._scaled_as = attn_layer
 

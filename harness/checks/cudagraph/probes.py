@@ -117,7 +117,7 @@ _TWO_TILES = 256
 def probes_of(layer: LayerSpec, cache: CacheSpec) -> tuple[Probe, ...]:
     """Return the probes of all levels, lowest level first."""
     edge = -(-16 // cache.block_size) * cache.block_size
-    reach = max(layer.sliding_window or 0, layer.attn_chunk_size or 0)
+    reach = max(layer.key_limits, default=0)
     reach = reach if reach <= _FARTHEST else 0
     return (*_single(edge, reach), *_uniform(edge, reach), *_mixed(edge, reach))
 

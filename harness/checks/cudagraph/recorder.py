@@ -2,9 +2,7 @@
 
 import gc
 import linecache
-import os
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,14 +19,9 @@ from torch import Tensor
 
 from attncheck.errors import InternalError
 from attncheck.harness.driver.foreign_code import collection_paused
+from attncheck.harness.driver.observation import DRIVES, INSTALLED, is_installed
 
 # Find the line of a backend that did something, by walking the stack or a traceback.
-
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Folders of libraries that a backend uses. A backend itself may be installed there, too."""
-
-_OURS = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
-"""Modules that only drive a backend: the harness, and the bridge to vLLM's backends."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class SourceLine:
 
     def __str__(self) -> str:
         path = Path(self.code.co_filename)
-        roots = (*map(Path, reversed(_LIBRARIES)), Path.cwd())
+        roots = (*map(Path, reversed(INSTALLED)), Path.cwd())
         shown = next((path.relative_to(root) for root in roots if path.is_relative_to(root)), path)
         return f"{shown}:{self.number} in {self.code.co_name}"
 
@@ -89,16 +82,12 @@ def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> CallSite:
         root = module.partition(".")[0]
         if root == "triton":
             interpreted = True
-        elif root not in {"torch", "numpy"} and not f"{module}.".startswith(_OURS):
+        elif root not in {"torch", "numpy"} and not f"{module}.".startswith(DRIVES):
             place = CallSite(SourceLine(frame.f_code, line), interpreted)
-            if not _is_library(frame.f_code.co_filename):
+            if not is_installed(frame.f_code.co_filename):
                 return place
             library = library or place
     return library or CallSite(None, interpreted)
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith("<frozen ") or any(filename.startswith(folder + os.sep) for folder in _LIBRARIES)
 
 
 # Interface of a graph recorder, which captures one `forward` and replays it in the same memory without its Python.

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -47,7 +46,7 @@ from attncheck.harness.checks.timing.contents import (
     require_stored,
 )
 from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.driver.foreign_code import call_backend, declared_reasons, stage_named
 from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -502,7 +501,7 @@ class TimingMeasurement:
             if contents is None:
                 self._notes.append(f"{name}: not timed alone: the backend does not serve it, or it has no right answer")
                 continue
-            with _named(f"the {name} part alone"):
+            with stage_named(f"of the {name} part alone"):
                 step = self._step(name, contents)
                 found.append(_latency(name, step.clock_name, self._sampled(name, step), part.case))
             step.finish()
@@ -518,7 +517,7 @@ class TimingMeasurement:
             if contents is None:
                 continue
             name = f"the same batch, {_tokens(distance)} shorter"
-            with _named(name):
+            with stage_named(f"of {name}"):
                 step = self._step(name, contents, like=self.own)
                 seen.append(compare(distance, self.own.take, step.take))
             step.finish()
@@ -628,15 +627,6 @@ def level_of(batch: BatchSpec) -> AttentionCGSupport:
     if query_lens == {1}:
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     return AttentionCGSupport.UNIFORM_BATCH if len(query_lens) == 1 else AttentionCGSupport.ALWAYS
-
-
-@contextmanager
-def _named(batch: str) -> Iterator[None]:
-    """Add the name of the batch to the stage of what the backend raises in this context."""
-    try:
-        yield
-    except StageError as failure:
-        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {batch}")) from failure
 
 
 def _slower(neighbour: Neighbour) -> str:

@@ -11,7 +11,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.refusals import FEATURES, other_layers
+from attncheck.harness.checks.refusals import CHECKS, other_layers
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import BlockTableSpec, LayerSpec
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def examine(backend: Any, case: Any) -> Any:
     problem = build_problem(case, 0)
     loaded = LoadedBackend(name="candidate", ref="./x.py:X", backend=backend, version="", origin="test")
-    return FEATURES.run(CheckedCase(loaded, problem, truth_of(problem, CPU), CPU, (), SharedByChecks()))
+    return CHECKS["features"].run(CheckedCase(loaded, problem, truth_of(problem, CPU), CPU, (), SharedByChecks()))
 
 
 def with_params(change: Any, **members: Any) -> Any:

@@ -42,7 +42,7 @@ TheRun = Callable[[Path], Path]
         (["wrong"], snapshot("error: backend 'wrong': no backend has this name; for the file, write ./wrong.py")),
         (
             ["--no-output", "--output", "a.jsonl"],
-            snapshot("error: --no-output writes no run file, and --output a.jsonl names one; leave out one of them"),
+            snapshot("error: --no-output cannot be combined with --output a.jsonl; leave out one of them"),
         ),
         (
             ["--skip", "cuda*", "--check", "cudagraph"],
@@ -166,8 +166,18 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
         ("run --seed x", snapshot("error: --seed: must be a whole number (found 'x'); see `attncheck run --help`")),
         ("run --seed -1", snapshot("error: --seed: must be at least 0 (found '-1'); see `attncheck run --help`")),
         (
-            "run --time-limit x",
-            snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck run --help`"),
+            "time --time-limit x",
+            snapshot("error: --time-limit: must be a number (found 'x'); see `attncheck time --help`"),
+        ),
+        (
+            "run --rounds 3",
+            snapshot("error: no such option: --rounds; use `attncheck time --rounds`; see `attncheck run --help`"),
+        ),
+        (
+            "run --ray-address local",
+            snapshot(
+                "error: no such option: --ray-address; use --executor ray:FILE, whose keys are address, resources and runtime_env; see `attncheck run --help`"
+            ),
         ),
         ("run --frobnicate", snapshot("error: no such option: --frobnicate; see `attncheck run --help`")),
         (

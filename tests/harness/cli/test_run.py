@@ -60,7 +60,7 @@ def test_an_exception_of_a_backend_is_a_record(
 
 
 def test_exitfirst_stops_at_the_first_that_falls_short(the_run: TheRun, here: Attncheck, folder: Path) -> None:
-    assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
+    assert here("--backend", "./wrong.py:Wrong", "-x") == 1
     records = read_run(the_run(folder)).records
     assert [record.outcome for record in records] == ["failed"]
 
@@ -141,5 +141,5 @@ def test_what_is_printed_fits_100_columns(here: Attncheck, capsys: pytest.Captur
 
 
 def test_a_run_that_stopped_early_is_marked(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
-    assert "stopped at the first record that did not pass (--exitfirst)" in capsys.readouterr().out
+    assert here("--backend", "./wrong.py:Wrong", "-x") == 1
+    assert "stopped at the first record that did not pass (-x)" in capsys.readouterr().out

@@ -170,7 +170,7 @@ attncheck itself failed at small/prefill: WorkerError: TypeError: 'NoneType' obj
 
 
 def test_a_crash_when_stopping_at_the_first(run: Attncheck) -> None:
-    assert run("--backend", "mine.py:Aborting", "--backend", "reference", "--case", "pre*", "--exitfirst") == 1
+    assert run("--backend", "mine.py:Aborting", "--backend", "reference", "--case", "pre*", "-x") == 1
     (record,) = read_run("out.jsonl").records
     assert isinstance(record, Crashed)
 

@@ -1,9 +1,9 @@
-"""``attncheck run --check timing``: rounds of fresh processes, their records in the run file, and wrong questions."""
+"""``attncheck time``: rounds of fresh processes, their records in the run file, and wrong questions."""
 
-import inspect
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from inline_snapshot import snapshot
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli import run as command
-from attncheck.harness.cli.run import ProgressLines
-from attncheck.harness.run.options import RunOptions
+from attncheck.harness.cli.run import ProgressLines, execute_run
+from attncheck.harness.run.options import OPTIONS, RunOptions
 from attncheck.harness.run.run import Executor, Run
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, Selection
 from attncheck.harness.workers.pool import WorkerPool
@@ -88,7 +87,7 @@ class Wrong(Plain):
 """
 
 Attncheck = Callable[..., int]
-WORDS = ("run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", "--time-limit", "0.01")
+WORDS = ("time", "--suite", "small.yaml", "--device", "cpu", "--time-limit", "0.01")
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
 
 
 def test_the_first_round_that_falls_short_may_be_the_last(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "mine.py:Mortal", "--rounds", "3", "--case", "prefill", "--exitfirst") == 1
+    assert run("--backend", "mine.py:Mortal", "--rounds", "3", "--case", "prefill", "-x") == 1
     assert outcomes() == [("Mortal", 0, "prefill", "passed"), ("Mortal", 1, "prefill", "crashed")]
     (crash,) = (record for record in records() if isinstance(record, Crashed))
     assert crash.stage == "check timing"
@@ -147,8 +146,9 @@ def test_the_first_round_that_falls_short_may_be_the_last(run: Attncheck, capfd:
 
 
 def test_other_checks_are_made_before_in_a_process_of_their_own(run: Attncheck) -> None:
-    words = ("--backend", "mine.py:Plain", "--check", "numerics", "--rounds", "1", "--case", "prefill")
-    assert run(*words) == 0
+    options = RunOptions(backends=("mine.py:Plain",), suites=("small.yaml",), cases=("prefill",), device="cpu")
+    options = replace(options, checks=("numerics", "timing"), rounds=1, time_limit=0.01, output=Path("out.jsonl"))
+    assert execute_run(options, lambda header: None).ended_by is None
     assert [(record.check, record.round, record.outcome) for record in records()] == [
         ("numerics", 0, "passed"),
         ("timing", 0, "passed"),
@@ -185,9 +185,9 @@ def is_alive(pid: int) -> bool:
 
 
 def test_in_this_process_there_is_one_round_with_a_note(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "mine.py:Plain", "--case", "decode", "--check", "numerics", "--in-process") == 0
+    assert run("--backend", "mine.py:Plain", "--case", "decode", "--in-process") == 0
     found = read_run("out.jsonl")
-    assert [(record.check, record.round) for record in found.records] == [("numerics", 0), ("timing", 0)]
+    assert [(record.check, record.round) for record in found.records] == [("timing", 0)]
     assert found.header.rounds == 1
     assert found.header.notes == snapshot(
         ("timed in this one process: how far times of different processes lie apart is not known",)
@@ -232,30 +232,25 @@ def test_options_reach_the_plan(
 
     monkeypatch.setattr(Run, "open", open_run)
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
-    assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
+    assert cli.main(["time", "--suite", "small.yaml", "--device", "cpu", *words]) == 2
     assert opened == [(settings, rounds)]
 
 
 @pytest.mark.parametrize(
     ("words", "right"),
     [
-        (["--rounds", "0", "--check", "timing"], "0 rounds: give a whole number, 1 or above"),
-        (["--rounds", "3"], "add --check timing"),
-        (["--rounds", "3", "--check", "timing", "--in-process"], "leave out --in-process or --rounds"),
-        (["--time-limit", "0", "--check", "timing"], "a time limit of 0.0 s: give seconds, more than 0"),
-        (["--time-limit", "nan", "--check", "timing"], "a time limit of nan s: give seconds, more than 0"),
-        (["--time-limit", "1"], "--time-limit configures the check timing"),
-        (["--warm-cache", "--check", "numerics"], "--warm-cache configures the check timing"),
-        (["--kernels"], "--kernels configures the check timing"),
+        (["--rounds", "0"], "--rounds: must be at least 1 (found '0')"),
+        (["--rounds", "3", "--in-process"], "leave out --in-process or --rounds"),
+        (["--time-limit", "0"], "a time limit of 0.0 s: give seconds, more than 0"),
+        (["--time-limit", "nan"], "a time limit of nan s: give seconds, more than 0"),
     ],
 )
 def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run", "--suite", "small.yaml", "--device", "cpu", "--backend", "missing.py:Nothing"]
+    command = ["time", "--suite", "small.yaml", "--device", "cpu", "--backend", "missing.py:Nothing"]
     assert cli.main([*command, *words]) == 2
     assert right in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])
 def test_the_help_names_the_defaults(option: str, default: float) -> None:
-    (described,) = inspect.signature(command.run).parameters[option].annotation.__metadata__
-    assert described.help.endswith(f" Default: {default}.")
+    assert OPTIONS[option].help.endswith(f" Default: {default}.")

@@ -139,15 +139,14 @@ def test_a_save_ends_the_round_and_what_it_wrote_is_not_kept(
         ({"in_process": True}, "--in-process"),
         ({"providers": ("vllm",), "checks": ()}, "--provider"),
         ({"output": Path("run.jsonl")}, "--output"),
-        ({"rounds": 3}, "--rounds"),
-        ({"keys": ("small/decode",)}, "--last-failed"),
+        ({"last_failed": True}, "--last-failed"),
         ({"backends": ()}, "--watch needs a backend"),
         ({"checks": ("timing",)}, "check timing"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(mine: Path, given: dict[str, object], message: str) -> None:
     with pytest.raises(SelectionError, match=message):
-        watch_run(options(**given), None, color=False, keys=Script())
+        watch_run(options(watch=True, **given), None, color=False, keys=Script())
 
 
 def test_the_option_is_one_of_run(

@@ -1,9 +1,5 @@
 """The batches that providers get: laid out as a scheduler would, drawn the same each time."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -21,22 +17,6 @@ def drawn():
 def test_the_same_seed_draws_the_same_batches_and_another_seed_others(drawn):
     assert drawn_batches(0) == drawn
     assert drawn_batches(1) != drawn
-
-
-def test_what_is_drawn_depends_on_no_file_and_leaves_none(tmp_path, drawn):
-    """Hypothesis collects numbers from source files outside site-packages, and keeps them in a folder."""
-    (tmp_path / "local.py").write_text("NUMBERS = [1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 1001]\n", encoding="utf-8")
-    code = (
-        "import local\nfrom attncheck.harness.providers.batches import drawn_batches\n"
-        "print(*map(str, drawn_batches(0)), sep='\\n')"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == [str(batch) for batch in drawn]
-    assert not (tmp_path / ".hypothesis").exists()
 
 
 def test_what_is_drawn_is_distinct_and_small_first(drawn):

@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {"small.yaml": SUITE, "right.py": RIGHT, "wrong.py": WRONG, "broken.py": "import nowhere\n", "none.py": ""}
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    monkeypatch.setattr(planning, "has_hypothesis", lambda: False)  # drawing batches has tests of its own
+    monkeypatch.setattr(planning, "drawn_batches", lambda _seed: [])  # drawing batches has tests of its own
     return tmp_path
 
 
@@ -141,11 +141,6 @@ def test_a_run_without_providers_does_not_mention_them(capsys: pytest.CaptureFix
     header = read_run("a.jsonl").header
     assert "utilities" not in {*header.checks, *(suite.name for suite in header.suites)}
     assert "provider" not in capsys.readouterr().out
-
-
-def test_without_hypothesis_the_report_states_so(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--provider", "right.py", "--case", "PAD*")
-    assert "hypothesis is not installed" in capsys.readouterr().out
 
 
 def test_an_expected_difference_is_no_failure() -> None:

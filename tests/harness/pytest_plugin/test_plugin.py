@@ -200,7 +200,8 @@ def test_without_its_options_the_plugin_costs_nothing(pytester: pytest.Pytester)
             assert not loaded & {"torch", "pydantic", "numpy", "yaml", "typer"}
             ours = {name for name in sys.modules if name.startswith("attncheck")}
             plugin = "attncheck.harness.pytest_plugin"
-            assert ours == {"attncheck", "attncheck.harness", plugin, f"{plugin}.plugin"}
+            options = ("attncheck.errors", "attncheck.harness.run", "attncheck.harness.run.options")
+            assert ours == {"attncheck", "attncheck.harness", *options, plugin, f"{plugin}.plugin"}
         """
     )
     # Other plugins of this environment may load what they like.

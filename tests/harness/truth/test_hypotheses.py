@@ -14,7 +14,6 @@ from attncheck.reference import AttentionParams, visible
 from attncheck.reference.spec import MODIFIERS
 
 CPU = torch.device("cpu")
-ON = {"sliding_window": 5, "logits_soft_cap": 2.0, "alibi": True, "sinks": True, "attn_chunk_size": 7}
 
 
 def params_and_rows(case: Any) -> tuple[AttentionParams, UnpagedAttention]:
@@ -24,9 +23,9 @@ def params_and_rows(case: Any) -> tuple[AttentionParams, UnpagedAttention]:
 
 @pytest.mark.parametrize("name", MODIFIERS)
 def test_a_case_must_notice_each_of_its_modifiers(make_case: Any, name: str) -> None:
-    params, rows = params_and_rows(make_case((3, 20), **{name: ON[name]}))
+    params, rows = params_and_rows(make_case((3, 20), **{name: MODIFIERS[name].ordinary}))
     found = list(toggles(params, rows))
-    assert found[0].subject == name
+    assert found[0].subject in (name, MODIFIERS[name].feature)
     out, _ = rows.attend(params)
     assert all(bool((toggle.hypothesis.compute()[0] != out).any()) for toggle in found)
 
