@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
 from attncheck.harness.cli.common import (
     ColorChoice,
+    make_folder,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -31,12 +32,12 @@ from attncheck.harness.cli.common import (
     use_color,
 )
 from attncheck.harness.cli.options import Given, read_config, read_options
+from attncheck.harness.cli.reports import read_reports, write_reports
 from attncheck.harness.cli.run_files import (
     found_in,
     kept_folder,
-    make_dump_folder,
+    kept_run,
     measured_costs,
-    newest_run,
     only_failed,
     open_run,
     read_part,
@@ -52,7 +53,9 @@ from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
+from attncheck.reports.run_file.store import Run as StoredRun
+from attncheck.reports.run_file.store import count_outcomes, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
@@ -340,6 +343,15 @@ class FinishedRun:
     stopped: str = ""
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
+    @property
+    def stored(self) -> StoredRun:
+        """The run as it is read from its file; without a footer if it was ended by an exception."""
+        footer = None
+        if self.ended_by is None:
+            counts = count_outcomes(self.records)
+            footer = RunFooter(finished=now(), counts=counts, errors=(*self.blind, *self.unmet))
+        return StoredRun(str(self.path or ""), self.header, self.records, footer)
+
 
 def execute_run(
     options: RunOptions,
@@ -373,8 +385,8 @@ def _opened(
     """Yield the run of ``options``, ready to begin, and its executor; end all processes on leaving."""
     selection = options.select()
     options, surveyed = with_families(options, selection)
-    if not options.dry_run:
-        make_dump_folder(options.dump)
+    if options.dump is not None and not options.dry_run:  # early: an unwritable path must not end a run at a failure
+        make_folder(options.dump, f"--dump {options.dump}")
     with (
         open_executor(options, selection, spare) as executor,
         open_providers(options, selection) as providers,
@@ -554,6 +566,7 @@ def run_command(
     """
     environment = dict(os.environ)
     options = _options_of(given, context.obj or (), color)
+    reports = read_reports(options.reports)
     if options.in_process:
         context.with_resource(only_passed(options.pass_env))
     if options.dry_run:
@@ -574,6 +587,7 @@ def run_command(
                 _print_durations(finished.records, options.durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+            write_reports(reports, finished.stored)
 
     finished = execute_run(options, None if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
@@ -597,7 +611,7 @@ def _options_of(given: Given, command: Sequence[str], color: ColorChoice) -> Run
         options = replace(options, functions=functions, cases=cases)
     folder = options.folder or kept_folder()
     if options.last_failed:
-        options = only_failed(options, newest_run(folder))
+        options = only_failed(options, kept_run(folder))
     return replace(
         options,
         folder=None if options.no_output else folder,
@@ -613,7 +627,7 @@ def _print_opening(header: "RunHeader") -> None:
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
-    from attncheck.harness.cli.run_files import resume_command
+    from attncheck.harness.cli.run_files import report_command, resume_command
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:
@@ -628,7 +642,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         width=terminal_width(),
         quiet=quiet,
         verbose=verbose and not quiet,
-        run_file=finished.path,
+        reader=report_command(finished.path) if finished.path else "",
     )
     typer.echo(text, color=color)
     for line in finished.unseen:

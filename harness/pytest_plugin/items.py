@@ -15,7 +15,7 @@ import torch
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import InternalError, QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.cli.run_files import make_dump_folder
+from attncheck.harness.cli.common import make_folder
 from attncheck.harness.pytest_plugin.plugin import BackendTests, given_to_pytest, has_question, name_in_pytest
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.evaluate import Examiner
@@ -146,7 +146,8 @@ class Question:
         if self.selection.is_timed and self.benchmark_session is None:
             reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
             raise SelectionError(reason)
-        make_dump_folder(options.dump)
+        if options.dump is not None:
+            make_folder(options.dump, f"--attncheck-dump {options.dump}")
         options = replace(options, device=self.device, rounds=1)
         if self.is_in_process:
             here = ThisProcess()

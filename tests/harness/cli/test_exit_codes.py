@@ -62,7 +62,7 @@ TheRun = Callable[[Path], Path]
         ),
         (
             ["--last-failed"],
-            snapshot("error: results: holds no run for --last-failed; run once without it"),
+            snapshot("error: results: holds no run yet; `attncheck run` without --output writes one"),
         ),
         (
             ["--backend", "./broken.py:B"],
@@ -183,7 +183,7 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
         (
             "report a.jsonl --format pdf",
             snapshot(
-                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv'; see `attncheck report --help`"
+                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv', 'audit', 'audit-json', 'expect'; see `attncheck report --help`"
             ),
         ),
     ],
