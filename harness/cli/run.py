@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
-from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli.common import (
     ColorChoice,
+    make_folder,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -32,12 +32,12 @@ from attncheck.harness.cli.common import (
     use_color,
 )
 from attncheck.harness.cli.options import Given, read_config, read_options
+from attncheck.harness.cli.reports import read_reports, write_reports
 from attncheck.harness.cli.run_files import (
     found_in,
     kept_folder,
-    make_dump_folder,
+    kept_run,
     measured_costs,
-    newest_run,
     only_failed,
     open_run,
     read_part,
@@ -46,14 +46,16 @@ from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
-from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
+from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
 from attncheck.harness.workers.pool import WorkerPool, preparation_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
+from attncheck.reports.run_file.store import Run as StoredRun
+from attncheck.reports.run_file.store import count_outcomes, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
@@ -119,13 +121,6 @@ def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
 LINE_EVERY_S = 10.0
 PRINTED_AT_ONCE = 10
 """Number of failed records that are printed as they arrive; the report lists all of them."""
-
-
-class RunProgress(Protocol):
-    """Receives every record as it arrives."""
-
-    def see(self, record: Record) -> None:
-        """Take one record."""
 
 
 class NoProgress:
@@ -243,7 +238,7 @@ def progress_for(
     verbose: bool = False,
     is_timed: bool = False,
     color: bool = True,
-) -> Iterator[RunProgress]:
+) -> Iterator[NoProgress | ProgressLines | ProgressBar]:
     """Yield the progress display that suits stderr; ``cases``: the number of cases, summed over all backends.
 
     ``rounds``: the rounds of the check ``timing``; its cases count in each of them.
@@ -271,25 +266,23 @@ def progress_for(
 
 
 @contextmanager
-def open_executor(
-    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
-) -> Iterator[Executor]:
+def open_executor(options: RunOptions, selection: Selection, spare: WorkerProcess | None) -> Iterator[Executor]:
     """Yield what loads the backends of ``options`` and examines; end all its processes on leaving.
 
-    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
-    which the check ``timing`` samples a part of a step.
+    ``spare``: a process started in advance. It is used for the first backend, then closed.
 
     Raises:
-        SelectionError: timing is requested on a Ray cluster.
+        SelectionError: timing is requested on a Ray cluster, or its options are invalid.
         ClusterError, MissingExtraError: the Ray cluster cannot be used.
     """
+    timing = options.timing
     if options.in_process:
         from attncheck.harness.run.backend_loading import ThisProcess
 
         yield ThisProcess()
         return
     prepare, settings = preparation_of(selection), worker_settings(options)
-    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=timing.limit_s))
     if options.ray is not None:
         if selection.is_timed:
             reason = f"the check {TIMING} compares times of one device, and a cluster has many"
@@ -350,6 +343,15 @@ class FinishedRun:
     stopped: str = ""
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
+    @property
+    def stored(self) -> StoredRun:
+        """The run as it is read from its file; without a footer if it was ended by an exception."""
+        footer = None
+        if self.ended_by is None:
+            counts = count_outcomes(self.records)
+            footer = RunFooter(finished=now(), counts=counts, errors=(*self.blind, *self.unmet))
+        return StoredRun(str(self.path or ""), self.header, self.records, footer)
+
 
 def execute_run(
     options: RunOptions,
@@ -383,17 +385,13 @@ def _opened(
     """Yield the run of ``options``, ready to begin, and its executor; end all processes on leaving."""
     selection = options.select()
     options, surveyed = with_families(options, selection)
-    timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
-    is_timed = options.backend_refs is not None and selection.is_timed
-    rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
-    options = replace(options, rounds=rounds)
-    if not options.dry_run:
-        make_dump_folder(options.dump)
+    if options.dump is not None and not options.dry_run:  # early: an unwritable path must not end a run at a failure
+        make_folder(options.dump, f"--dump {options.dump}")
     with (
-        open_executor(options, selection, spare, timing.limit_s) as executor,
+        open_executor(options, selection, spare) as executor,
         open_providers(options, selection) as providers,
     ):
-        yield _Execution(options, selection, timing, executor, providers, surveyed, begin or _begin_silently), executor
+        yield _Execution(options, selection, executor, providers, surveyed, begin or _begin_silently), executor
 
 
 def _begin_silently(_header: RunHeader) -> None:
@@ -407,7 +405,6 @@ class _Execution:
         self,
         options: RunOptions,
         selection: Selection,
-        timing: TimingSettings,
         executor: Executor,
         providers: "ProviderExaminer | InProcessProviders | None",
         surveyed: Sequence[SurveyedBackend],
@@ -419,7 +416,6 @@ class _Execution:
             options,
             executor,
             chooser=chooser,
-            timing=timing,
             keeps_unavailable=bool(surveyed),
             fits_pages=executor.fits_pages,
         )
@@ -570,6 +566,7 @@ def run_command(
     """
     environment = dict(os.environ)
     options = _options_of(given, context.obj or (), color)
+    reports = read_reports(options.reports)
     if options.in_process:
         context.with_resource(only_passed(options.pass_env))
     if options.dry_run:
@@ -590,6 +587,7 @@ def run_command(
                 _print_durations(finished.records, options.durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+            write_reports(reports, finished.stored)
 
     finished = execute_run(options, None if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
@@ -613,7 +611,7 @@ def _options_of(given: Given, command: Sequence[str], color: ColorChoice) -> Run
         options = replace(options, functions=functions, cases=cases)
     folder = options.folder or kept_folder()
     if options.last_failed:
-        options = only_failed(options, newest_run(folder))
+        options = only_failed(options, kept_run(folder))
     return replace(
         options,
         folder=None if options.no_output else folder,
@@ -629,7 +627,7 @@ def _print_opening(header: "RunHeader") -> None:
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
-    from attncheck.harness.cli.run_files import resume_command
+    from attncheck.harness.cli.run_files import report_command, resume_command
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:
@@ -644,7 +642,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         width=terminal_width(),
         quiet=quiet,
         verbose=verbose and not quiet,
-        run_file=finished.path,
+        reader=report_command(finished.path) if finished.path else "",
     )
     typer.echo(text, color=color)
     for line in finished.unseen:

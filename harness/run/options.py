@@ -5,8 +5,9 @@ Every pytest run on a machine with attncheck imports this module, so it loads on
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attncheck.errors import CaseFileError, SelectionError
 
 if TYPE_CHECKING:
+    from attncheck.harness.checks.findings import TimingSettings
     from attncheck.harness.run.selection import Selection, Shard
 
 # Readers: each turns the text of an option, or the value of a key, into the value of its field.
@@ -41,6 +43,17 @@ def _checks(_option: str, words: Iterable[str]) -> tuple[str, ...]:
     from attncheck.harness.run.selection import choose_checks
 
     return choose_checks(words)
+
+
+def _deadline(option: str, text: str) -> float:
+    """Return the ``time.monotonic()`` after so many seconds; infinity for 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise SelectionError(f"{option} {text!r}: give seconds, or 0 for no limit")
+    return time.monotonic() + (seconds or math.inf)
 
 
 def _shard(_option: str, text: str) -> "Shard":
@@ -219,7 +232,7 @@ class RunOptions:
     ``keys``: if not empty, only the cases of these ``suite/id``. ``first``: the cases of these ``suite/id`` come first.
     ``functions``: patterns of the functions of providers; empty for all.
     ``until_failure``: as in :class:`~attncheck.harness.run.selection.RunPlan`; it applies only with ``in_process``.
-    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
+    ``deadline`` is the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
     ``color``: whether the progress may have colours.
     ``notes``, ``command``: the origin of the options and the command line, for the run file.
 
@@ -411,7 +424,16 @@ class RunOptions:
         read=read_size,
         hidden=True,
     )
-    deadline: float | None = None
+    deadline: float | None = _option(
+        None,
+        "--within",
+        "Time limit of the run, of which each backend has an equal part; on a GPU, several run at once. 0: none, but "
+        "they share the GPU. Default: backends run one after another, without a limit.",
+        Group.LIMITS,
+        places=("run",),
+        metavar="SECONDS",
+        read=_deadline,
+    )
     expect: Path | None = _option(
         None,
         "--expect",
@@ -433,6 +455,15 @@ class RunOptions:
         metavar="FILE|DIR",
     )
     no_output: bool = _option(False, "--no-output", "Write no run file.", Group.OUTPUT)
+    reports: tuple[str, ...] = _option(
+        (),
+        "--report",
+        "Write reports at the end, also after an interruption: html=FILE, junit=FILE and other formats of `attncheck "
+        "report`; github needs no file. Separated by commas.",
+        Group.OUTPUT,
+        metavar="FORMAT=FILE",
+        read=_names,
+    )
     resume: Path | None = _option(
         None,
         "--resume",
@@ -571,11 +602,16 @@ class RunOptions:
             raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process exclude each other; leave out one of them")
+        if self.rounds is not None and self.rounds > 1 and self.in_process:
+            raise SelectionError(
+                f"--rounds {self.rounds} in one process: a round is a process; leave out --in-process or --rounds"
+            )
 
     def _check_combinations(self) -> None:
         """Refuse options that exclude each other, by the names of their declarations."""
         excluded = {
-            "ray": ("in_process", "providers", "dump", "show_output"),
+            "ray": ("in_process", "deadline", "providers", "dump", "show_output"),
+            "in_process": ("deadline",),
             "resume": ("output", "no_output", "providers", "last_failed"),
             "no_output": ("output",),
             "shard": ("providers",),
@@ -603,8 +639,8 @@ class RunOptions:
     def _as_given(self, name: str) -> str:
         """Return the option as on a command line, such as ``--shard 2/7``."""
         value = getattr(self, name)
-        if name == "ray":
-            return f"{OPTIONS[name].names[0]} ray"
+        if name in ("ray", "deadline"):
+            return f"{OPTIONS[name].names[0]} {'ray' if name == 'ray' else 'SECONDS'}"
         words = "" if isinstance(value, bool) else f" {', '.join(value) if isinstance(value, tuple) else value}"
         return f"{OPTIONS[name].names[0]}{words}"
 
@@ -626,6 +662,14 @@ class RunOptions:
             raise SelectionError(
                 f"check {self.backend_checks[0]!r} examines a backend, and there is none; give --backend"
             )
+
+    @property
+    def timing(self) -> "TimingSettings":
+        """Settings of the check ``timing``; raises SelectionError if the time limit is invalid."""
+        from attncheck.harness.checks.findings import TimingSettings
+
+        settings = TimingSettings(warm=self.warm_cache, kernels=self.kernels)
+        return settings if self.time_limit is None else replace(settings, limit_s=self.time_limit)
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ from inline_snapshot import snapshot
 from attncheck.cases.loader import suite_names
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.common import STEP_SUMMARY
 from attncheck.harness.cli.run_files import only_failed
 from attncheck.harness.run.options import RunOptions, read_jobs, read_size
 from attncheck.reports.run_file.store import read_run
@@ -205,3 +206,41 @@ def test_a_variable_that_a_backend_reads_and_does_not_get_is_named(
     printed = capsys.readouterr()
     assert "flag" in printed.err
     assert "not passed" not in printed.out
+
+
+def test_reports_are_written_at_the_end(
+    here: Attncheck, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(folder / "summary.md"))
+    words = ("./wrong.py:Wrong", "--case", "decode", "--check", "numerics", "--no-output")
+    assert here(*words, "--report", "junit=new/j.xml,github", "--report", "csv=r.csv") == 1
+    assert (folder / "new" / "j.xml").read_text().count("<testcase ") == 1
+    assert (folder / "r.csv").read_text().count("\n") == 2
+    assert (folder / "summary.md").read_text().startswith("## attncheck: failed: 1 backend, 1 case: 1 failed")
+    assert "\n::error " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        (
+            "pdf=a.pdf",
+            snapshot(
+                "error: unknown report format 'pdf' (known: terminal, markdown, html, junit, github, pytest-benchmark, json, csv, audit, audit-json, expect)\n"
+            ),
+        ),
+        ("html", snapshot("error: --report html names no file; give html=FILE\n")),
+    ],
+)
+def test_reports_that_cannot_be_written_are_refused(
+    here: Attncheck, capsys: pytest.CaptureFixture[str], reports: str, message: str
+) -> None:
+    assert here("reference", "--report", reports) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_a_report_that_fails_leaves_the_others(here: Attncheck, folder: Path) -> None:
+    (folder / "file").touch()
+    words = ("reference", "--case", "decode", "--check", "numerics", "--no-output")
+    assert here(*words, "--report", "csv=file/r.csv,json=r.json") == 2
+    assert (folder / "r.json").exists()
