@@ -96,21 +96,14 @@ def read_options(given: Mapping[str, Any], **fixed: Any) -> RunOptions:
 
 # Parameters of commands with few of the options.
 
-BackendArguments = Annotated[list[str] | None, _BACKENDS]
-BackendOptions = Annotated[list[str] | None, parameter("backends")]
 Suites = Annotated[list[str] | None, parameter("suites")]
 Settings = Annotated[list[str] | None, parameter("settings")]
 Cases = Annotated[list[str] | None, parameter("cases")]
 Keywords = Annotated[str | None, parameter("keywords")]
-Checks = Annotated[list[str] | None, parameter("checks")]
 Device = Annotated[str | None, parameter("device")]
 Seed = Annotated[int | None, parameter("seed")]
 Output = Annotated[Path | None, parameter("output")]
-CaseTimeout = Annotated[float | None, parameter("case_timeout")]
-MemoryLimit = Annotated[str | None, parameter("memory_limit")]
-PassEnv = Annotated[list[str] | None, parameter("pass_env")]
 Jobs = Annotated[str | None, parameter("jobs")]
-NoCache = Annotated[bool, parameter("cache")]
 
 # Reads `[tool.attncheck]` of pyproject.toml: values for options that the command line omits.
 
