@@ -200,7 +200,7 @@ def _value(path: Path, key: str, value: Any) -> Any:
 
     option, kind = OPTIONS[KEYS[key]], kind_of(KEYS[key])
     typed: Any = str | int if option.read is read_size else kind
-    allowed = Annotated[typed, Field(ge=option.least, strict=kind in (int, bool))]
+    allowed = Annotated[typed, Field(ge=option.least, strict=kind in (int, bool) or None)]
     try:
         return TypeAdapter(allowed).validate_python([value] if kind == list[str] and isinstance(value, str) else value)
     except ValidationError as error:
