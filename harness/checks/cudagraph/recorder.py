@@ -145,30 +145,27 @@ class Released:
         return f"memory first used by {self.first_used}"
 
 
-class Recording(Protocol):
-    """One captured ``forward``."""
+@dataclass(frozen=True)
+class Recording:
+    """One captured ``forward``, and what its recorder knows of it.
 
-    def replay(self) -> None:
-        """Repeat everything that was recorded, in the same memory. Exceptions of operators propagate."""
+    A real graph reveals nothing: not the addresses of its kernels, nor what was read on the host. It hides no work
+    either, because a capture contains all work on its stream, and only a replay detects released memory.
 
-    def launch(self) -> None:
-        """Replay for timing, without waiting for the device and without checking memory."""
+    replay: repeats everything that was recorded, in the same memory; exceptions of operators propagate. launch:
+    replays for timing, without waiting for the device and without checking memory. reads: returns whether the graph
+    was given the memory of a tensor, or None if that is unknown. host_reads: what ``forward`` read from host memory
+    during capture: legal, but frozen. hands_out_memory: whether ``forward`` gave addresses to code that the recorder
+    may not observe. released: returns memory that the graph uses but that only graphs keep alive; a real graph would
+    read whatever the allocator has stored there since.
+    """
 
-    def reads(self, tensor: Tensor) -> bool | None:
-        """Return whether the graph was given the memory of ``tensor``, or None if that is unknown."""
-
-    def host_reads(self) -> tuple[str, ...]:
-        """Return what ``forward`` read from host memory during capture: legal, but frozen. Empty if unknown."""
-
-    def hands_out_memory(self) -> bool:
-        """Return whether ``forward`` gave addresses to code that the recorder may not observe."""
-
-    def released(self) -> tuple[Released, ...]:
-        """Return memory that the graph uses but that only graphs keep alive.
-
-        A real graph would read whatever the allocator has stored there since. Empty if the recorder cannot determine
-        this.
-        """
+    replay: Callable[[], object]
+    launch: Callable[[], object]
+    reads: Callable[[Tensor], bool | None] = lambda _tensor: None
+    host_reads: tuple[str, ...] = ()
+    hands_out_memory: bool = False
+    released: Callable[[], tuple[Released, ...]] = tuple
 
 
 class Recorder(Protocol):
@@ -392,7 +389,7 @@ class HeldMemory:
 
 
 class DeviceRecording:
-    """A captured graph. ``blocks``: memory allocated before the capture that the graph may use."""
+    """A captured graph and its memory. ``blocks``: allocated before the capture; the graph may use them."""
 
     def __init__(self, device: Accelerator, graph: Any, blocks: tuple[MemoryBlock, ...]) -> None:
         self._device, self._graph = device, graph
@@ -410,26 +407,6 @@ class DeviceRecording:
         self._device.module().current_stream().synchronize()
         if any(block.was_written() for block in self._blocks):
             raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
-
-    def launch(self) -> None:
-        """Launch the graph on the current stream without waiting for it."""
-        self._graph.replay()
-
-    def reads(self, tensor: Tensor) -> bool | None:
-        """Return None, because a graph does not reveal the addresses that its kernels use."""
-        return None
-
-    def host_reads(self) -> tuple[str, ...]:
-        """Return nothing, because CUDA does not record reads of host memory."""
-        return ()
-
-    def hands_out_memory(self) -> bool:
-        """Return False, because a capture contains all work on its stream, including work that torch does not see."""
-        return False
-
-    def released(self) -> tuple[Released, ...]:
-        """Return nothing, because released memory is detected only at a replay; see :meth:`reads`."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -467,7 +444,7 @@ class DeviceRecorder:
     def mark_host(self, *tensors: Tensor) -> None:
         """Do nothing, because a tensor's device shows whether it is on the host."""
 
-    def record(self, prepare: Callable[[], Forward]) -> DeviceRecording:
+    def record(self, prepare: Callable[[], Forward]) -> Recording:
         """Warm up, rehearse and capture, each with a new result of ``prepare`` on the current stream.
 
         Raise :class:`CaptureError` for an exception in the rehearsal or the capture. Exceptions of ``prepare`` and of
@@ -486,7 +463,7 @@ class DeviceRecorder:
             graph = self._capture(forward)
             if isinstance(graph, Violation):
                 raise CaptureError((graph,))
-            return DeviceRecording(self._device, graph, blocks)
+            return Recording(DeviceRecording(self._device, graph, blocks).replay, graph.replay)
 
     def _rehearse(self, forward: Forward) -> Violation | None:
         with self._side_stream():

@@ -46,17 +46,14 @@ from attncheck.harness.checks.timing.contents import (
 )
 from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
 from attncheck.harness.device import accelerator_of
-from attncheck.harness.driver.foreign_code import call_backend, declared_reasons, stage_named
+from attncheck.harness.driver.foreign_code import call_backend, stage_named, unsupported_reasons
 from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import (
     ForwardCall,
     PersistentInputs,
     Step,
     changed_inputs,
-    forward_calls_of,
-    make_step,
     map_tensors,
-    request_order,
     span,
 )
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -243,10 +240,10 @@ class TimedStep:
         ``recorder``: captures the graph whose replays are timed instead of ``forward``; None for no graph.
         ``overhead``: what ``clock`` adds to each sample; None if nothing, or if the clock is the host's.
         """
-        self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
-        self._backend, self._device, self._latest = session.backend, session.device, latest
         problem = contents.bases[0].problem
-        self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
+        self._session = session.following(problem)  # the cache holds what the last call left; each call adds its own
+        self._contents, self._clock, self._flush = contents, clock, flush
+        self._backend, self._device, self._latest = session.backend, session.device, latest
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
         self._recorder, self._overhead = recorder, overhead
@@ -254,8 +251,8 @@ class TimedStep:
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
         self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
-        _, call = self._fresh(problem)
         if memory is None:
+            _, (call,) = self._session.step_of(problem)
             memory = LentMemory(PersistentInputs(call), session.layer.output_buffers(problem, call))
         self.memory = memory
 
@@ -336,11 +333,6 @@ class TimedStep:
                 "device when the stream was done; it counts"
             )
 
-    def _fresh(self, problem: Problem) -> tuple[Step, ForwardCall]:
-        step = make_step(problem, self._device, self._order, pad_seq_len=self._backend.conventions.pad_seq_len)
-        (call,) = forward_calls_of(step, self._backend.features, self._session.threshold)
-        return step, call
-
     def _begin(self, judge: AnswerJudge | None) -> tuple[Contents, Step, ForwardCall, ForwardCall]:
         """Put new contents into the cache and the metadata into the lent memory; ``judge``: judges the next call.
 
@@ -349,7 +341,7 @@ class TimedStep:
         self._latest.start_next(judge)
         contents = self._contents.next()
         problem = contents.problem()
-        step, fresh = self._fresh(problem)
+        step, (fresh,) = self._session.step_of(problem)
         pool = self._session.pool
         if pool is not None:
             old = problem.old_keys
@@ -540,8 +532,7 @@ class TimingMeasurement:
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
-        case = problem.case
-        if declared_reasons(lambda: self._backend.unsupported_reasons(case.layer, case.cache, case.batch)):
+        if unsupported_reasons(self._backend, problem.case):
             return None
         try:
             return FreshContents(problem, None, self._conditions.device, at_least=at_least)

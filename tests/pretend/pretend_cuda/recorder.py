@@ -10,36 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Released, violation_of
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recording, violation_of
 from pretend_cuda.device import PretendDevice
 
 WARM_UPS = 2
-
-
-class PythonRecording:
-    """Implements the product's ``Recording``."""
-
-    def __init__(self, forward: Forward, pretend: PretendDevice) -> None:
-        self._forward, self._pretend = forward, pretend
-
-    def replay(self) -> None:
-        self._forward()
-        self._pretend.current.synchronize()
-
-    def launch(self) -> None:
-        self._forward()
-
-    def reads(self, tensor: Tensor) -> bool | None:
-        return None
-
-    def host_reads(self) -> tuple[str, ...]:
-        return ()
-
-    def hands_out_memory(self) -> bool:
-        return False
-
-    def released(self) -> tuple[Released, ...]:
-        return ()
 
 
 class PythonRecorder:
@@ -54,7 +28,7 @@ class PythonRecorder:
     def mark_host(self, *tensors: Tensor) -> None:
         pass
 
-    def record(self, prepare: Callable[[], Forward]) -> PythonRecording:
+    def record(self, prepare: Callable[[], Forward]) -> Recording:
         for _ in range(WARM_UPS):
             prepare()()
         getattr(torch, self.name).synchronize()
@@ -64,7 +38,12 @@ class PythonRecorder:
                 forward()
         except Exception as error:
             raise CaptureError((violation_of(_without_own_frames(error)),)) from error
-        return PythonRecording(forward, self._pretend)
+
+        def replay() -> None:
+            forward()
+            self._pretend.current.synchronize()
+
+        return Recording(replay=replay, launch=forward)
 
 
 def _without_own_frames(error: Exception) -> Exception:
