@@ -31,7 +31,6 @@ from attncheck.harness.checks.cudagraph.recorder import (
     CallSite,
     CaptureError,
     Forward,
-    RecorderName,
     Recording,
     Released,
     UnseenError,
@@ -1080,7 +1079,7 @@ class Watch:
 class EmulatedRecorder:
     """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation."""
 
-    name: RecorderName = "emulated"
+    name: str = "emulated"
 
     def __init__(self) -> None:
         self._watch = Watch()

@@ -27,7 +27,6 @@ from attncheck.harness.checks.timing.clock import (
     HostClock,
     Samples,
     clock_for,
-    cuda_api,
     do_nothing,
     kernels_of,
     median_interval,
@@ -46,6 +45,7 @@ from attncheck.harness.checks.timing.contents import (
     require_stored,
 )
 from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.foreign_code import call_backend, declared_reasons, stage_named
 from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import (
@@ -562,7 +562,8 @@ class TimingMeasurement:
         return self._conditions.sampler(part, step.take, self._conditions.settings)
 
     def _is_replayed(self, problem: Problem) -> bool:
-        return self._conditions.device.type == "cuda" and allows_graph(self._backend, problem)
+        accelerator = accelerator_of(self._conditions.device)
+        return accelerator is not None and accelerator.graph_class != "" and allows_graph(self._backend, problem)
 
     def _capture_sizes(self) -> tuple[int, ...]:
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
@@ -572,18 +573,18 @@ class TimingMeasurement:
 
 def measure_overhead(device: torch.device, flush: Callable[[], object] = do_nothing) -> ClockOverhead | None:
     """Return what the clock of ``device`` adds to a sample; None for the host, where each sample measures it."""
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return None
-    api = cuda_api(device)
 
     def launch() -> None:
-        api.hold(0)
+        accelerator.hold(0)
 
     try:
         replay = recorder_for(device).record(lambda: launch).launch
     except CaptureError:  # no graph will be timed either
         replay = None
-    return overhead_of(lambda: EventClock(device, api), launch, replay, flush)
+    return overhead_of(lambda: EventClock(accelerator), launch, replay, flush)
 
 
 def overhead_of(

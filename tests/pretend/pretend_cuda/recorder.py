@@ -10,19 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Recording, violation_of
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recording, violation_of
 from pretend_cuda.device import PretendDevice
 
 WARM_UPS = 2
 
 
 class PythonRecorder:
-    """Implements the product's ``Recorder``, in place of ``CudaRecorder``."""
-
-    name: RecorderName = "cuda"
+    """Implements the product's ``Recorder``, in place of ``DeviceRecorder``."""
 
     def __init__(self, pretend: PretendDevice) -> None:
-        self._pretend = pretend
+        self._pretend, self.name = pretend, pretend.named.type
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -33,7 +31,7 @@ class PythonRecorder:
     def record(self, prepare: Callable[[], Forward]) -> Recording:
         for _ in range(WARM_UPS):
             prepare()()
-        torch.cuda.synchronize()
+        getattr(torch, self.name).synchronize()
         forward = prepare()
         try:
             with self._pretend.capturing():
@@ -43,7 +41,7 @@ class PythonRecorder:
 
         def replay() -> None:
             forward()
-            torch.cuda.current_stream().synchronize()
+            self._pretend.current.synchronize()
 
         return Recording(replay=replay, launch=forward)
 

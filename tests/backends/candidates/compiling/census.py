@@ -31,7 +31,7 @@ CHECKS = ("numerics", "cache_write", "cudagraph")
 
 
 class Recorder:
-    """Makes the launches of a capture as ``CudaRecorder`` does."""
+    """Makes the launches of a capture as ``DeviceRecorder`` does."""
 
     name = "cuda"
 
