@@ -21,6 +21,7 @@ from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import terminal_width
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
+from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
     from attncheck.harness.host import KernelCache
@@ -154,8 +155,6 @@ def _gpu(index: int) -> str:
 
 
 def _cache(cache: "KernelCache") -> str:
-    from attncheck.reports.analysis.phrases import plural
-
     found = cache.contents()
     size = f"{found.size / 2**20:.1f} MiB, {plural(found.files, 'file')}, {plural(found.kernels, 'kernel')}"
     return f"{cache.folder}: {size if found.files else 'empty'}"
@@ -163,7 +162,6 @@ def _cache(cache: "KernelCache") -> str:
 
 def _truths() -> str:
     from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder, truths_folder
-    from attncheck.reports.analysis.phrases import plural
 
     path = truths_folder()
     if path is None:
@@ -280,7 +278,6 @@ def warm(
 def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
     from attncheck.harness.host import kernel_caches
     from attncheck.harness.workers.pool import Warmers, most_processes, questions_to_warm
-    from attncheck.reports.analysis.phrases import plural
 
     caches = kernel_caches()
     before = [cache.contents().kernels for cache in caches]

@@ -131,7 +131,9 @@ def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script,
 
 def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
     known = {case.id for case in load_suite("interpreted")}
-    assert [set(params["cases"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [set()] * 3
+    assert [set(params["cases"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [
+        set()
+    ] * 3
     for _, chain in script._chains("memcheck", options_of(Path("x"))):
         assert any(word.endswith("compute-sanitizer") for word in chain[0])
 
