@@ -133,39 +133,40 @@ def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def answered(*args: P.args, **kwargs: P.kwargs) -> None:
-        raise typer.Exit(exit_code(lambda: command(*args, **kwargs)))
+        try:
+            code = command(*args, **kwargs)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
+            code = exit_code_of(error)
+        raise typer.Exit(code)
 
     return answered
 
 
-def exit_code(work: Callable[[], int]) -> int:
-    """Return the result of ``work``, or the exit code of the exception it raised, after printing it to stderr."""
-    try:
-        return work()
-    except WriteError as error:
+def exit_code_of(error: BaseException) -> int:
+    """Print to stderr what ended a command, and return its exit code."""
+    if isinstance(error, WriteError):
         print_stderr(f"error: {error}")
         return OWN_FAULT
-    except (QuestionError, BackendUnavailableError) as error:
+    if isinstance(error, QuestionError | BackendUnavailableError):
         for line in str(error).splitlines():  # a file may have several mistakes
             print_stderr(f"error: {line}")
         return WRONG_QUESTION
-    except KeyboardInterrupt as interrupt:
-        return _interrupted(interrupt)
-    except BrokenPipeError:
+    if isinstance(error, KeyboardInterrupt):
+        return _interrupted(error)
+    if isinstance(error, BrokenPipeError):
         # The reader closed the pipe, as in `attncheck list | head`.
         drop_stdout()
         return OK
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
-            drop_stdout()
-            return OWN_FAULT
-        if os.environ.get(SHOW_TRACEBACK):
-            traceback.print_exc()
-        print_stderr(f"attncheck itself failed: {type(error).__name__}: {error}")
-        if not os.environ.get(SHOW_TRACEBACK):
-            print_stderr(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
+        drop_stdout()
         return OWN_FAULT
+    if os.environ.get(SHOW_TRACEBACK):
+        traceback.print_exception(error)
+    print_stderr(f"attncheck itself failed: {type(error).__name__}: {error}")
+    if not os.environ.get(SHOW_TRACEBACK):
+        print_stderr(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
+    return OWN_FAULT
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
@@ -211,7 +212,7 @@ def run(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO
     smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
     alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
     options. Each backend runs in its own processes, so a crash costs one case. The run file holds every record;
-    `attncheck report` shows it.
+    `attncheck report` shows it. Lists are separated by commas, or their option is repeated.
     """
     return _run(context, given, color)
 

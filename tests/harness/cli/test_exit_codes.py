@@ -251,7 +251,12 @@ def test_our_own_fault_is_exit_code_3_and_its_message_states_how_to_see_more(
     def fall() -> int:
         raise ZeroDivisionError("of ours")
 
-    assert cli.exit_code(fall) == 3
+    def exit_code() -> int:
+        with pytest.raises(typer.Exit) as left:
+            cli.with_exit_code(fall)()
+        return left.value.exit_code
+
+    assert exit_code() == 3
     err = capsys.readouterr().err
     assert err == snapshot("""\
 attncheck itself failed: ZeroDivisionError: of ours
@@ -260,7 +265,7 @@ set ATTNCHECK_TRACEBACK=1 to see where; please report it with that output
     assert "ATTNCHECK_TRACEBACK=1" in err
     assert "Traceback" not in err
     monkeypatch.setenv("ATTNCHECK_TRACEBACK", "1")
-    assert cli.exit_code(fall) == 3
+    assert exit_code() == 3
     assert "in fall" in capsys.readouterr().err
 
 

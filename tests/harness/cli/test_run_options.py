@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.cases.loader import suite_names
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.common import STEP_SUMMARY
@@ -101,6 +102,31 @@ def test_the_slowest_checks_are_listed(here: Attncheck, capsys: pytest.CaptureFi
     assert seconds == sorted(seconds, reverse=True)
     assert all(re.fullmatch(r" +[\d.]+ s  reference  small/\w+  (numerics|lse)", row) for row in rows)
     assert len(re.findall(r"^passed  reference  small/", printed.err, re.MULTILINE)) == 3
+
+
+def test_a_dry_run_examines_nothing(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("reference", "--check", "numerics") == 0
+    kept = list((folder / "results").iterdir())
+    capsys.readouterr()
+    assert here("reference", "torch_sdpa", "--check", "numerics,timing", "--dry-run", "--dump", "tensors") == 0
+    *lines, estimate = capsys.readouterr().out.splitlines()[-4:]
+    assert lines == [
+        "reference: numerics 2 cases, timing 2 cases",
+        "torch_sdpa: numerics 2 cases, timing 2 cases",
+        "cases: small/decode, small/prefill",
+    ]
+    assert re.fullmatch(
+        r"time: about \d+ s, an estimate from 2 of 8 checks in kept runs; without starts of processes, and timing",
+        estimate,
+    )
+    assert list((folder / "results").iterdir()) == kept
+    assert not (folder / "tensors").exists()
+
+
+def test_every_suite_is_selected_by_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "cases", "--suite", "all", "--case", "decode.float16"]) == 0
+    suites = {line.partition("/")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"smoke", "sinks"} <= suites <= set(suite_names())
 
 
 def test_colours_are_a_choice(
