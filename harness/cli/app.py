@@ -188,14 +188,10 @@ def merge(
     """
     from attncheck.reports.analysis.phrases import plural
     from attncheck.reports.run_file.merging import merge_runs
-    from attncheck.reports.run_file.store import RunWriter, read_run
+    from attncheck.reports.run_file.store import read_run, write_run
 
     merged = merge_runs([read_run(path) for path in runs])
-    with RunWriter(output, merged.header) as writer:
-        for record in merged.records:
-            writer.add(record)
-        for error in merged.errors:
-            writer.fail(error)
+    write_run(output, merged.header, merged.records, merged.errors)
     typer.echo(f"{plural(len(merged.records), 'record')} of {plural(len(runs), 'run')}, run file: {output}")
     return 0
 

@@ -20,6 +20,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.cli.common import terminal_width
 from attncheck.harness.cli.options import Given, read_options, with_options
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
+from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
     from attncheck.harness.device import Accelerator
@@ -150,8 +151,6 @@ def _gpu(device: "Accelerator") -> str:
 
 
 def _cache(cache: "KernelCache") -> str:
-    from attncheck.reports.analysis.phrases import plural
-
     found = cache.contents()
     size = f"{found.size / 2**20:.1f} MiB, {plural(found.files, 'file')}, {plural(found.kernels, 'kernel')}"
     return f"{cache.folder}: {size if found.files else 'empty'}"
@@ -159,7 +158,6 @@ def _cache(cache: "KernelCache") -> str:
 
 def _truths() -> str:
     from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder, truths_folder
-    from attncheck.reports.analysis.phrases import plural
 
     path = truths_folder()
     if path is None:
@@ -254,7 +252,6 @@ def warm(_context: typer.Context, given: Given) -> int:
 def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
     from attncheck.harness.host import kernel_caches
     from attncheck.harness.workers.pool import Warmers, most_processes, questions_to_warm
-    from attncheck.reports.analysis.phrases import plural
 
     caches = kernel_caches()
     before = [cache.contents().kernels for cache in caches]

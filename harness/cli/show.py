@@ -19,6 +19,7 @@ import typer
 from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
 from attncheck.harness.cli import options as arguments
+from attncheck.harness.cli.common import terminal_width
 from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
 
@@ -125,8 +126,6 @@ def show(
     Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
     the others are listed.
     """
-    from attncheck.harness.cli.common import terminal_width
-
     found = _find(case, suite or [], settings or [])
     if as_yaml:
         from attncheck.cases.yaml_text import case_yaml
@@ -219,8 +218,6 @@ def _requests(case: "Case") -> list[str]:
 
 def _masks(case: "Case", width: int) -> list[str]:
     """Return a picture of the mask for up to :data:`SHOWN_MASKS` distinct requests, largest first."""
-    from attncheck.reports.analysis.phrases import plural
-
     path = case.batch.path
     if path.name in ("merge", "causal_conv1d"):
         return []
@@ -301,8 +298,6 @@ def list_names(
 def _print(rows: list[list[str]]) -> None:
     from tabulate import tabulate
 
-    from attncheck.harness.cli.common import terminal_width
-
     lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
     folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
     typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
@@ -321,7 +316,6 @@ def _backends() -> None:
 def _suites(names: list[str]) -> None:
     from attncheck.cases.loader import load_suite, suite_names
     from attncheck.harness.run.options import split_commas
-    from attncheck.reports.analysis.phrases import plural
 
     suites = [load_suite(name) for name in split_commas(names) or suite_names()]
     _print([[suite.name, plural(len(suite), "case"), suite.description] for suite in suites])

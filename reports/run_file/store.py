@@ -258,6 +258,19 @@ class RunWriter:
         )
 
 
+def write_run(path: Path, header: RunHeader, records: Iterable[Record], errors: Iterable[str]) -> None:
+    """Write a whole run file.
+
+    Raises:
+        RunFileError, QuestionError, WriteError: as :class:`RunWriter`.
+    """
+    with RunWriter(path, header) as writer:
+        for record in records:
+            writer.add(record)
+        for error in errors:
+            writer.fail(error)
+
+
 @dataclass(frozen=True)
 class Run:
     """One run file as read. ``footer``: None if the run was cut off; ``cut_line``: it was cut off within a line."""
