@@ -44,7 +44,7 @@ from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file import store
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
-from attncheck.reports.run_file.store import RunWriter, count_outcomes, now, read_run
+from attncheck.reports.run_file.store import count_outcomes, now, read_run, write_run
 from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal.columns import Style
 
@@ -115,11 +115,7 @@ class Examination:
         Raises:
             RunFileError: the file exists already, or cannot be written.
         """
-        with RunWriter(Path(path), self.header) as writer:
-            for record in self.records:
-                writer.add(record)
-            for error in self.footer.errors:
-                writer.fail(error)
+        write_run(Path(path), self.header, self.records, self.footer.errors)
 
     def render(self, report_format: str) -> str:
         """Return the report that ``attncheck report --format`` writes: ``markdown``, ``html``, ``junit``, ...

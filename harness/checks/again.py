@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -27,8 +27,6 @@ _KEPT = "something is kept from an earlier step, of other requests"
 
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
 
-_CALLS_DIFFER = "state is kept between calls, or the backend is not deterministic"
-
 
 def failure_of(play: Callable[[], Broken | None]) -> Broken | StageError | None:
     """Return what is wrong with the steps that ``play`` runs, or what they raise; None if they are right."""
@@ -36,6 +34,42 @@ def failure_of(play: Callable[[], Broken | None]) -> Broken | StageError | None:
         return play()
     except StageError as failure:
         return failure
+
+
+def least_failing(
+    parts: Sequence[T], play: Callable[[Sequence[T]], Broken | None]
+) -> tuple[Broken | StageError, Sequence[T]] | None:
+    """Return what is wrong if ``parts`` are played, and the smallest set of them with which something is wrong.
+
+    Return None if nothing is wrong. The set is empty if steps are wrong without any part. ``play`` returns what is
+    wrong with some of the parts, or raises StageError. Parts are left out in turn, the first one first.
+    """
+    wrong = failure_of(partial(play, parts))
+    if wrong is None:
+        return None
+    if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:
+        return wrong, tuple(parts)  # a further step could hide this one
+    unchanged = failure_of(partial(play, ()))
+    if unchanged is not None:
+        return unchanged, ()
+    needed = tuple(parts)
+    for part in parts:
+        fewer = tuple(each for each in needed if each is not part)
+        still = failure_of(partial(play, fewer)) if fewer else None
+        if still is not None:
+            wrong, needed = still, fewer
+    return wrong, needed
+
+
+def later_fault(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
+    """Return the finding of a later step that is ``wrong``, or raise StageError with the step in its stage.
+
+    ``how``: the step in words, such as "when it is repeated".
+    """
+    if isinstance(wrong, StageError):
+        with stage_named(f"of the step {how}"):
+            raise wrong
+    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
 
 
 @dataclass(frozen=True)
@@ -71,26 +105,17 @@ class Variation(Generic[T]):
 
         Raise StageError if the step raises.
         """
-        wrong = self._wrong_with(self.changes)
-        if wrong is None:
+        found = least_failing(self.changes, lambda changes: self.judge(self._with(changes)))
+        if found is None:
             return None
-        if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:  # a further step could hide this one
-            return _finding(wrong, f"with {self.what}", "")
-        unchanged = self._wrong_with(())
-        if unchanged is not None:
-            return _finding(unchanged, "when it is repeated unchanged", _STATE)
-        needed = self.changes
-        for change in self.changes:
-            fewer = tuple(each for each in needed if each is not change)
-            still = self._wrong_with(fewer) if fewer else None
-            if still is not None:
-                wrong, needed = still, fewer
+        wrong, needed = found
+        if not needed:
+            return later_fault(wrong, "when it is repeated unchanged", _STATE)
+        if isinstance(wrong, StageError):
+            return later_fault(wrong, f"with {_listed(needed)}", "")
         is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
         meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
-        return _finding(wrong, f"with {_listed(needed)}", meaning)
-
-    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | StageError | None:
-        return failure_of(partial(self.judge, self._with(changes)))
+        return later_fault(wrong, f"with {_listed(needed)}", meaning)
 
     def _with(self, changes: Sequence[Change[T]]) -> T:
         put = self.plain
@@ -103,17 +128,12 @@ def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
 
-def _finding(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
-    if isinstance(wrong, StageError):
-        with stage_named(f"of the step {how}"):
-            raise wrong
-    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
-
-
 # Runs with something that must not matter, such as poison, beside clean runs of the same input.
 
 Seen = TypeVar("Seen")
 Fill = TypeVar("Fill")
+
+_CALLS_DIFFER = "state is kept between calls, or the backend is not deterministic"
 
 _ROOM = 4.0
 """Tolerance where clean runs are wrong by amounts that vary, as a multiple of their largest error."""
@@ -140,7 +160,7 @@ class Repeats(Generic[Seen, Fill]):
     ) -> None:
         self._first, self._run, self._moved, self._shares, self._in_words = first, run, moved, shares, in_words
         self.bitwise = bitwise
-        self._worst_again = 0.0
+        self._worst = _largest(shares(first))
         self._is_second, self._is_settled = True, False
 
     @property
@@ -178,21 +198,10 @@ class Repeats(Generic[Seen, Fill]):
                 self._refuse_contradiction(filled)
         return rows
 
-    @cached_property
-    def _worst_first(self) -> float:
-        return _largest(self._shares(self._first))
-
-    @property
-    def _worst(self) -> float:
-        """The largest error of the clean runs so far, in budgets."""
-        return max(self._worst_first, self._worst_again)
-
     @property
     def _limit(self) -> float:
-        """The error allowed if runs are not compared bit for bit, in budgets.
-
-        It exceeds 1 only if clean runs are wrong, so that errors with other causes are not attributed to a fill.
-        """
+        """The error allowed if runs are not compared bit for bit, in budgets."""
+        # It exceeds 1 only if clean runs are wrong, so that errors with other causes are not attributed to a fill.
         return 1.0 if self._worst <= 1 else _ROOM * self._worst
 
     def _differing(self, seen: Seen) -> Tensor:
@@ -205,7 +214,7 @@ class Repeats(Generic[Seen, Fill]):
         self._refuse_contradiction(again)
         if bool(self._moved(self._first, again).any()):
             self.bitwise = False
-            self._worst_again = max(self._worst_again, _largest(self._shares(again)))
+            self._worst = max(self._worst, _largest(self._shares(again)))
 
     def _refuse_contradiction(self, again: Seen) -> None:
         """Raise FindingError if exactly one of the first run and ``again`` is right."""
@@ -215,9 +224,8 @@ class Repeats(Generic[Seen, Fill]):
             summary = f"a second, identical call is wrong: {self._in_words(shares)}"
             raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
         if is_right and self._worst > 1:
-            raise FindingError(
-                Broken("the first call is wrong, a second, identical one is right", meaning=_CALLS_DIFFER)
-            )
+            summary = "the first call is wrong, a second, identical one is right"
+            raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
 
 
 def _largest(shares: Tensor) -> float:
@@ -225,6 +233,26 @@ def _largest(shares: Tensor) -> float:
 
 
 # Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first.
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Rows of a later step beside those of the first: each has the same bits, is within the budget, or is wrong.
+
+    ``rows``: int64 ``[t]``, the problem's row of each. ``shares``, ``lse_shares``: errors in budgets, ``[t, H]``.
+    """
+
+    rows: Tensor
+    first: Observation
+    seen: Observation
+    shares: Tensor
+    lse_shares: Tensor | None
+
+    @property
+    def moved(self) -> Tensor:
+        """Bool ``[t]``: the rows whose output differs in any bit."""
+        was = self.first.output[self.rows.to(self.first.output.device)]
+        return differing_rows(was, self.seen.output[: len(self.rows)])
 
 
 @dataclass(frozen=True)
@@ -245,17 +273,24 @@ class RightRows:
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
+    def compare(self, seen: Observation, how: Arrangement | None = None) -> ComparedRows:
+        """Return the rows of a later step beside those of the first. ``how``: as for :meth:`wrong_in`."""
+        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
+        return ComparedRows(rows, self.first, seen, *_shares(self.problem, self.truth, seen, self.conventions, rows))
+
     def wrong_in(self, seen: Observation, how: Arrangement | None = None) -> Broken | None:
         """Return what is wrong with a later step, or None if these rows are right in it too.
 
         ``how``: how the step's batch is arranged from the problem's requests; None for the problem's own batch.
         """
-        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
-        output, lse = _shares(self.problem, self.truth, seen, self.conventions, rows)
-        for shares, is_right, name in ((output, self.is_right, ""), (lse, self.lse_is_right, "LSE: ")):
+        compared = self.compare(seen, how)
+        for shares, is_right, name in (
+            (compared.shares, self.is_right, ""),
+            (compared.lse_shares, self.lse_is_right, "LSE: "),
+        ):
             if shares is None:
                 continue
-            index = rows.to(shares.device)[:, None].expand_as(shares)
+            index = compared.rows.to(shares.device)[:, None].expand_as(shares)
             judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
             judged = judged.masked_fill(~is_right, 0.0)
             if bool((judged > 1).any()):
@@ -264,21 +299,20 @@ class RightRows:
         if how is None and self._cache_differs(seen):
             return Broken("the cache holds other bytes than after the first step")
         exact = self.conventions.batch_invariant and self.conventions.deterministic
-        return self._differing(seen, rows) if exact else None
+        return self._other_bits(compared) if exact else None
 
     def _cache_differs(self, seen: Observation) -> bool:
         was, now = self.first.pool_after, seen.pool_after
         return was is not None and now is not None and not same_bytes(was, now)
 
-    def _differing(self, seen: Observation, rows: Tensor) -> Broken | None:
+    def _other_bits(self, compared: ComparedRows) -> Broken | None:
         """Return the rows that differ in any bit, as a failure of a backend that declares ``batch_invariant``."""
-        was, now = self.first.output[rows.to(seen.output.device)], seen.output[: len(rows)]
-        wrong = rows[differing_rows(was, now).nonzero().flatten().cpu()]
+        wrong = compared.rows[compared.moved.cpu()]
         if not len(wrong):
             return None
         first = int(wrong[0])
         return Broken(
-            f"{len(wrong)} of {len(rows)} rows have other bits, the first is row {first} "
+            f"{len(wrong)} of {len(compared.rows)} rows have other bits, the first is row {first} "
             f"({self.problem.row_name(first)}); the backend declares batch_invariant",
             {"rows_wrong": len(wrong)},
         )

@@ -15,7 +15,7 @@ from attncheck.reference.spec import BACKEND_CHECKS
 
 _PLACES = {
     "cudagraph": "cudagraph.check",
-    "determinism": "numerics",
+    "determinism": "invariance",
     "features": "refusals",
     "lse": "numerics",
     "timing": "timing.check",

@@ -1,7 +1,7 @@
 """Invariance under earlier steps: other batches, other layers, and a decode loop before the case."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,9 +13,9 @@ from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.harness.checks.again import RightRows, failure_of
+from attncheck.harness.checks.again import RightRows, failure_of, least_failing
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons, stage_named
+from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout
 from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
@@ -223,7 +223,8 @@ def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBesi
     problem, case = rows.problem, rows.problem.case
     if not case.layer.has_cache or shares_cache(case) or case.layer.attn_type != AttentionType.DECODER:
         return None
-    if case.layer.mla is not None or not _supports(backend, replace(case, layer=replace(case.layer, kv_sharing=True))):
+    sharing = replace(case, layer=replace(case.layer, kv_sharing=True))
+    if case.layer.mla is not None or unsupported_reasons(backend, sharing):
         return None
     negated = replace(problem, keys=-problem.keys, values=-problem.values)
     return LayerBeside(OtherLayer(negated, "a layer that shares its cache", shares_cache=True), rows, comes_after=True)
@@ -239,10 +240,10 @@ def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> La
     other = replace(layer, scale=(layer.softmax_scale or 1.0) / 2)
     if layer.mla is None and layer.attn_type == AttentionType.DECODER:
         window = replace(other, sliding_window=None if layer.sliding_window else _WINDOW)
-        other = window if _supports(backend, replace(problem.case, layer=window)) else other
+        other = other if unsupported_reasons(backend, replace(problem.case, layer=window)) else window
         cap = replace(other, logits_soft_cap=None if layer.logits_soft_cap else 2.0)
-        other = cap if _supports(backend, replace(problem.case, layer=cap)) else other
-    if not _supports(backend, replace(problem.case, layer=other)):
+        other = other if unsupported_reasons(backend, replace(problem.case, layer=cap)) else cap
+    if unsupported_reasons(backend, replace(problem.case, layer=other)):
         return None
     return LayerBeside(_layer(problem, other), None)
 
@@ -257,7 +258,7 @@ def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) ->
         return None
     for head_size in (layer.head_size // 2, layer.head_size * 2):
         other = replace(layer, head_size=head_size)
-        if head_size % 8 == 0 and _supports(backend, replace(case, layer=other)):
+        if head_size % 8 == 0 and not unsupported_reasons(backend, replace(case, layer=other)):
             return LayerBeside(_layer(problem, other), None)
     return None
 
@@ -269,7 +270,7 @@ def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
     """
     problem, made = rows.problem, []
     for spec in problem.case.layers:
-        if not _supports(session.backend, replace(problem.case, layer=spec)):
+        if unsupported_reasons(session.backend, replace(problem.case, layer=spec)):
             continue
         beside = _layer(problem, replace(spec, kv_sharing=problem.layer.kv_sharing))
         alone = Session(session.backend, beside.problem, session.device)
@@ -295,10 +296,6 @@ def _layer(problem: Problem, layer: LayerSpec) -> OtherLayer:
         drawn = build_problem(replace(case, id=f"{case.id}.group"), problem.seed)
         return OtherLayer(drawn, f"{role} in another group", has_own_group=True)
     return OtherLayer(replace(mirrored(problem), case=case), role)
-
-
-def _supports(backend: type[AttentionBackend], case: Case) -> bool:
-    return not declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
 # A decode loop: a case's requests start some steps earlier and gain rows, keys and pages in each step.
@@ -334,7 +331,7 @@ def check_decode_loop(rows: RightRows, session: Session) -> Broken | None:
     Raise StageError if a step raises.
     """
     steps = loop_steps(rows.problem)
-    if len(steps) < 2 or not all(_is_declared(session.backend, step.problem) for step in steps):
+    if len(steps) < 2 or any(unsupported_reasons(session.backend, step.problem.case) for step in steps):
         return None
     first, *later = (step.problem for step in steps)
     with stage_named("of a decode loop"):
@@ -429,11 +426,6 @@ def _judged(rows: RightRows, step: LoopStep) -> RightRows:
     )
 
 
-def _is_declared(backend: type[AttentionBackend], problem: Problem) -> bool:
-    case = problem.case
-    return not declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
-
-
 def _as_finding(wrong: Broken, steps: tuple[LoopStep, ...], number: int) -> Broken:
     played = [f"step {n} of the loop: {step.in_words}" for n, step in enumerate(steps[: number + 1], start=1)]
     return replace(
@@ -479,12 +471,18 @@ class History:
         return ", ".join(parts) or "when the step is repeated"
 
     def parts(self) -> Iterator["History"]:
-        """Yield parts of the history, smallest first: none, then each element alone."""
-        yield History()
+        """Yield each element alone."""
         yield from (History(before=(batch,)) for batch in self.before)
         yield from (History(layers=(beside,)) for beside in self.layers)
         if self.flight is not None:
             yield History(flight=self.flight)
+
+    @classmethod
+    def joined(cls, parts: Sequence["History"]) -> "History":
+        """Return the history of all elements of ``parts``."""
+        before = tuple(batch for part in parts for batch in part.before)
+        layers = tuple(beside for part in parts for beside in part.layers)
+        return cls(before, layers, next((part.flight for part in parts if part.flight is not None), None))
 
 
 @dataclass(frozen=True)
@@ -513,7 +511,7 @@ def history_of(rows: RightRows, session: Session) -> History:
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     named = case.after or case.layers
     batches = named_batches(case) if named else earlier_batches(case)
-    before = tuple(batch for batch in batches if _is_batch_declared(session, batch))
+    before = tuple(batch for batch in batches if not unsupported_reasons(backend, batch.case))
     if named:
         return History(before, named_layers(rows, session))
     kind = _chosen(case, among=6)
@@ -522,7 +520,7 @@ def history_of(rows: RightRows, session: Session) -> History:
     mirror, before = mirror_layer(rows), before[:1]
     if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
         flight = (half, alike)[_chosen(case, among=2)](case)
-        if _is_batch_declared(session, flight):
+        if not unsupported_reasons(backend, flight.case):
             return History(before, (mirror,), flight=flight)
     group = layer_of_another_group(problem, backend) if kind == 3 else None
     others = (mirror, sharing_layer(rows, backend), group or other_kind_of_layer(problem, backend))
@@ -534,21 +532,21 @@ def _chosen(case: Case, among: int) -> int:
     return int(hashlib.sha256(f"{case.hash} {among}".encode()).hexdigest(), 16) % among
 
 
-def _is_batch_declared(session: Session, batch: EarlierBatch) -> bool:
-    case = batch.case
-    return not declared_reasons(partial(session.backend.unsupported_reasons, case.layer, case.cache, case.batch))
-
-
 def check_step(rows: RightRows, session: Session, history: History) -> Broken | None:
-    """Return what is wrong with the case's step under ``history``, naming the first part that suffices for it.
+    """Return what is wrong with the case's step under ``history``, naming the part that suffices for it.
 
     Raise StageError if a step raises.
     """
-    wrong = failure_of(partial(_played, rows, session, history))
-    if wrong is None:
+
+    def play(backwards: Sequence[History]) -> Broken | None:
+        return _played(rows, session, History.joined(backwards[::-1]))
+
+    # The last part is left out first, so that the first of several that suffice is named.
+    found = least_failing(tuple(history.parts())[::-1], play)
+    if found is None:
         return None
-    parts = (less for less in history.parts() if failure_of(partial(_played, rows, session, less)) is not None)
-    least = next(parts, history)
+    wrong, needed = found
+    least = History.joined(needed[::-1])
     changes: list[str] = []
     wrong = failure_of(partial(_played, rows, session, least, changes)) or wrong
     if isinstance(wrong, StageError):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, assert_never, get_args
 
 import torch
@@ -13,6 +12,7 @@ from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
 from attncheck.cases.outline import shape_of
 from attncheck.errors import BackendUnavailableError, BlindCaseError, QuestionError, SpecError
+from attncheck.harness.checks.again import RightRows, later_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.checks.numerics import (
@@ -23,7 +23,12 @@ from attncheck.harness.checks.numerics import (
     summarize,
     wrong_figures,
 )
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons, stage_named
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    stage_named,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
@@ -87,7 +92,7 @@ def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -
     Yield nothing if the backend does not declare the small batch itself. Raise StageError if a declaration raises.
     """
     base = _with_fields(case, {}, {})
-    if _reasons(backend, base):
+    if unsupported_reasons(backend, base):
         return
     for layer, cache in (*_layers(base.layer), *_caches(base.layer, base.cache)):
         try:
@@ -95,15 +100,10 @@ def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -
             check_meaning(changed.layer, changed.cache, changed.batch)
         except SpecError:  # the layer cannot have this form
             continue
-        specs = changed.layer, changed.cache, changed.batch
-        reasons = _reasons(backend, changed)
-        if reasons and not declared_reasons(partial(backend.unavailable_case_reasons, device, *specs)):
+        reasons = unsupported_reasons(backend, changed)
+        if reasons and not unavailable_case_reasons(backend, changed, device):
             words = ", ".join(f"{name} {value}" for name, value in {**layer, **cache}.items() if value is not None)
             yield UndeclaredForm(words, changed, reasons)
-
-
-def _reasons(backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
-    return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
 def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
@@ -287,7 +287,7 @@ def _is_first_plain(case: CheckedCase) -> bool:
     selected = case.shared.get(SelectedCases, SelectedCases).cases_with(case.loaded.ref, "refusals") or (own,)
 
     def is_declared(each: Case) -> bool:
-        return not declared_reasons(partial(backend.unsupported_reasons, each.layer, each.cache, each.batch))
+        return not unsupported_reasons(backend, each)
 
     return is_plain(own) and next((each for each in selected if is_plain(each) and is_declared(each)), None) == own
 
@@ -396,26 +396,28 @@ def check_features(case: CheckedCase) -> Finding:
         return NotExamined(
             (f"{scores} scores: truths of other layers are computed of {_MOST_SCORES} at most",), "attncheck"
         )
-    right = (output_shares(case.truth, first) <= 1).all(dim=1)
+    rows = RightRows.of(problem, case.truth, first, case.backend.conventions)
+    is_right = bool(rows.is_right.all())
     done: list[str] = []
     for others in other_layers(problem.layer, int(problem.case.hash, 16)):
         possible = ((other, changed) for other in others if (changed := _changed_problem(case, other)) is not None)
         other, changed = next(possible, (None, None))
         if other is None or changed is None:
             continue
-        wrong = _judge(case, other, *changed, first if bool(right.all()) else None)
+        wrong = _judge(case, other, *changed, first if is_right else None)
         if wrong is not None:
             return wrong
         done.append(other.what)
         with stage_named(f"after a layer {other.what}"):
             again = session.run(images=False)
-        count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
-        if count:
-            what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows are wrong"
-            return Broken(what, {"rows_wrong": count}, _KEPT)
+        wrong = rows.wrong_in(again)
+        if wrong is not None:
+            return later_fault(wrong, f"after a layer {other.what} was run", _KEPT)
     if not done:
         return NotExamined(("the backend declares no layer that differs in one thing",))
-    return Holds({"rows": len(right), "layers": len(done)}, tuple(f"a layer {what} in between" for what in done))
+    return Holds(
+        {"rows": len(case.truth.out), "layers": len(done)}, tuple(f"a layer {what} in between" for what in done)
+    )
 
 
 def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
@@ -430,17 +432,16 @@ def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
 def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
     """Return the problem of another layer and its truth, or None if it is invalid, undeclared or cannot be judged."""
     problem = case.problem
-    given = other.layer, problem.cache, problem.case.batch
+    changed_case = replace(problem.case, layer=other.layer)
     try:
-        check_meaning(*given)
+        check_meaning(changed_case.layer, changed_case.cache, changed_case.batch)
     except SpecError:
         return None
     if problem.case.batch.block_table.null_pages and _may_see_more(other.layer, problem.layer):
         return None
-    if declared_reasons(partial(case.backend.unsupported_reasons, *given)):
+    if unsupported_reasons(case.backend, changed_case):
         return None
     query = problem.query[:, list(other.heads)] if other.heads else problem.query
-    changed_case = replace(problem.case, layer=other.layer)
     changed = replace(problem, case=changed_case, query=query, layout=layout_of_layer(problem.layout, changed_case))
     try:
         return changed, truth_of(changed, case.device, refuse_blindness=False)

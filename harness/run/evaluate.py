@@ -191,13 +191,6 @@ class Examiner:
                             if is_over:
                                 break
 
-    def examine(self, case: Case, backend: Backend, checks: tuple[str, ...] | None = None) -> list[Record]:
-        """Return the records of one pair of case and backend; empty if the case itself is at fault (see ``blind``).
-
-        ``checks``: the checks to run. If it is None, all checks of the plan run.
-        """
-        return list(self.records(case, backend, checks=checks))
-
     def records(
         self,
         case: Case,

@@ -38,7 +38,12 @@ from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.driver.construction import builder_arguments
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    call_backend,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import TruthCache
@@ -410,11 +415,10 @@ class BackendLevels:
         return groups
 
     def _is_served(self, case: Case) -> bool:
-        specs, on = (case.layer, case.cache, case.batch), str(self._device)
         try:
             return not (
-                declared_reasons(partial(self._backend.unsupported_reasons, *specs))
-                or declared_reasons(partial(self._backend.unavailable_case_reasons, on, *specs))
+                unsupported_reasons(self._backend, case)
+                or unavailable_case_reasons(self._backend, case, str(self._device))
             )
         except StageError:
             return False

@@ -32,7 +32,7 @@ from attncheck.harness.checks.cudagraph.recorder import (
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.construction import max_model_len
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.driver.foreign_code import StageError, call_backend, unsupported_reasons
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.driver.session import BackendLayer, Fill, OutputBuffers, Session, Turn
@@ -905,7 +905,11 @@ def play_probe(
     refused = refused_batches(backend, probe, questions)
     if refused is not None:
         return PlayedProbe(refused)
-    turns = [turn for turn in probe.turns if turn.bucket is not None or not _declined(backend, probe, turn, questions)]
+
+    def is_played(turn: ProbeStep) -> bool:
+        return turn.bucket is not None or not unsupported_reasons(backend, questions.case(probe, turn))
+
+    turns = list(filter(is_played, probe.turns))
     problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
     make = partial(GraphSession, backend, probe, problems, device, recorder)
     session = make(is_pool_finite=is_pool_finite)
@@ -967,17 +971,10 @@ def _fault_unwatched(session: GraphSession, buckets: tuple[Bucket, ...]) -> Prob
 def refused_batches(backend: type[AttentionBackend], probe: Probe, questions: ProbeProblems) -> ProbeFault | None:
     """Return a fault if the backend declares that it refuses batches of the probe's graphs, else None."""
     for turn in probe.turns:
-        reasons = [] if turn.bucket is None else _declined(backend, probe, turn, questions)
+        reasons = () if turn.bucket is None else unsupported_reasons(backend, questions.case(probe, turn))
         if reasons:
             return ProbeFault(f"the backend declares that it does not serve such batches: {'; '.join(reasons)}")
     return None
-
-
-def _declined(
-    backend: type[AttentionBackend], probe: Probe, turn: ProbeStep, questions: ProbeProblems
-) -> tuple[str, ...]:
-    case = questions.case(probe, turn)
-    return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
 def _take(

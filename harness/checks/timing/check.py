@@ -46,7 +46,7 @@ from attncheck.harness.checks.timing.contents import (
 )
 from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
 from attncheck.harness.device import accelerator_of
-from attncheck.harness.driver.foreign_code import call_backend, declared_reasons, stage_named
+from attncheck.harness.driver.foreign_code import call_backend, stage_named, unsupported_reasons
 from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -532,8 +532,7 @@ class TimingMeasurement:
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
-        case = problem.case
-        if declared_reasons(lambda: self._backend.unsupported_reasons(case.layer, case.cache, case.batch)):
+        if unsupported_reasons(self._backend, problem.case):
             return None
         try:
             return FreshContents(problem, None, self._conditions.device, at_least=at_least)

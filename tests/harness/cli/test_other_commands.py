@@ -23,7 +23,7 @@ Attncheck = Callable[..., int]
 
 
 def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.schema() == 0
+    assert cli.main(["list", "schema"]) == 0
     assert "cases" in json.loads(capsys.readouterr().out)["properties"]
 
 
