@@ -27,7 +27,7 @@ from attncheck.harness.checks.cudagraph.recorder import (
     Recording,
     Released,
     UnseenError,
-    UnwatchedRecorder,
+    record_unwatched,
 )
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
@@ -917,7 +917,7 @@ def play_probe(
     for bucket in probe.buckets:
         capture = _captured(session, bucket, turns[0], problems[0])
         if isinstance(capture, UnmeasuredProbe):
-            unwatched = GraphSession(backend, probe, problems, device, UnwatchedRecorder())
+            unwatched = GraphSession(backend, probe, problems, device, Recorder("emulated", record_unwatched))
             return PlayedProbe(_fault_unwatched(unwatched, probe.buckets[: len(captures) + 1]) or capture)
         if not isinstance(capture, CapturedBucket):
             return PlayedProbe(capture)
