@@ -262,12 +262,10 @@ def pages_needed(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> int:
     """Return the number of pages the batch owns, shared pages counted once; 0 without a cache."""
     if not layer.has_cache:
         return 0
-    cross = layer.attn_type == AttentionType.ENCODER_DECODER
     pages = 0
     sharers = [r for r in batch.requests if r.shared_prefix]
     for request in batch.requests:
-        length = (request.encoder_len or 0) if cross else request.total_len
-        pages += request.count * -(-length // cache.block_size)
+        pages += request.count * -(-request.num_keys(layer) // cache.block_size)
     if sharers:
         shared = min(r.shared_prefix for r in sharers) // cache.block_size
         pages -= shared * (sum(r.count for r in sharers) - 1)

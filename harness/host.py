@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attncheck
-from attncheck.reports.run_file.header import Environment
+
+if TYPE_CHECKING:
+    from attncheck.reports.run_file.header import Environment
 
 # Memory and processors that the control groups of this process, such as a container's, allow. Imports no torch.
 #
@@ -218,13 +221,15 @@ def _user_name() -> str:
 # Collects the environment of a run: versions, machine and numerical policy. Loads no torch when imported.
 
 
-def collect_environment(device: str) -> Environment:
+def collect_environment(device: str) -> "Environment":
     """Return the environment of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...).
 
     The TF32 and determinism policies are read, not set. Set them before calling this.
     """
     import numpy as np
     import torch
+
+    from attncheck.reports.run_file.header import Environment
 
     cpu = _cpu_name()
     on_cuda = _is_cuda(device)

@@ -11,7 +11,7 @@ properties resolve defaults that need arithmetic (scale, slopes, sinks, window p
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
@@ -653,6 +653,16 @@ class RequestSpec:
         """Number of tokens in the cache before this step; negative if there are more rows than keys."""
         return self.total_len - self.query_len
 
+    def num_keys(self, layer: LayerSpec) -> int:
+        """Return how many keys the rows attend to: those of the encoder in cross attention, else ``seq_len``."""
+        is_cross = layer.attn_type == AttentionType.ENCODER_DECODER
+        return (self.encoder_len or 0) if is_cross else self.total_len
+
+    def num_rows(self, path: PathSpec) -> int:
+        """Return how many rows are computed: the last ones in a fast prefill, else all new tokens."""
+        options = path.options
+        return min(options.rows, self.query_len) if isinstance(options, FastPrefillOptions) else self.query_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingSpec:
@@ -806,3 +816,8 @@ class CacheSpec:
                 value=self.first_block,
                 allowed="raise num_blocks or lower first_block",
             )
+
+    @property
+    def unplaced(self) -> "CacheSpec":
+        """The cache without the size of the pool, and without the place of the batch in it."""
+        return replace(self, num_blocks=None, first_block=None)

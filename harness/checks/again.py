@@ -17,7 +17,7 @@ from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
 from attncheck.harness.problem.storage import output_error
 from attncheck.harness.truth.truth import Truth
-from attncheck.harness.truth.unpaged import Budget, share_of_budget
+from attncheck.harness.truth.unpaged import share_of_budget
 
 # Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong.
 
@@ -47,6 +47,8 @@ def least_failing(
     wrong = failure_of(partial(play, parts))
     if wrong is None:
         return None
+    if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:  # a further step could hide this one
+        return wrong, parts
     unchanged = failure_of(partial(play, ()))
     if unchanged is not None:
         return unchanged, ()
@@ -59,14 +61,8 @@ def least_failing(
     return wrong, needed
 
 
-def later_fault(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
-    """Return the finding of a later step that is ``wrong``, or raise StageError with the step in its stage.
-
-    ``how``: the step in words, such as "when it is repeated".
-    """
-    if isinstance(wrong, StageError):
-        with stage_named(f"of the step {how}"):
-            raise wrong
+def later_fault(wrong: Broken, how: str, meaning: str) -> Broken:
+    """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated"."""
     return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
 
 
@@ -107,11 +103,15 @@ class Variation(Generic[T]):
         if found is None:
             return None
         wrong, needed = found
+        how = f"with {_listed(needed)}" if needed else "when it is repeated unchanged"
+        if isinstance(wrong, StageError):
+            with stage_named(f"of the step {how}"):
+                raise wrong
         if not needed:
-            return later_fault(wrong, "when it is repeated unchanged", _STATE)
+            return later_fault(wrong, how, _STATE)
         is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
         meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
-        return later_fault(wrong, f"with {_listed(needed)}", meaning)
+        return later_fault(wrong, how, meaning)
 
     def _with(self, changes: Sequence[Change[T]]) -> T:
         put = self.plain
@@ -322,7 +322,7 @@ def _shares(
     ``rows``: the problem's row for each row of ``seen``.
     """
     index = rows.to(truth.out.device)
-    budget = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    budget = truth.budget.of_rows(index)
     output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
     output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
     lse = comparable_lse(problem, seen, conventions)

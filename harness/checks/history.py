@@ -13,14 +13,13 @@ from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.harness.checks.again import RightRows, failure_of, least_failing
+from attncheck.harness.checks.again import RightRows, least_failing
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout
 from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
-from attncheck.harness.truth.unpaged import Budget
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
 
 # Batches that a model runner may have passed to an impl and a builder before a case's own.
@@ -176,7 +175,7 @@ def _of_lengths(
 
 def _with(case: Case, name: str, batch: BatchSpec) -> Case:
     path = implied_path(case.layer) if batch.path.name in _CUT_BATCHES else batch.path
-    cache = replace(case.cache, num_blocks=None, first_block=None)
+    cache = case.cache.unplaced
     return replace(case, id=f"{case.id}.{name}", batch=replace(batch, path=path), cache=cache, tolerance=None)
 
 
@@ -415,7 +414,7 @@ def _step(problem: Problem, number: int, spans: list[tuple[int, int, int]]) -> L
 def _judged(rows: RightRows, step: LoopStep) -> RightRows:
     """Return the right rows of a step, without rows that the case does not have. Bits are not compared."""
     truth, index = rows.truth, step.rows.clamp(min=0).to(rows.truth.out.device)
-    own = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    own = truth.budget.of_rows(index)
     is_known = (step.rows >= 0).to(index.device)[:, None]
     return replace(
         rows,
@@ -548,10 +547,10 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
         return None
     wrong, needed = found
     least = History.joined(needed[::-1])
-    changes: list[str] = []
-    wrong = failure_of(partial(_played, rows, session, least, changes)) or wrong
     if isinstance(wrong, StageError):
         raise StageError(replace(wrong.raised, stage=f"{wrong.raised.stage}, {least.in_words}"))
+    changes: list[str] = []
+    wrong = _played(rows, session, least, changes) or wrong
     beside = bool(least.layers or least.flight)
     return replace(
         wrong,

@@ -283,7 +283,7 @@ def _check(case: CheckedCase) -> Finding:
         try:
             wrong, what = variation.wrong(), variation.what
         except StageError as failure:
-            if not isinstance(variation, Variation) or variation.instead is None:
+            if failure.raised.may_end_the_device or not isinstance(variation, Variation) or variation.instead is None:
                 raise
             done.append(f"not held against the backend: {failure.raised.in_words}")
             wrong, what = variation.instead.wrong(), variation.instead.what

@@ -113,7 +113,7 @@ def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
         case,
         id=f"{case.id}.form",
         layer=changed,
-        cache=replace(case.cache, num_blocks=None, first_block=None, **cache),
+        cache=replace(case.cache.unplaced, **cache),
         batch=BatchSpec(requests=_REQUESTS.get(changed.attn_type, _ENCODER), path=implied_path(changed)),
         tolerance=None,
         inputs=None,

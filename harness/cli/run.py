@@ -47,8 +47,8 @@ from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import WorkerProcess, preparation_of
+from attncheck.harness.workers.pool import WorkerPool, preparation_of
+from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
@@ -503,7 +503,7 @@ class _Execution:
 
 def _after_failures(maxfail: int | None) -> str:
     if maxfail == 1:
-        return "at the first record that did not pass (--exitfirst)"
+        return "at the first record that did not pass (-x)"
     return f"after {maxfail} records that did not pass (--maxfail {maxfail})"
 
 

@@ -18,7 +18,7 @@ import typer
 from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
 from attncheck.harness.cli import options as arguments
-from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, PathSpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
@@ -33,18 +33,6 @@ _HIDDEN, _SOME, _VISIBLE = ".+#"
 
 MOST_LINES = 16
 """Maximum number of lines of a picture; if there are more rows, each line shows several."""
-
-
-def num_keys(layer: LayerSpec, request: RequestSpec) -> int:
-    """Return the number of keys of a request: of the encoder in cross attention, else ``seq_len``."""
-    is_cross = layer.attn_type == AttentionType.ENCODER_DECODER
-    return (request.encoder_len or 0) if is_cross else request.total_len
-
-
-def num_rows(path: PathSpec, request: RequestSpec) -> int:
-    """Return the number of rows that a request computes: the last ones in a fast prefill, else all new tokens."""
-    options = path.options
-    return min(options.rows, request.query_len) if isinstance(options, FastPrefillOptions) else request.query_len
 
 
 def visible_keys(layer: LayerSpec, position: int, keys: int) -> range:
@@ -87,7 +75,7 @@ def draw_mask(layer: LayerSpec, path: PathSpec, request: RequestSpec, width: int
 
     The first line has the number of rows and keys, and how many of them a character covers.
     """
-    keys, rows = num_keys(layer, request), num_rows(path, request)
+    keys, rows = request.num_keys(layer), request.num_rows(path)
     tall, wide = -(-rows // MOST_LINES), max(-(-keys // width), 1)
     scale = f", a character is {tall} x {wide}" if tall * wide > 1 else ""
     lines = [f"{plural(rows, 'row')} x {plural(keys, 'key')}{scale}"]
@@ -217,7 +205,7 @@ def _requests(case: "Case") -> list[str]:
     size, rows = case.cache.block_size, []
     extras = [name for name in ("encoder_len", "shared_prefix") if any(getattr(each, name) for each in case.batch)]
     for request in case.batch.requests:
-        keys = num_keys(case.layer, request)
+        keys = request.num_keys(case.layer)
         pages = f"{-(-keys // size)}, {(keys - 1) % size + 1} of {size} in the last" if keys else "none"
         lengths = (request.count, request.query_len, request.context_len, request.total_len)
         others = [str(getattr(request, name)) for name in extras]
@@ -237,12 +225,12 @@ def _masks(case: "Case", width: int) -> list[str]:
         return []
 
     def size(request: "RequestSpec") -> tuple[int, int]:
-        return num_rows(path, request), num_keys(case.layer, request)
+        return request.num_rows(path), request.num_keys(case.layer)
 
     # The request with the most rows shows most of the mask.
     different = {(size(each), each.context_len): each for each in case.batch.requests}
     largest_first = sorted(different.values(), key=size, reverse=True)
-    drawn = [each for each in largest_first if num_rows(path, each) <= MOST_ROWS][:SHOWN_MASKS]
+    drawn = [each for each in largest_first if each.num_rows(path) <= MOST_ROWS][:SHOWN_MASKS]
     lines = ["", "mask: # visible, . hidden, + partly"] if drawn else []
     for request in drawn:
         lines += ["", *draw_mask(case.layer, path, request, width)]

@@ -343,7 +343,7 @@ class KVPool:
 
 def _stored_as(problem: Problem) -> object:
     """Return the facts of a layer and its cache that determine how rows are stored."""
-    layer, cache = problem.layer, replace(problem.cache, num_blocks=None, first_block=None)
+    layer, cache = problem.layer, problem.cache.unplaced
     return cache, layer.num_kv_heads, layer.head_size, layer.value_head_size, layer.dtype, layer.mla, layer.attn_type
 
 

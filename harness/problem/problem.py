@@ -317,25 +317,23 @@ def shares_cache(case: Case) -> bool:
 def place_requests(case: Case) -> Iterator[Request]:
     """Yield the requests of the batch without pages; their rows and keys are concatenated."""
     row, base = 0, 0
-    options, layer = case.batch.path.options, case.layer
     for spec in case.batch:
-        num_keys = _num_keys(spec, layer)
-        rows = min(options.rows, spec.query_len) if isinstance(options, FastPrefillOptions) else spec.query_len
-        if shares_cache(case):
-            cached = num_keys
-        elif layer.attn_type == AttentionType.ENCODER_DECODER:
-            # Encoder rows are written on the request's first decoder step, when it has no context yet.
-            cached = num_keys if spec.context_len > 0 else 0
-        else:
-            cached = max(0, spec.context_len)
-        yield Request(rows, spec.query_len, num_keys, cached, row, base)
-        row, base = row + rows, base + num_keys
+        request = replace(request_of(case, spec), first_row=row, base=base)
+        yield request
+        row, base = row + request.rows, base + request.num_keys
 
 
-def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
-    if layer.attn_type == AttentionType.ENCODER_DECODER:
-        return spec.encoder_len or 0
-    return spec.total_len
+def request_of(case: Case, spec: RequestSpec) -> Request:
+    """Return one request as if it were the first of the batch, without pages."""
+    num_keys = spec.num_keys(case.layer)
+    if shares_cache(case):
+        cached = num_keys
+    elif case.layer.attn_type == AttentionType.ENCODER_DECODER:
+        # Encoder rows are written on the request's first decoder step, when it has no context yet.
+        cached = num_keys if spec.context_len > 0 else 0
+    else:
+        cached = max(0, spec.context_len)
+    return Request(spec.num_rows(case.batch.path), spec.query_len, num_keys, cached, first_row=0, base=0)
 
 
 def _starts(lengths: list[int]) -> Tensor:
@@ -377,7 +375,7 @@ def arranged(problem: Problem, how: Arrangement) -> Problem:
     )
     # The case's own pool has no room for repeated requests if it fits the batch exactly.
     is_repeated = len(set(how.which)) < len(how.which)
-    cache = replace(case.cache, num_blocks=None, first_block=None) if is_repeated else case.cache
+    cache = case.cache.unplaced if is_repeated else case.cache
     other = replace(case, batch=batch, cache=cache)
     own = [problem.requests[i] for i in how.which]
     rows, keys = how.rows_of(problem), _ranges([(request.base, request.num_keys) for request in own])

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from attncheck.cases.model import Case
 from attncheck.harness.host import free_host_bytes, free_own_bytes
 from attncheck.reference.spec import (
-    AttentionType,
     BatchSpec,
     CausalConv1dOptions,
     DCPOptions,
@@ -15,6 +14,9 @@ from attncheck.reference.spec import (
 
 if TYPE_CHECKING:
     import torch
+
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes per element, by dtype names of layers and caches."""
 
 # Sizes of a layer with a latent cache: of the equivalent ordinary layer, and of its cache rows. Imports no torch.
 
@@ -39,6 +41,13 @@ def stored_sizes(layer: LayerSpec) -> tuple[int, int]:
     if layer.mla is None:
         return layer.head_size, layer.value_head_size
     return layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim
+
+
+def num_weights(layer: LayerSpec) -> int:
+    """Return the number of elements in the up-projections of keys and of values; 0 without a latent cache."""
+    if layer.mla is None:
+        return 0
+    return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
 
 
 # An estimate of the memory that a case needs, before any allocation. Imports no torch.
@@ -73,9 +82,8 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
         return _ROW_COPIES * columns * batch.path.options.channels * 8
     if batch.path.name == "merge":
         return 2 * _ROW_COPIES * batch.num_tokens * layer.num_heads * layer.value_head_size * 8
-    cross = layer.attn_type == AttentionType.ENCODER_DECODER
-    keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
-    itemsize = 4 if layer.dtype == "float32" else 2
+    keys = sum(request.count * request.num_keys(layer) for request in batch.requests)
+    itemsize = ITEMSIZES[layer.dtype]
     stored, naive = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
     exact = naive.num_kv_heads * (naive.head_size + naive.value_head_size)
     # With MLA, up-projected keys and values exist beside rounded ones, and each row also exists in the latent space.
@@ -92,7 +100,7 @@ def needed_bytes(case: Case, *, reserves: bool = False) -> int:
         held = _POOL_COPIES * _NEAR * pages * page + (0 if reserves and pool <= _MOST_RESERVED else pool)
     rows = batch.num_tokens * layer.num_heads * max(width, naive.head_size + naive.value_head_size) * 8
     held += keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
-    return held + _WEIGHT_COPIES * _num_weights(layer) * 8
+    return held + _WEIGHT_COPIES * num_weights(layer) * 8
 
 
 def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
@@ -104,12 +112,6 @@ def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
             return 1, parts
         case _:
             return 1, 0
-
-
-def _num_weights(layer: LayerSpec) -> int:
-    if layer.mla is None:
-        return 0
-    return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
 
 
 def shortage(case: Case, device: "torch.device") -> str | None:

@@ -174,7 +174,7 @@ class Shard:
             raise SelectionError(f"--shard {self}: {len(cases)} cases are selected; give at most as many shards")
         groups: dict[object, list[Case]] = {}
         for case in cases:
-            layer = case.layer, replace(case.cache, num_blocks=None, first_block=None)
+            layer = case.layer, case.cache.unplaced
             groups.setdefault(layer, []).append(case)
         parts = list(groups.values()) if len(groups) >= self.count else [[case] for case in cases]
         costs, members = [0.0] * self.count, [list[str]() for _ in range(self.count)]

@@ -125,12 +125,11 @@ def _operations(case: Case, num_values: int) -> float:
 
     ``num_values``: 1 for the output alone, 2 for the output and its bound.
     """
-    layer, is_cross = naive_layer(case.layer), case.layer.attn_type == AttentionType.ENCODER_DECODER
+    layer = naive_layer(case.layer)
     pairs = 0.0
     for each in case.batch.requests:
-        num_keys = (each.encoder_len or 0) if is_cross else each.total_len
         unseen = (each.query_len - 1) / 2 if layer.is_causal else 0
-        pairs += each.count * each.query_len * max(num_keys - unseen, 0)
+        pairs += each.count * each.query_len * max(each.num_keys(case.layer) - unseen, 0)
     return 2 * pairs * layer.num_heads * (layer.head_size + num_values * layer.value_head_size)
 
 

@@ -27,8 +27,8 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerError, WorkerProcess, wait_for_answers
+from attncheck.harness.workers.pool import WarmingAhead, WorkerError, WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, wait_for_answers
 from attncheck.harness.workers.protocol import (
     Begun,
     Described,
@@ -187,7 +187,7 @@ class BackendQuestion:
         """Key that questions share if they share a CUDA-graph level; None if no level is measured."""
         if "cudagraph" not in self.checks:
             return None
-        return (self.backend.ref, self.case.layer, replace(self.case.cache, num_blocks=None, first_block=None))
+        return (self.backend.ref, self.case.layer, self.case.cache.unplaced)
 
     def cost(self, costs: Costs) -> float | None:
         """Return the seconds that the checks took in earlier runs, or None if one of them was not made."""

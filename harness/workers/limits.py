@@ -15,15 +15,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
 from attncheck.harness.host import free_host_bytes, is_refused_memory, own_memory
-from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.options import RunOptions, size_in_words
 from attncheck.reports.run_file.causes import BACKEND_TIME
-from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
+    from attncheck.cases.model import Case
     from attncheck.reports.run_file.records import Record
 
 # Time limits of a backend: for loading it, for each stage of a case, and for all its cases together.
@@ -86,10 +84,13 @@ class TimeLimits:
         """The limit for all questions about one function of a provider."""
         return Limit(FLOOR_S, _SET) if self.case_s is None else self._given()
 
-    def of_stage(self, stage: str, case: Case, reference_s: float = 0.0) -> Limit:
+    def of_stage(self, stage: str, case: "Case", reference_s: float = 0.0) -> Limit:
         """Return the limit of a stage of ``case``. ``reference_s``: seconds that the reference took for the case."""
         if self.case_s is not None:
             return self._given()
+        from attncheck.harness.problem.sizes import needed_bytes
+        from attncheck.reports.run_file.timings import TIMING
+
         if stage == PREPARATION:
             return Limit(FLOOR_S + needed_bytes(case) / _PREPARED_BYTES_PER_S, _SET)
         words = f"{FLOOR_S:g} s, and {REFERENCE_FACTOR:g} times the {reference_s:.3g} s that the reference took"

@@ -22,8 +22,7 @@ from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import WAITING, BackendQuestion, Stopped, Supervisor, ended_records, untimed
 from attncheck.harness.workers.limits import WorkerSettings
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import WorkerError, assignment_of
+from attncheck.harness.workers.pool import WorkerError, WorkerPool, assignment_of
 from attncheck.harness.workers.protocol import (
     Assignment,
     ChooseDevice,

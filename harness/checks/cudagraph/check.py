@@ -322,7 +322,7 @@ def layer_and_cache(case: Case) -> Case:
         suite="cudagraph",
         id="layer",
         layer=case.layer,
-        cache=replace(case.cache, num_blocks=None, first_block=None),
+        cache=case.cache.unplaced,
         batch=BatchSpec(requests=(RequestSpec(query_len=1),)),
         tolerance=case.tolerance,
         inputs=case.inputs,

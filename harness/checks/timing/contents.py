@@ -143,8 +143,7 @@ class Contents:
             out = transform.output.of(out)
         if transform.request_sign is not None:
             out = out * transform.request_sign[self.base.request_of_row[rows]][:, None, None]
-        budget = truth.budget
-        return out, Budget(budget.norm[rows], budget.peak[rows], budget.lse[rows])
+        return out, truth.budget.of_rows(rows)
 
     def lse(self, rows: Tensor) -> Tensor:
         """Return the right log-sum-exp of ``rows``, float64 ``[n, H]``."""

@@ -18,27 +18,23 @@ to the limit. Each repeat follows a cache flush, as samples do. Sizes are large 
 to take under 0.3 s.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.checks.timing.clock import Clock, do_nothing, host_ns
 from attncheck.harness.problem.pages import visible_span
-from attncheck.harness.problem.sizes import naive_layer
+from attncheck.harness.problem.problem import Request, request_of
+from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
 from attncheck.reference import layer_params
-from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, MLASpec, RequestSpec, TreeOptions
+from attncheck.reference.spec import LayerSpec, MLASpec, RequestSpec, TreeOptions
 from attncheck.reports.run_file.timings import Ceilings
-
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes per element, by dtype names of layers and caches."""
-
-FUNCTIONS = ("merge", "causal_conv1d")
-"""Paths that compute no attention."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +47,13 @@ class Work:
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """The keys that the ``rows`` of one request see; the first ``cached`` of its keys are in the cache.
+    """The keys that the rows of one request see.
 
     ``pairs``: number of pairs of a row and a key it sees. ``first .. end - 1``: the contiguous range of keys that rows
     see.
     """
 
-    rows: int
-    num_keys: int
-    cached: int
+    request: Request
     pairs: int
     first: int
     end: int
@@ -67,50 +61,41 @@ class VisibleKeys:
 
 def work_of(case: Case) -> Work:
     """Return the least work of a step of ``case``, including the cache write. Raise SpecError if it is no attention."""
-    if case.batch.path.name in FUNCTIONS:
+    if case.batch.path.name in FUNCTION_PATHS:
         raise SpecError(
             "only the work of attention is counted",
             field="path",
             value=case.batch.path.name,
             allowed="give a path of attention",
         )
-    seen = [(request, visible_keys_of(case, request)) for request in case.batch.requests]
-    layer = case.layer
+    seen = [(spec, visible_keys_of(case, request_of(case, spec))) for spec in case.batch.requests]
+    layer, naive = case.layer, naive_layer(case.layer)
     given = ITEMSIZES[layer.dtype]
     held = given if case.cache.kv_cache_dtype == "auto" else ITEMSIZES[case.cache.kv_cache_dtype]
-    query_size, output_size = _head_sizes(layer)
     row = layer.num_kv_heads * (layer.head_size + (0 if layer.mla else layer.value_head_size))
-    one_row = layer.num_heads * (query_size * given + output_size * (1 if layer.output_quant else given))
+    one_row = layer.num_heads * (naive.head_size * given + naive.value_head_size * (1 if layer.output_quant else given))
+    one_new_key = row * (given + (held if layer.has_cache else 0))
 
-    moved, flops = sum(_weights(layer)) * given, 0
-    for request, sight in seen:
-        new_rows, is_kept = sight.num_keys - sight.cached, layer.has_cache
-        moved += request.count * (sight.rows * one_row + new_rows * row * (given + (held if is_kept else 0)))
-        flops += request.count * _flops(layer, sight)
+    moved, flops = num_weights(layer) * given, 0
+    for spec, sight in seen:
+        request = sight.request
+        moved += spec.count * (request.rows * one_row + (request.num_keys - request.cached) * one_new_key)
+        flops += spec.count * _flops(layer, sight)
     return Work(moved + _context_rows(seen) * row * held, flops)
 
 
-def visible_keys_of(case: Case, request: RequestSpec) -> VisibleKeys:
+def visible_keys_of(case: Case, request: Request) -> VisibleKeys:
     """Return the keys that the rows of one request see."""
-    layer, options = case.layer, case.batch.path.options
-    is_cross, skips = layer.attn_type == AttentionType.ENCODER_DECODER, isinstance(options, FastPrefillOptions)
-    num_keys = (request.encoder_len or 0) if is_cross else request.total_len
-    rows = min(options.rows, request.query_len) if isinstance(options, FastPrefillOptions) else request.query_len
-    cached = max(0, request.context_len)
-    if skips or layer.kv_sharing:
-        cached = num_keys
-    elif is_cross:
-        cached = num_keys if request.context_len > 0 else 0
-
-    position = torch.arange(num_keys - rows, num_keys)
-    low, last = visible_span(layer_params(naive_layer(layer)), position, num_keys)
+    options = case.batch.path.options
+    position = torch.arange(request.first_position, request.num_keys)
+    low, last = visible_span(layer_params(naive_layer(case.layer)), position, request.num_keys)
     high = last + 1
     pairs = int((high - low).clamp(min=0).sum())
     if isinstance(options, TreeOptions):
         pairs -= _hidden_pairs(options.parents, position, low, high)
     sees = high > low
     first, end = (int(low[sees].min()), int(high[sees].max())) if sees.any() else (0, 0)
-    return VisibleKeys(rows, num_keys, cached, pairs, first, end)
+    return VisibleKeys(request, pairs, first, end)
 
 
 def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high: Tensor) -> int:
@@ -123,20 +108,6 @@ def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high:
     return hidden
 
 
-def _head_sizes(layer: LayerSpec) -> tuple[int, int]:
-    """Return the head sizes of query and output, as passed to ``forward``."""
-    if layer.mla is None:
-        return layer.head_size, layer.value_head_size
-    return layer.mla.qk_nope_head_dim + layer.mla.qk_rope_head_dim, layer.mla.v_head_dim
-
-
-def _weights(layer: LayerSpec) -> Iterator[int]:
-    """Yield the number of elements in the up-projections of keys and of values."""
-    if layer.mla is not None:
-        yield layer.num_heads * layer.mla.qk_nope_head_dim * layer.mla.kv_lora_rank
-        yield layer.num_heads * layer.mla.v_head_dim * layer.mla.kv_lora_rank
-
-
 def _flops(layer: LayerSpec, sight: VisibleKeys) -> int:
     if layer.mla is not None:
         return 2 * layer.num_heads * min(_absorbed(layer.mla, sight), _naive(layer.mla, sight))
@@ -145,7 +116,7 @@ def _flops(layer: LayerSpec, sight: VisibleKeys) -> int:
 
 def _absorbed(mla: MLASpec, sight: VisibleKeys) -> int:
     """Return the multiply-add operations of one head in the absorbed form."""
-    projected = sight.rows * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    projected = sight.request.rows * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return projected + sight.pairs * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
 
 
@@ -158,9 +129,9 @@ def _naive(mla: MLASpec, sight: VisibleKeys) -> int:
 def _context_rows(seen: list[tuple[RequestSpec, VisibleKeys]]) -> int:
     """Return the number of cache rows from earlier steps that some row sees, counting those of a shared prefix once."""
     total, shared = 0, list[tuple[int, int]]()
-    for request, sight in seen:
-        end, prefix = min(sight.end, sight.cached), request.shared_prefix
-        total += request.count * max(0, end - max(sight.first, prefix))
+    for spec, sight in seen:
+        end, prefix = min(sight.end, sight.request.cached), spec.shared_prefix
+        total += spec.count * max(0, end - max(sight.first, prefix))
         shared.append((sight.first, min(end, prefix)))
     reached = 0
     for first, end in sorted(shared):

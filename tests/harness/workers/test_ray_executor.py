@@ -13,7 +13,7 @@ from attncheck.harness.run.outcomes import BackendDescription, Circumstances, un
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers import ray
 from attncheck.harness.workers.executor import BackendQuestion
-from attncheck.harness.workers.process import WorkerError
+from attncheck.harness.workers.pool import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
 from attncheck.harness.workers.ray import Answer, Examined, Lost, Node, RayExecutor
 from attncheck.reports.run_file.header import BackendInfo, Environment
