@@ -15,8 +15,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import load_object
@@ -29,6 +27,7 @@ from attncheck.errors import (
     UnknownNameError,
 )
 from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.device import accelerators_in_use
 from attncheck.harness.run.backend_loading import ThisProcess, load_backend
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import Backend, not_loaded
@@ -231,7 +230,7 @@ def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float)
     if isinstance(candidate, str) and not kernel_options:
         return candidate, WorkerPool(settings=settings)
     backend = _load(candidate, kernel_options)
-    if torch.cuda.is_initialized():
+    if accelerators_in_use():
         raise SelectionError(
             f"timeout= copies this process, which has used CUDA, so that the copy cannot; give a reference to "
             f"{backend.name}, such as ./mine.py:{backend.name}"

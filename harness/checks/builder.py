@@ -25,6 +25,7 @@ from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import check_numerics, output_shares
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.construction import construct_builder, max_model_len
 from attncheck.harness.driver.foreign_code import call_backend, stage_named
 from attncheck.harness.driver.observation import Observation
@@ -72,11 +73,13 @@ class WaitFinder:
     """Follows one builder from its construction on, to track which memory the builder puts on the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._watch = None if device.type == "cuda" else _WatchForWaits()
+        accelerator = accelerator_of(device)
+        self._reporting = accelerator if accelerator is not None and accelerator.reports_waits else None
+        self._watch = _WatchForWaits()
 
     def construct(self, make: Callable[[], T]) -> T:
         """Return the result of ``make``, called under watch."""
-        if self._watch is None:
+        if self._reporting is not None:
             return make()
         with self._watch.active():
             return make()
@@ -84,10 +87,10 @@ class WaitFinder:
     def waits_of(self, build: Callable[[], object], common: CommonAttentionMetadata) -> tuple[Violation, ...] | None:
         """Call ``build`` with the metadata ``common``, and return where it waits, in order.
 
-        On a GPU, return the first wait only. Return None if ``build`` raises under watch.
+        If torch reports waits, return the first one only. Return None if ``build`` raises under watch.
         """
-        if self._watch is None:
-            found = first_wait(build)
+        if self._reporting is not None:
+            found = first_wait(build, self._reporting)
             return () if found is None else None if found.kind == "error" else (found,)
         for twin in (common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu):
             self._watch.host.mark(twin)

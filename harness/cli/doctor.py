@@ -23,6 +23,7 @@ from attncheck.harness.cli.common import terminal_width
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
 
 if TYPE_CHECKING:
+    from attncheck.harness.device import Accelerator
     from attncheck.harness.host import KernelCache
     from attncheck.harness.run.outcomes import BackendDescription
     from attncheck.harness.run.selection import RunPlan
@@ -73,12 +74,15 @@ def doctor() -> int:
     _line("torch", str(torch.__version__))
     devices = ["cpu"]
     _line("cpu", _cpu())
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            devices.append(f"cuda:{index}")
-            _line(devices[-1], _gpu(index))
-    else:
-        _line("cuda", _why_no_cuda())
+    from attncheck.harness.device import KINDS
+
+    for kind in KINDS:
+        if reason := kind.absence():
+            _line(kind.type, f"{ABSENT}: torch {torch.__version__} {reason.partition(';')[0]}")
+            continue
+        for index in range(kind.module().device_count()):
+            devices.append(f"{kind.type}:{index}")
+            _line(devices[-1], _gpu(kind(index)))
     from attncheck.harness.host import kernel_caches
 
     for cache in kernel_caches():
@@ -128,24 +132,17 @@ def _missing(backend: str) -> list[str]:
 
 
 def _cpu() -> str:
-    from attncheck.harness.host import collect_environment
+    from attncheck.harness.host import cpu_name, usable_cores
 
-    found = collect_environment("cpu")
     memory = ""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
-    return f"{found.cpu}, {found.cores} cores{memory}"
+    return f"{cpu_name()}, {usable_cores()} cores{memory}"
 
 
-def _gpu(index: int) -> str:
-    import torch
-
-    from attncheck.harness.host import collect_environment, gpu_modes
-
-    found = collect_environment(f"cuda:{index}")
-    memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-    words = [found.device_name, f"compute capability {found.capability}", f"{memory:.1f} GiB", f"driver {found.driver}"]
-    modes = gpu_modes(f"cuda:{index}")
+def _gpu(device: "Accelerator") -> str:
+    words = [str(device.facts()), f"driver {device.driver()}"]
+    modes = device.modes()
     if modes is not None and not modes.is_shared:
         words.append(f"compute mode {modes.compute}: one process at a time")
     if modes is not None and modes.mig == "Enabled":
@@ -177,16 +174,6 @@ def _truths() -> str:
     hint = f"; `rm -r {shlex.quote(str(path))}` clears it" if sizes else ""
     lacking = folder.lacks_room()
     return f"{path}: {filled if sizes else 'empty'}{hint}{f'; nothing can be stored: {lacking}' if lacking else ''}"
-
-
-def _why_no_cuda() -> str:
-    from attncheck.errors import DeviceError
-    from attncheck.harness.run.preparation import choose_device
-
-    try:
-        return choose_device("cuda")
-    except DeviceError as error:
-        return f"{ABSENT}: {error.reason.partition(';')[0]}"
 
 
 def _backend(name: str, devices: list[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import indent
@@ -25,7 +26,6 @@ from attncheck.errors import BackendUnavailableError, QuestionError, SelectionEr
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, print_stderr
-from attncheck.harness.cli.reports import AnswerFormat
 from attncheck.harness.run.options import RunOptions
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
@@ -383,6 +383,13 @@ def _examine(options: RunOptions) -> str:
 # `attncheck mutants`: which faults the suites catch in deliberately broken backends. Loads no torch.
 
 
+class MatrixFormat(StrEnum):
+    """Output format of the matrix."""
+
+    terminal = "terminal"
+    json = "json"
+
+
 def mutants(
     context: typer.Context,
     names: Annotated[
@@ -410,7 +417,7 @@ def mutants(
             help="Show run files of this command, such as those of its shards; examine nothing.",
         ),
     ] = None,
-    form: Annotated[AnswerFormat, typer.Option("--format", help="Text, or JSON.")] = AnswerFormat.terminal,
+    form: Annotated[MatrixFormat, typer.Option("--format", help="Text, or JSON.")] = MatrixFormat.terminal,
 ) -> int:
     """Show which checks detect which mutants.
 
@@ -438,8 +445,8 @@ def mutants(
             command=tuple(context.obj or ()),
         )
         matrix = _examine_mutants(chosen, options, read_jobs("--jobs", jobs or "auto"), output)
-    typer.echo(json.dumps(as_json(matrix), indent=2) if form == AnswerFormat.json else as_text(matrix))
-    if form != AnswerFormat.json and not runs:
+    typer.echo(json.dumps(as_json(matrix), indent=2) if form == MatrixFormat.json else as_text(matrix))
+    if form != MatrixFormat.json and not runs:
         typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
     if not matrix.examined:
         raise SelectionError("no mutant was examined; see the reasons above")

@@ -1,5 +1,6 @@
 """The commands ``show``, ``list`` and ``new``."""
 
+import json
 import keyword
 import re
 import shlex
@@ -248,10 +249,20 @@ class Listable(StrEnum):
     SUITES = "suites"
     CASES = "cases"
     CHECKS = "checks"
+    SCHEMA = "schema"
+
+
+class SchemaSubject(StrEnum):
+    """What the schema is for: a case file, or a line of a run file."""
+
+    CASES = "cases"
+    RUN = "run"
 
 
 def list_names(
-    what: Annotated[Listable | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
+    what: Annotated[
+        Listable | None, typer.Argument(help="Default: backends, suites and checks. schema: a JSON schema.")
+    ] = None,
     suite: Annotated[
         list[str] | None,
         typer.Option(
@@ -263,8 +274,11 @@ def list_names(
     ] = None,
     case: arguments.Cases = None,
     keywords: arguments.Keywords = None,
+    of: Annotated[
+        SchemaSubject, typer.Option("--of", help="The schema of a case file, or of a line of a run file.")
+    ] = SchemaSubject.CASES,
 ) -> int:
-    """List the names of backends, suites, cases or checks.
+    """List the names of backends, suites, cases or checks, or the keys of case files as a JSON schema.
 
     `attncheck doctor` shows which backends can run on this machine.
     """
@@ -273,6 +287,8 @@ def list_names(
     tables = {Listable.BACKENDS: _backends, Listable.SUITES: lambda: _suites(suite or []), Listable.CHECKS: _checks}
     if what == Listable.CASES:
         _cases(suite or [], case or [], keywords or "")
+    elif what == Listable.SCHEMA:
+        _schema(of)
     elif what is not None:
         tables[what]()
     else:
@@ -327,6 +343,15 @@ def _batch(batch: "BatchSpec") -> str:
         return format_batch(batch.requests)
     except SpecError:
         return f"{batch.num_requests} requests, {batch.num_tokens} new tokens, up to {batch.max_seq_len} long"
+
+
+def _schema(of: SchemaSubject) -> None:
+    if of is SchemaSubject.RUN:
+        from attncheck.reports.run_file.schema import run_file_schema as described
+    else:
+        from attncheck.cases.schema import json_schema as described
+
+    typer.echo(json.dumps(described(), indent=2))
 
 
 def _checks() -> None:

@@ -456,8 +456,15 @@ class Session:
         facts = str(fill.padding) if is_padded else "", fill.loose, fill.strides
         if self._latest is not None and fill.rows is None and self._latest.facts == facts:
             return self._latest
+        made = PreparedStep(*self.step_of(self.problem, fill), facts)
+        if fill.rows is None:
+            self._latest = made
+        return made
+
+    def step_of(self, problem: Problem, fill: Fill = Fill()) -> tuple[Step, tuple[ForwardCall, ...]]:
+        """Return a new step of ``problem``, which has the batch of the session's own problem, and its calls."""
         step = make_step(
-            self.problem,
+            problem,
             self.device,
             self.order,
             padding_fill=fill.padding,
@@ -466,10 +473,7 @@ class Session:
             strides=fill.strides,
             new_rows=fill.rows,
         )
-        made = PreparedStep(step, forward_calls_of(step, self.backend.features, self.threshold), facts)
-        if fill.rows is None:
-            self._latest = made
-        return made
+        return step, forward_calls_of(step, self.backend.features, self.threshold)
 
     def _filled_cache(self, step: Step, fill: Fill) -> Tensor | None:
         """Return the cache for ``fill``, with the step's new rows if the backend has no writer; None without a pool."""

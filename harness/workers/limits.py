@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from attncheck.errors import SelectionError
+from attncheck.harness.device import KINDS, accelerator_of
 from attncheck.harness.host import free_host_bytes, is_refused_memory, own_memory
 from attncheck.harness.run.options import RunOptions, size_in_words
 from attncheck.reports.run_file.causes import BACKEND_TIME
@@ -167,12 +168,10 @@ def keep_within(limits: MemoryLimits, device: str) -> None:
     On a CPU, the system refuses memory an eighth above the host limit. CUDA reserves far more host memory than it uses,
     so on a GPU only torch refuses memory, above the device limit.
     """
-    if device != "cpu":
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
         if limits.device is not None:
-            import torch
-
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(limits.device / total, 1.0), torch.device(device).index)
+            accelerator.limit_memory(limits.device)
     elif limits.host is not None and sys.platform == "linux":
         held = own_memory()
         bound = held.data + max(limits.host - held.resident, 0) + limits.host // 8
@@ -381,7 +380,7 @@ DEFAULT = (
     *("LANG", "LANGUAGE", "LC_*", "TZ", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "COVERAGE_*", "ATTNCHECK_*"),
     *("LD_*", "MALLOC_*", "*SAN_OPTIONS"),
-    *("CUDA*", "CUBLAS*", "CUDNN*", "NVIDIA*", "NV_*", "NSYS_*", "NCCL*", "HIP*", "HSA_*", "ROCM*", "ROCR*"),
+    *(pattern for kind in KINDS for pattern in kind.variables),
     *("TORCH*", "PYTORCH*", "ATEN_*", "TRITON*", "VLLM_*", "FLASH*", "XFORMERS*"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "DNNL_*", "ONEDNN_*", "OPENBLAS*", "NUMBA*"),
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "LIBRARY_PATH", "NVCC_*", "MAX_JOBS", "CCACHE_*"),

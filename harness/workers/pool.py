@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Self
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.cases.model import Case
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.observation import Raised
-from attncheck.harness.host import device_memory, free_host_bytes, gpu_modes, kernel_count, usable_cores
+from attncheck.harness.host import free_host_bytes, kernel_count, usable_cores
 from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.outcomes import IMPORT, OURSELVES, BackendDescription, missing_variables, not_loaded
 from attncheck.harness.run.preparation import Gpu
@@ -482,10 +483,11 @@ def most_processes(device: str, gpus: int = 1) -> int:
     limits = [_MOST, usable_cores() // gpus]
     if (free := free_host_bytes()) is not None:
         limits.append(free // _HOST_BYTES // gpus)
-    if (memory := device_memory(device)) is not None:
-        limits.append(memory // 2 // _DEVICE_BYTES)
-    if (modes := gpu_modes(device)) is not None and not modes.is_shared:
-        limits.append(1)
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
+        limits.append(accelerator.facts().memory // 2 // _DEVICE_BYTES)
+        if (modes := accelerator.modes()) is not None and not modes.is_shared:
+            limits.append(1)
     return max(1, min(limits))
 
 

@@ -821,7 +821,7 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
         )
     if reshaped:
         causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
-    if read := graph.recording.host_reads():
+    if read := graph.recording.host_reads:
         causes.append(f"numbers are frozen at capture, which forward took from the host: {'; '.join(read[:_NAMED])}")
     elif changed:
         causes.append(f"numbers are frozen at capture, such as these: {'; '.join(changed[:_NAMED])}")
@@ -1028,7 +1028,7 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
         if isinstance(capture, CaptureError):
             return None
         others = [turn for turn in step.probe.turns if turn.requests != step.turn.requests]
-        if others and any(graph.recording.hands_out_memory() for graph in capture.graphs):
+        if others and any(graph.recording.hands_out_memory for graph in capture.graphs):
             # Overwrite what hidden work left in the backend's own memory by running another step.
             other = step.questions.problem(step.questions.case(step.probe, others[0]))
             step.session.step(others[0], other, None)

@@ -55,7 +55,7 @@ def records(
             return Impl
 
     loaded = load_object(Mine)
-    return Examiner(RunPlan((case,), (loaded,), checks, **plan)).examine(case, loaded)
+    return list(Examiner(RunPlan((case,), (loaded,), checks, **plan)).records(case, loaded))
 
 
 def crash(case: Case, deed: Callable[[], object], **plan: Any) -> Crashed:
