@@ -2,6 +2,6 @@
 
 ``cli``, ``pytest_plugin`` and ``api`` are the entry points. ``run`` prepares and evaluates a run. ``workers`` gives
 each backend its own process. ``checks`` compare what ``driver`` observed of a ``problem`` with ``truth``.
-``providers`` examines metadata utilities. Start reading at ``cli/run_execution.py``, which executes a whole run in
+``providers`` examines metadata utilities. Start reading at ``cli/run.py``, which executes a whole run in
 order.
 """

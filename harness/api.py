@@ -15,8 +15,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import load_object
@@ -29,6 +27,7 @@ from attncheck.errors import (
     UnknownNameError,
 )
 from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.device import accelerators_in_use
 from attncheck.harness.run.backend_loading import ThisProcess, load_backend
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import Backend, not_loaded
@@ -45,7 +44,7 @@ from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file import store
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
-from attncheck.reports.run_file.store import RunWriter, count_outcomes, now, read_run
+from attncheck.reports.run_file.store import count_outcomes, now, read_run, write_run
 from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal.columns import Style
 
@@ -116,11 +115,7 @@ class Examination:
         Raises:
             RunFileError: the file exists already, or cannot be written.
         """
-        with RunWriter(Path(path), self.header) as writer:
-            for record in self.records:
-                writer.add(record)
-            for error in self.footer.errors:
-                writer.fail(error)
+        write_run(Path(path), self.header, self.records, self.footer.errors)
 
     def render(self, report_format: str) -> str:
         """Return the report that ``attncheck report --format`` writes: ``markdown``, ``html``, ``junit``, ...
@@ -231,7 +226,7 @@ def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float)
     if isinstance(candidate, str) and not kernel_options:
         return candidate, WorkerPool(settings=settings)
     backend = _load(candidate, kernel_options)
-    if torch.cuda.is_initialized():
+    if accelerators_in_use():
         raise SelectionError(
             f"timeout= copies this process, which has used CUDA, so that the copy cannot; give a reference to "
             f"{backend.name}, such as ./mine.py:{backend.name}"

@@ -1,4 +1,4 @@
-"""The host: its memory, its control group, its kernel caches, and the environment that a run file records."""
+"""The host: its memory, its control group, its kernel caches, its processors, and commands. Loads no torch."""
 
 import getpass
 import os
@@ -8,13 +8,10 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import attncheck
-from attncheck.reports.run_file.header import Environment
 
 # Memory and processors that the control groups of this process, such as a container's, allow. Imports no torch.
 #
@@ -215,74 +212,7 @@ def _user_name() -> str:
     return re.sub(r'[\\/:*?"<>|]', "_", name)
 
 
-# Collects the environment of a run: versions, machine and numerical policy. Loads no torch when imported.
-
-
-def collect_environment(device: str) -> Environment:
-    """Return the environment of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...).
-
-    The TF32 and determinism policies are read, not set. Set them before calling this.
-    """
-    import numpy as np
-    import torch
-
-    cpu = _cpu_name()
-    on_cuda = _is_cuda(device)
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_cuda else None
-    return Environment(
-        attncheck=attncheck.__version__,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        numpy=np.__version__,
-        platform=f"{platform.system()} {platform.machine()}",
-        cpu=cpu,
-        cores=usable_cores(),
-        device=device,
-        device_name=torch.cuda.get_device_name(device) if on_cuda else cpu,
-        capability=capability,
-        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_cuda else None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        tf32=torch.get_float32_matmul_precision() != "highest",
-        git_commit=_git_commit(),
-    )
-
-
-@dataclass(frozen=True)
-class GpuModes:
-    """Modes of a GPU, as nvidia-smi prints them.
-
-    ``compute``: such as ``Default`` or ``Exclusive_Process``. ``mig``: such as ``Enabled``.
-    """
-
-    compute: str
-    mig: str
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes may use the GPU at once."""
-        return self.compute == "Default"
-
-
-def gpu_modes(device: str) -> GpuModes | None:
-    """Return the modes of a GPU, or None for a CPU or if nvidia-smi has no answer."""
-    if not _is_cuda(device):
-        return None
-    import torch
-
-    uuid = torch.cuda.get_device_properties(device).uuid
-    query = "--query-gpu=compute_mode,mig.mode.current"
-    line = _first_line("nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader")
-    compute, comma, mig = (line or "").partition(", ")
-    return GpuModes(compute, mig) if comma else None
-
-
-def device_memory(device: str) -> int | None:
-    """Return a GPU's memory in bytes without creating a CUDA context, or None for a CPU."""
-    if not _is_cuda(device):
-        return None
-    import torch
-
-    return torch.cuda.get_device_properties(device).total_memory
+# Processors, the checkout of attncheck, and commands.
 
 
 def usable_cores() -> int:
@@ -292,11 +222,8 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def _is_cuda(device: str) -> bool:
-    return device.partition(":")[0] == "cuda"
-
-
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the model of the processor, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -305,20 +232,25 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Return the commit of attncheck's checkout, with ``-dirty`` if it has changes; None if attncheck is installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    return _first_line("git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+    return first_line("git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
 
 
-@cache
-def _first_line(*command: str) -> str | None:
-    """Return the first line that a command prints, or None if it fails or takes over 10 s. Cached for the process."""
+def run_command(command: Sequence[str]) -> str | None:
+    """Return what a command prints, or None if it fails or takes over 10 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 (fixed words)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.splitlines()
+    return done.stdout
+
+
+@cache
+def first_line(*command: str) -> str | None:
+    """Return the first line that :func:`run_command` returns, or None. Cached for the process."""
+    lines = (run_command(command) or "").splitlines()
     return lines[0].strip() if lines else None

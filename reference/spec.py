@@ -102,8 +102,8 @@ DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if CHECK
 
 def default_checks(device: str) -> tuple[str, ...]:
     """Return the checks that run on ``device`` if neither the case nor the run names any, in the order of reports."""
-    on_cuda = ("on CUDA",) if device.startswith("cuda") else ()
-    return tuple(name for name in BACKEND_CHECKS if CHECKS[name].by_default in ("everywhere", *on_cuda))
+    places = ("everywhere",) if device == "cpu" else ("everywhere", "on CUDA")
+    return tuple(name for name in BACKEND_CHECKS if CHECKS[name].by_default in places)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The formats of `attncheck report` and `attncheck compare` in one table; to add a format, add an entry.
+"""The formats of reports and comparisons in one table; to add a format, add an entry.
 
 Each function imports its format when it is called, since some formats need packages that others do not.
 """
@@ -29,7 +29,8 @@ class ReportFormat:
 
     ``about_runs``, ``about_comparison``: its text in the help of the commands. ``advice``: what to do with several
     runs, for a format of a single run. ``is_step_summary``: the text belongs in the summary of a GitHub step.
-    ``render_sections``: for a text format, renders the named sections of runs, whole.
+    ``render_sections``: for a text format, renders the named sections of runs, whole. ``is_page``: whether the text is
+    unreadable on a terminal.
     """
 
     about_runs: str
@@ -39,6 +40,7 @@ class ReportFormat:
     advice: str = ""
     is_step_summary: bool = False
     render_sections: "Callable[[Sequence[Run], Sequence[SectionName], Style], RenderedReport] | None" = None
+    is_page: bool = False
 
 
 def _terminal_runs(runs: "Sequence[Run]", style: Style) -> RenderedReport:
@@ -122,6 +124,18 @@ def _json_comparison(comparison: "RunComparison", _style: Style) -> RenderedRepo
     return RenderedReport(comparison_document(comparison))
 
 
+def _audit_page(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
+    from attncheck.reports.audit import page
+
+    return RenderedReport(page.render(*runs))
+
+
+def _audit_document(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
+    from attncheck.reports.audit import page
+
+    return RenderedReport(page.document(*runs))
+
+
 def _csv_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports.data import csv_table
 
@@ -130,20 +144,20 @@ def _csv_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
 
 FORMATS: Mapping[str, ReportFormat] = {
     "terminal": ReportFormat(
-        "Text for a terminal",
+        "text",
         _terminal_runs,
         "Text for a terminal",
         _terminal_comparison,
         render_sections=_terminal_sections,
     ),
     "markdown": ReportFormat(
-        "Markdown", _markdown_runs, "Markdown", _markdown_comparison, render_sections=_markdown_sections
+        "the same as Markdown", _markdown_runs, "Markdown", _markdown_comparison, render_sections=_markdown_sections
     ),
-    "html": ReportFormat("one self-contained HTML page", _html_runs),
+    "html": ReportFormat("one self-contained HTML page", _html_runs, is_page=True),
     "junit": ReportFormat("JUnit XML", _junit_runs),
     "github": ReportFormat(
-        "for GitHub Actions a step summary (added to $GITHUB_STEP_SUMMARY where that is set and no --output given) and "
-        "annotations (to stdout)",
+        "a step summary (added to $GITHUB_STEP_SUMMARY where that is set and no --output given) and annotations (to "
+        "stdout)",
         _github_runs,
         "a GitHub step summary with annotations of what failed",
         _github_comparison,
@@ -157,5 +171,10 @@ FORMATS: Mapping[str, ReportFormat] = {
     ),
     "json": ReportFormat("every table as one JSON document", _json_runs, "one JSON document", _json_comparison),
     "csv": ReportFormat("CSV with a row for each record", _csv_runs),
+    "audit": ReportFormat(
+        "declared and measured features and graph levels of the first run, as Markdown, with the levels of others",
+        _audit_page,
+    ),
+    "audit-json": ReportFormat("the same as JSON", _audit_document),
 }
 """Formats by the value of ``--format``, in the order of the help."""

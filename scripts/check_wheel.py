@@ -4,10 +4,10 @@
 
 The import root contains the rooms as links. A build that did not follow them, or lost the suites, could still be
 installed. So the wheel's files are compared with those of the rooms, and the wheel is installed into a clean
-environment in SCRATCH_FOLDER with its light dependencies only. There `attncheck list` and `attncheck schema` must name
-every suite without torch. A second environment has all dependencies. In it the first steps of docs/adding-a-backend.md
-must work: `attncheck new backend`, the command it prints, and the test it writes. Exits with a message if a check
-fails.
+environment in SCRATCH_FOLDER with its light dependencies only. There `attncheck list` and `attncheck list schema` must
+name every suite without torch. A second environment has all dependencies. In it the first steps of
+docs/adding-a-backend.md must work: `attncheck new backend`, the command it prints, and the test it writes. Exits with a
+message if a check fails.
 """
 
 import json
@@ -89,8 +89,8 @@ def check_without_torch(wheel: Path, scratch: Path, outside: Path) -> None:
     absent = [path.stem for path in (ROOT / "cases" / "suites").glob("*.yaml") if path.stem not in listed.split()]
     if absent:
         sys.exit(f"`attncheck list` does not name the suites {absent}:\n{listed}")
-    if "properties" not in json.loads(home.run("attncheck", "schema")):
-        sys.exit("`attncheck schema` printed no JSON schema")
+    if "properties" not in json.loads(home.run("attncheck", "list", "schema")):
+        sys.exit("`attncheck list schema` printed no JSON schema")
 
 
 def check_first_steps(wheel: Path, scratch: Path, outside: Path) -> None:

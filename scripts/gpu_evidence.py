@@ -165,8 +165,8 @@ def _chains(part: str, given: Namespace) -> Iterator[Chain]:
             name = given.folder / "audit"
             words = [f"--suite={suites}" for suites in VLLM] + ["--set=cache.block_size=64", device]
             words += [f"--within={max(_left_s(given) - 30, 1):.0f}"]  # the page takes a moment
-            files = [f"--run-file={name}.jsonl", f"--output={name}.md"]
-            yield part, [[*ATTNCHECK, "audit", "vllm", *words, *files]]
+            files = [f"--output={name}.jsonl", f"--report=audit={name}.md"]
+            yield part, [[*ATTNCHECK, "run", "vllm:*", *words, *files]]
         case "faults" if not is_trial:
             path = ROOT / "tests" / "miniatures" / "faults_gpu.py"
             words = ["--suite=smoke", "--case=decode.float16,prefill", "--check=numerics", "--check=cudagraph", device]

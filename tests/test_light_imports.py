@@ -34,8 +34,8 @@ LIGHT = {
 }
 """By statement: the modules that it must not load."""
 
-COMMANDS = {"--help": ARRAYS, "run --help": ARRAYS, "list": ARRAYS, "list cases": ARRAYS, "schema": ARRAYS}
-COMMANDS |= {"new backend fast": {"torch"}, "schema --of run": {*ARRAYS, "yaml"}}
+COMMANDS = {"--help": ARRAYS, "run --help": ARRAYS, "list": ARRAYS, "list cases": ARRAYS, "list schema": ARRAYS}
+COMMANDS |= {"new backend fast": {"torch"}, "list schema --of run": {*ARRAYS, "yaml"}}
 """By command of attncheck. Those that read run files are tried where such files are made: tests/harness/cli."""
 
 LIGHT |= {

@@ -31,8 +31,8 @@ from attncheck.reference import spec
 from attncheck.reference.lazy_exports import homes
 from attncheck.reports.audit.page import render as render_audit
 from attncheck.reports.markdown.run import render_run
-from attncheck.reports.run_file.store import Run, read_run
-from attncheck.reports.site.build import names_of, read_runs, run_files, write_site
+from attncheck.reports.run_file.store import Run, read_run, run_files
+from attncheck.reports.site.build import names_of, read_runs, write_site
 
 MADE = "Generated from the code of this version.\n"
 EVIDENCE = Path(__file__).parents[1] / "evidence"
@@ -167,8 +167,8 @@ def case_keys() -> str:
     parts = [
         (
             "# Keys of a case file\n\nThis page lists every key of a case file, with its type and default.\n"
-            f"{MADE}[Case files](../case-files.md) explains the keys with examples. `attncheck schema` prints the same "
-            "as JSON schema.\n\n## File\n\n"
+            f"{MADE}[Case files](../case-files.md) explains the keys with examples. `attncheck list schema` prints the "
+            "same as JSON schema.\n\n## File\n\n"
         ),
         keys_of(schema["properties"]),
         "\n## Case\n\n`defaults` takes the keys from `layer` to `strides`.\n\n",

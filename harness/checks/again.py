@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.findings import Broken, FindingError
 from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, summarize
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import StageError, stage_named
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
 from attncheck.harness.problem.storage import output_error
@@ -26,6 +28,50 @@ _KEPT = "something is kept from an earlier step, of other requests"
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
 
 
+def failure_of(play: Callable[[], Broken | None]) -> Broken | StageError | None:
+    """Return what is wrong with the steps that ``play`` runs, or what they raise; None if they are right."""
+    try:
+        return play()
+    except StageError as failure:
+        return failure
+
+
+def least_failing(
+    parts: Sequence[T], play: Callable[[Sequence[T]], Broken | None]
+) -> tuple[Broken | StageError, Sequence[T]] | None:
+    """Return what is wrong if ``parts`` are played, and the smallest set of them with which something is wrong.
+
+    Return None if nothing is wrong. The set is empty if steps are wrong without any part. ``play`` returns what is
+    wrong with some of the parts, or raises StageError. Parts are left out in turn, the first one first.
+    """
+    wrong = failure_of(partial(play, parts))
+    if wrong is None:
+        return None
+    if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:
+        return wrong, tuple(parts)  # a further step could hide this one
+    unchanged = failure_of(partial(play, ()))
+    if unchanged is not None:
+        return unchanged, ()
+    needed = tuple(parts)
+    for part in parts:
+        fewer = tuple(each for each in needed if each is not part)
+        still = failure_of(partial(play, fewer)) if fewer else None
+        if still is not None:
+            wrong, needed = still, fewer
+    return wrong, needed
+
+
+def later_fault(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
+    """Return the finding of a later step that is ``wrong``, or raise StageError with the step in its stage.
+
+    ``how``: the step in words, such as "when it is repeated".
+    """
+    if isinstance(wrong, StageError):
+        with stage_named(f"of the step {how}"):
+            raise wrong
+    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
+
+
 @dataclass(frozen=True)
 class Change(Generic[T]):
     """One change to how a step is passed. ``what``: the change in words. ``meaning``: the fault that it reveals."""
@@ -39,41 +85,37 @@ class Change(Generic[T]):
 class Variation(Generic[T]):
     """A step passed in another way. ``plain``: the step without changes. ``judge``: returns what is wrong with a step.
 
-    ``instead``: the variation to try if this one raises. If None, an exception is a failure. ``afresh``: judges with an
-    impl and a builder that have seen no other step.
+    ``instead``: the variation to try if this one raises StageError. ``afresh``: judges with an impl and a builder that
+    have seen no other step.
     """
 
     plain: T
     changes: tuple[Change[T], ...]
-    judge: Callable[[T], Broken | Raised | None]
+    judge: Callable[[T], Broken | None]
     instead: "Variation[T] | None" = None
-    afresh: Callable[[T], Broken | Raised | None] | None = None
+    afresh: Callable[[T], Broken | None] | None = None
 
     @property
     def what(self) -> str:
         """The changes in words."""
         return _listed(self.changes)
 
-    def wrong(self) -> Broken | Raised | None:
-        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right."""
-        wrong = self._wrong_with(self.changes)
-        if wrong is None:
-            return None
-        unchanged = self._wrong_with(())
-        if unchanged is not None:
-            return _finding(unchanged, "when it is repeated unchanged", _STATE)
-        needed = self.changes
-        for change in self.changes:
-            fewer = tuple(each for each in needed if each is not change)
-            still = self._wrong_with(fewer) if fewer else None
-            if still is not None:
-                wrong, needed = still, fewer
-        is_kept = self.afresh is not None and self.afresh(self._with(needed)) is None
-        meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
-        return _finding(wrong, f"with {_listed(needed)}", meaning)
+    def wrong(self) -> Broken | None:
+        """Return what is wrong with the step, with the smallest set of changes that causes it; None if it is right.
 
-    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | Raised | None:
-        return self.judge(self._with(changes))
+        Raise StageError if the step raises.
+        """
+        found = least_failing(self.changes, lambda changes: self.judge(self._with(changes)))
+        if found is None:
+            return None
+        wrong, needed = found
+        if not needed:
+            return later_fault(wrong, "when it is repeated unchanged", _STATE)
+        if isinstance(wrong, StageError):
+            return later_fault(wrong, f"with {_listed(needed)}", "")
+        is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
+        meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
+        return later_fault(wrong, f"with {_listed(needed)}", meaning)
 
     def _with(self, changes: Sequence[Change[T]]) -> T:
         put = self.plain
@@ -86,13 +128,131 @@ def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
 
-def _finding(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
-    if isinstance(wrong, Raised):
-        return replace(wrong, stage=f"{wrong.stage} of the step {how}")
-    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
+# Runs with something that must not matter, such as poison, beside clean runs of the same input.
+
+Seen = TypeVar("Seen")
+Fill = TypeVar("Fill")
+
+_CALLS_DIFFER = "state is kept between calls, or the backend is not deterministic"
+
+_ROOM = 4.0
+"""Tolerance where clean runs are wrong by amounts that vary, as a multiple of their largest error."""
+
+
+class Repeats(Generic[Seen, Fill]):
+    """Runs of one input, with and without a fill, compared with ``first``, a clean run.
+
+    ``run``: returns the result with a fill, or with None of a clean run. ``moved``: returns bool ``[T]``: the rows in
+    which two results differ in any bit. ``shares``: returns the errors of a result in budgets, ``[T, H]``.
+    ``in_words``: returns in words which errors exceed the budget. ``bitwise``: whether results are compared bit for
+    bit; it becomes False once equal input gives different bits.
+    """
+
+    def __init__(
+        self,
+        first: Seen,
+        run: Callable[[Fill | None], Seen],
+        moved: Callable[[Seen, Seen], Tensor],
+        shares: Callable[[Seen], Tensor],
+        in_words: Callable[[Tensor], str],
+        *,
+        bitwise: bool = True,
+    ) -> None:
+        self._first, self._run, self._moved, self._shares, self._in_words = first, run, moved, shares, in_words
+        self.bitwise = bitwise
+        self._worst = _largest(shares(first))
+        self._is_second, self._is_settled = True, False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on how results were compared. Empty if bit for bit."""
+        if self.bitwise:
+            return ()
+        within = "the allowed error"
+        if self._limit != 1:
+            within = f"{self._limit:.3g} times the allowed error ({_ROOM:g} times its clean error)"
+        return (f"compared within {within}: equal input gives different bits",)
+
+    def moves(self, fill: Fill) -> bool:
+        """Return whether one run with ``fill`` differs from the clean one."""
+        return bool(self._differing(self._run(fill)).any())
+
+    def reached(self, fill: Fill) -> Tensor:
+        """Return bool ``[T]``: the rows that ``fill`` changes twice, while a clean run gives the first result again.
+
+        Raise FindingError if exactly one of two clean runs is right.
+        """
+        filled = self._run(fill)
+        before, is_second = self._differing(filled), self._is_second
+        self._is_second = False
+        if not bool(before.any()):
+            return before
+        # The first two clean runs follow one another, since an alternating result would otherwise look like an effect.
+        for _ in range(1 if self._is_settled else 2):
+            self._run_clean()
+        self._is_settled = True
+        rows = self._differing(self._run(fill)) & before
+        if not bool(rows.any()):  # the fill was not the cause
+            self.bitwise = False
+            if is_second:
+                self._refuse_contradiction(filled)
+        return rows
+
+    @property
+    def _limit(self) -> float:
+        """The error allowed if runs are not compared bit for bit, in budgets."""
+        # It exceeds 1 only if clean runs are wrong, so that errors with other causes are not attributed to a fill.
+        return 1.0 if self._worst <= 1 else _ROOM * self._worst
+
+    def _differing(self, seen: Seen) -> Tensor:
+        if self.bitwise:
+            return self._moved(self._first, seen)
+        return (self._shares(seen) > self._limit).any(dim=1)
+
+    def _run_clean(self) -> None:
+        again = self._run(None)
+        self._refuse_contradiction(again)
+        if bool(self._moved(self._first, again).any()):
+            self.bitwise = False
+            self._worst = max(self._worst, _largest(self._shares(again)))
+
+    def _refuse_contradiction(self, again: Seen) -> None:
+        """Raise FindingError if exactly one of the first run and ``again`` is right."""
+        shares = self._shares(again)
+        is_right = not bool((shares > 1).any())
+        if not is_right and self._worst <= 1:
+            summary = f"a second, identical call is wrong: {self._in_words(shares)}"
+            raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
+        if is_right and self._worst > 1:
+            summary = "the first call is wrong, a second, identical one is right"
+            raise FindingError(Broken(summary, meaning=_CALLS_DIFFER))
+
+
+def _largest(shares: Tensor) -> float:
+    return float(shares.max()) if shares.numel() else 0.0
 
 
 # Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first.
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Rows of a later step beside those of the first: each has the same bits, is within the budget, or is wrong.
+
+    ``rows``: int64 ``[t]``, the problem's row of each. ``shares``, ``lse_shares``: errors in budgets, ``[t, H]``.
+    """
+
+    rows: Tensor
+    first: Observation
+    seen: Observation
+    shares: Tensor
+    lse_shares: Tensor | None
+
+    @property
+    def moved(self) -> Tensor:
+        """Bool ``[t]``: the rows whose output differs in any bit."""
+        was = self.first.output[self.rows.to(self.first.output.device)]
+        return differing_rows(was, self.seen.output[: len(self.rows)])
 
 
 @dataclass(frozen=True)
@@ -113,19 +273,24 @@ class RightRows:
         lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
         return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
 
-    def wrong_in(self, seen: Observation | Raised, how: Arrangement | None = None) -> Broken | Raised | None:
+    def compare(self, seen: Observation, how: Arrangement | None = None) -> ComparedRows:
+        """Return the rows of a later step beside those of the first. ``how``: as for :meth:`wrong_in`."""
+        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
+        return ComparedRows(rows, self.first, seen, *_shares(self.problem, self.truth, seen, self.conventions, rows))
+
+    def wrong_in(self, seen: Observation, how: Arrangement | None = None) -> Broken | None:
         """Return what is wrong with a later step, or None if these rows are right in it too.
 
         ``how``: how the step's batch is arranged from the problem's requests; None for the problem's own batch.
         """
-        if isinstance(seen, Raised):
-            return seen
-        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
-        output, lse = _shares(self.problem, self.truth, seen, self.conventions, rows)
-        for shares, is_right, name in ((output, self.is_right, ""), (lse, self.lse_is_right, "LSE: ")):
+        compared = self.compare(seen, how)
+        for shares, is_right, name in (
+            (compared.shares, self.is_right, ""),
+            (compared.lse_shares, self.lse_is_right, "LSE: "),
+        ):
             if shares is None:
                 continue
-            index = rows.to(shares.device)[:, None].expand_as(shares)
+            index = compared.rows.to(shares.device)[:, None].expand_as(shares)
             judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
             judged = judged.masked_fill(~is_right, 0.0)
             if bool((judged > 1).any()):
@@ -134,21 +299,20 @@ class RightRows:
         if how is None and self._cache_differs(seen):
             return Broken("the cache holds other bytes than after the first step")
         exact = self.conventions.batch_invariant and self.conventions.deterministic
-        return self._differing(seen, rows) if exact else None
+        return self._other_bits(compared) if exact else None
 
     def _cache_differs(self, seen: Observation) -> bool:
         was, now = self.first.pool_after, seen.pool_after
         return was is not None and now is not None and not same_bytes(was, now)
 
-    def _differing(self, seen: Observation, rows: Tensor) -> Broken | None:
+    def _other_bits(self, compared: ComparedRows) -> Broken | None:
         """Return the rows that differ in any bit, as a failure of a backend that declares ``batch_invariant``."""
-        was, now = self.first.output[rows.to(seen.output.device)], seen.output[: len(rows)]
-        wrong = rows[differing_rows(was, now).nonzero().flatten().cpu()]
+        wrong = compared.rows[compared.moved.cpu()]
         if not len(wrong):
             return None
         first = int(wrong[0])
         return Broken(
-            f"{len(wrong)} of {len(rows)} rows have other bits, the first is row {first} "
+            f"{len(wrong)} of {len(compared.rows)} rows have other bits, the first is row {first} "
             f"({self.problem.row_name(first)}); the backend declares batch_invariant",
             {"rows_wrong": len(wrong)},
         )

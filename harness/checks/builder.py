@@ -25,9 +25,10 @@ from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import check_numerics, output_shares
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.construction import construct_builder, max_model_len
-from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import call_backend, stage_named
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -72,11 +73,13 @@ class WaitFinder:
     """Follows one builder from its construction on, to track which memory the builder puts on the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._watch = None if device.type == "cuda" else _WatchForWaits()
+        accelerator = accelerator_of(device)
+        self._reporting = accelerator if accelerator is not None and accelerator.reports_waits else None
+        self._watch = _WatchForWaits()
 
     def construct(self, make: Callable[[], T]) -> T:
         """Return the result of ``make``, called under watch."""
-        if self._watch is None:
+        if self._reporting is not None:
             return make()
         with self._watch.active():
             return make()
@@ -84,10 +87,10 @@ class WaitFinder:
     def waits_of(self, build: Callable[[], object], common: CommonAttentionMetadata) -> tuple[Violation, ...] | None:
         """Call ``build`` with the metadata ``common``, and return where it waits, in order.
 
-        On a GPU, return the first wait only. Return None if ``build`` raises under watch.
+        If torch reports waits, return the first one only. Return None if ``build`` raises under watch.
         """
-        if self._watch is None:
-            found = first_wait(build)
+        if self._reporting is not None:
+            found = first_wait(build, self._reporting)
             return () if found is None else None if found.kind == "error" else (found,)
         for twin in (common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu):
             self._watch.host.mark(twin)
@@ -139,25 +142,23 @@ class _Built:
     metadata: Any
 
 
-def wrong_beside_others(session: Session, truth: Truth) -> Broken | Raised | None:
+def wrong_beside_others(session: Session, truth: Truth) -> Broken | None:
     """Build with two builders, then run each; return what is wrong with outputs that are right for one builder alone.
 
     The case's hash selects whether both builders receive one CommonAttentionMetadata or the second receives the same
-    requests in reverse order, and which runs first. Return None for a step of several calls.
+    requests in reverse order, and which runs first. Return None for a step of several calls. Raise StageError.
     """
     play = _PLAYS[int(session.problem.case.hash, 16) % len(_PLAYS)]
     sessions = [session.in_order(order) for order in (session.order, _opposite(session))]
     calls = [copied_calls(each.prepared().calls) for each in sessions]
     if any(len(each) > 1 for each in calls):
         return None
-    try:
+    with stage_named("beside another builder"):
         built = [_built(sessions[which], calls[which][0]) for which in play.steps]
         for index in play.forwards:
             wrong = _fault(built[index], truth)
             if wrong is not None:
                 return _finding(session, truth, play, index, built[index].session, wrong)
-    except StageError as failure:
-        return replace(failure.raised, stage=f"{failure.raised.stage} beside another builder")
     return None
 
 
@@ -240,9 +241,7 @@ def _check(case: CheckedCase) -> Finding:
     return Holds(notes=tuple(dict.fromkeys(notes))) if fault is None else fault
 
 
-def _faults(
-    case: CheckedCase, session: Session, seen: Observation, notes: list[str]
-) -> Iterator[Broken | Raised | None]:
+def _faults(case: CheckedCase, session: Session, seen: Observation, notes: list[str]) -> Iterator[Broken | None]:
     """Yield faults, or None, one after another; append to ``notes``."""
     finder = WaitFinder(case.device)
     builders = finder.construct(partial(session.in_flight, session.problem)).builders

@@ -14,8 +14,8 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.checks.interface import Check, CheckedCase, Function, call
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.diagnosis import paging
-from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import KVPool, flat_bytes, same_bytes
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.driver.step import ForwardCall
@@ -150,8 +150,10 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
             own.take(turn, call, metadata)
         seen = own.finish(turn)
     except StageError as failure:
-        raised = failure.raised
-        return finding if raised.is_refusal else replace(raised, stage=f"{raised.stage} with keys for a shared cache")
+        if failure.raised.is_refusal:
+            return finding
+        with stage_named("with keys for a shared cache"):
+            raise
     if turn.before is not None and not same_bytes(turn.before, pool.bytes()):
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",
@@ -375,7 +377,7 @@ def check_cache_write(problem: Problem, session: Session, seen: Observation) -> 
         finding = replace(finding, notes=(*finding.notes, pool.note))
     if isinstance(finding, Broken) and pool is not None and pool.note:
         finding = replace(finding, details=(*finding.details, pool.note))
-    if isinstance(finding, Broken | Raised) or pool is None:
+    if isinstance(finding, Broken) or pool is None:
         return finding
     return check_block_moves(problem, session.backend, session.device, finding)
 
@@ -400,8 +402,6 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
         rows = _extreme(problem.keys), _extreme(problem.values)
         honest, name = [rows], f"at the limits of {problem.layer.dtype}"
     extreme = session.run(Fill(rows=rows))
-    if isinstance(extreme, Raised):
-        return extreme
     again = judge_pool(problem, pool, extreme, rows, honest)
     if isinstance(again, Broken):
         return Broken(f"with rows {name}: {again.summary}", again.figures, again.meaning)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.cases.model import Case
-from attncheck.harness.checks.findings import Finding, NotExamined
+from attncheck.harness.checks.findings import Finding, FindingError, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, dump_case
 from attncheck.reference.spec import BACKEND_CHECKS
 
 _PLACES = {
     "cudagraph": "cudagraph.check",
-    "determinism": "numerics",
+    "determinism": "invariance",
     "features": "refusals",
     "lse": "numerics",
     "timing": "timing.check",
@@ -59,10 +59,16 @@ class CaseChecks:
     def examine(self, check: str) -> Finding:
         """Return the finding of one check. Raise StageError if the backend raised."""
         found = find_check(check)
-        if self._case.undeclared:
-            return found.run(self._case) if found.tries_undeclared else NotExamined(self._case.undeclared)
-        skipped = not_applicable(check, self._case.problem.case, self._case.backend.features)
-        return found.run(self._case) if skipped is None else skipped
+        if self._case.undeclared and not found.tries_undeclared:
+            return NotExamined(self._case.undeclared)
+        if not self._case.undeclared:
+            skipped = not_applicable(check, self._case.problem.case, self._case.backend.features)
+            if skipped is not None:
+                return skipped
+        try:
+            return found.run(self._case)
+        except FindingError as ended:
+            return ended.finding
 
     def dump(self, folder: Path, backend: str) -> None:
         """Write the case to a file in ``folder``, including the first step if a check needed it."""

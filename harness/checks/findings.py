@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attncheck.errors import SelectionError
-from attncheck.harness.driver.observation import Raised
+from attncheck.errors import InternalError, SelectionError
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.timings import Timing
 
-# Results of a check: `Holds`, `Broken` or `NotExamined`, or `Raised` if the backend raised.
+# Results of a check: `Holds`, `Broken` or `NotExamined`. If the backend raised, a check raises StageError.
 
 Figures = Mapping[str, float | int]
 
@@ -60,7 +59,15 @@ class NotExamined(Measurements):
     by: Literal["backend", "attncheck"] = "backend"
 
 
-Finding = Holds | Broken | NotExamined | Raised
+Finding = Holds | Broken | NotExamined
+
+
+class FindingError(InternalError):
+    """Ends a check with ``finding``."""
+
+    def __init__(self, finding: Broken) -> None:
+        self.finding = finding
+        super().__init__(finding.summary)
 
 
 # How a case is timed, as set on the command line.

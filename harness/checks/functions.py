@@ -14,9 +14,10 @@ from torch.nn.functional import silu
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.interface import FormError, Function, Poisoning, as_tensor, call, dump_tensors, is_answer
-from attncheck.harness.checks.numerics import lse_shares, summarize
+from attncheck.harness.checks.again import Repeats
+from attncheck.harness.checks.findings import Broken, Finding, FindingError, Holds, NotExamined
+from attncheck.harness.checks.interface import Function, as_tensor, call, dump_tensors, is_answer
+from attncheck.harness.checks.numerics import lse_shares, rows_in_words, summarize
 from attncheck.harness.checks.refusals import failure_of_declared
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.pool import flat_bytes
@@ -290,31 +291,31 @@ class Merging:
         def merge(rubbish: float | None) -> _Merged:
             return self._merge(rubbish=RUBBISH if rubbish is None else rubbish)
 
-        poisoning = Poisoning(merge, self._first, _moved, self._wrong)
+        in_words = partial(summarize, self._problem)
+        repeats: Repeats[_Merged, float] = Repeats(self._first, merge, _moved, self._shares, in_words)
         fills = self._fills()
         for name, value in fills.items():
-            rows = poisoning.reached(value).nonzero().flatten()
-            if len(rows):
-                first = int(rows[0])
+            rows = repeats.reached(value)
+            if bool(rows.any()):
+                where = rows_in_words(self._problem, rows)
                 return Broken(
-                    f"{name} instead of {RUBBISH:g} behind an LSE of -inf reaches {len(rows)} of "
-                    f"{len(self._truth.out)} rows, the first is row {first} ({self._problem.row_name(first)})",
+                    f"{name} instead of {RUBBISH:g} behind an LSE of -inf reaches {where}",
                     meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by the value there",
                 )
-        figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(poisoning.bitwise)}
-        return Holds(figures, poisoning.notes)
+        figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(repeats.bitwise)}
+        return Holds(figures, repeats.notes)
 
     @cached_property
     def _first(self) -> _Merged:
         return self._merge()
 
     def _merge(self, *, swapped: bool = False, rubbish: float = RUBBISH) -> _Merged:
-        """Run one call. Raise FormError if it does not return a pair of tensors."""
+        """Run one call. Raise FindingError if it does not return a pair of tensors."""
         arguments = self._problem.arguments(self._device, rubbish, swapped=swapped)
         returned, changed = call(MERGE, self._function, arguments, {})
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             kind = type(returned).__name__
-            raise FormError(Broken(f"{MERGE} returned a {kind}; the contract requires a pair (out, lse)"))
+            raise FindingError(Broken(f"{MERGE} returned a {kind}; the contract requires a pair (out, lse)"))
         out = as_tensor("the output", returned[0], self._truth.out, self._problem.dtype)
         return _Merged(out, as_tensor("the LSE", returned[1], self._truth.lse, torch.float32), changed)
 
@@ -323,11 +324,10 @@ class Merging:
         fills = {"0": 0.0, f"{huge:.2g}": huge}
         return fills | {"NaN": math.nan, "Inf": math.inf} if "merge_nan" in self._backend.features else fills
 
-    def _wrong(self, merged: _Merged) -> Tensor:
-        """Return bool ``[T]``: True for rows outside the budget."""
+    def _shares(self, merged: _Merged) -> Tensor:
+        """Return the larger of the errors of output and LSE in budgets, ``[T, H]``."""
         shares = share_of_budget(merged.out - self._truth.out, self._truth.budget)
-        lse = lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse)
-        return ((shares > 1) | (lse > 1)).any(dim=1)
+        return torch.maximum(shares, lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse))
 
     def _meaning(self, merged: _Merged, swapped: bool) -> str | None:
         if bool(torch.isnan(merged.out).any()):
@@ -653,24 +653,29 @@ class Convolution:
         def convolve(fill: _Fill | None) -> _Convolved:
             return self._convolve() if fill is None else self._convolve(*fill)
 
-        poisoning = Poisoning(convolve, self._first, self._moved, self._wrong)
+        def in_words(shares: Tensor) -> str:
+            return self._name_of((shares > 1).flatten())
+
+        repeats: Repeats[_Convolved, _Fill] = Repeats(
+            self._first, convolve, self._moved, self._shares_with_states, in_words
+        )
         regions = self._problem.regions()
         poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
         for name, value in poisons.items():
-            moved = poisoning.reached((value, tuple(regions)))
+            moved = repeats.reached((value, tuple(regions)))
             if bool(moved.any()):
-                sources = [region for region in regions if bool(poisoning.reached((value, (region,))).any())]
+                sources = [region for region in regions if repeats.moves((value, (region,)))]
                 where = ", ".join(sources) or "several places together"
                 return Broken(f"{name} in {where} reaches {self._name_of(moved)}")
-        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(poisoning.bitwise)}
-        return Holds(figures, poisoning.notes)
+        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(repeats.bitwise)}
+        return Holds(figures, repeats.notes)
 
     @cached_property
     def _first(self) -> _Convolved:
         return self._convolve()
 
     def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved:
-        """Run one call. Raise FormError if it does not return a tensor like ``x``."""
+        """Run one call. Raise FindingError if it does not return a tensor like ``x``."""
         arguments = self._problem.arguments(self._device, poison, regions)
         options = {"activation": self._problem.options.activation, "pad_id": PAD_ID}
         returned, changed = call(CONVOLUTION, self._function, arguments, options, "conv_states")
@@ -691,18 +696,18 @@ class Convolution:
         before, after = (self._remembered(seen.states) for seen in (one, other))
         return torch.cat([rows, (before != after).flatten(1).any(dim=1)])
 
-    def _wrong(self, seen: _Convolved) -> Tensor:
-        """Return bool ``[T + R]``: True for real rows outside the budget and for wrong request states."""
+    def _shares_with_states(self, seen: _Convolved) -> Tensor:
+        """Return errors in budgets, ``[T + R, 1]``: of the real rows, and infinite for wrong request states."""
         right = self._remembered(flat_bytes(self._truth.states))
-        states = (self._remembered(seen.states) != right).flatten(1).any(dim=1)
-        return torch.cat([(self._shares(seen) > 1).any(dim=1), states])
+        is_wrong = (self._remembered(seen.states) != right).flatten(1).any(dim=1)
+        states = torch.zeros(len(is_wrong), 1, dtype=torch.float64, device=is_wrong.device)
+        return torch.cat([self._shares(seen), states.masked_fill(is_wrong[:, None], torch.inf)])
 
     def _name_of(self, moved: Tensor) -> str:
-        rows = moved[: len(self._truth.y)].nonzero().flatten()
-        if not len(rows):
+        rows = moved[: len(self._truth.y)]
+        if not bool(rows.any()):
             return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
-        first = int(rows[0])
-        return f"{len(rows)} of {len(self._truth.y)} rows, the first is row {first} ({self._problem.row_name(first)})"
+        return rows_in_words(self._problem, rows)
 
     def _bits_of(self, memory: Tensor) -> Tensor:
         """Return the bytes of the states as integers ``[lines, C, columns]``."""
@@ -787,7 +792,7 @@ class Convolution:
 class FunctionUnderTest(Protocol):
     """One function on one problem. Most methods are checks.
 
-    They may raise StageError if the function raises, and FormError if its result has the wrong form.
+    They may raise StageError if the function raises, and FindingError if its result has the wrong form.
     """
 
     def run(self) -> None:
@@ -843,7 +848,7 @@ class FunctionChecks:
             return self._refusals(self._examination)
         try:
             return self._checked(self._examination, check)
-        except FormError as failure:
+        except FindingError as failure:
             return failure.finding
 
     def dump(self, folder: Path, backend: str) -> None:
@@ -884,6 +889,6 @@ class FunctionChecks:
             examination.run()
         except StageError as failure:
             return failure_of_declared(failure.raised)
-        except FormError:
+        except FindingError:
             pass
         return Holds()

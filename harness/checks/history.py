@@ -1,7 +1,7 @@
 """Invariance under earlier steps: other batches, other layers, and a decode loop before the case."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,10 +13,9 @@ from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.harness.checks.again import RightRows
+from attncheck.harness.checks.again import RightRows, failure_of, least_failing
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout
 from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
@@ -224,7 +223,8 @@ def sharing_layer(rows: RightRows, backend: type[AttentionBackend]) -> LayerBesi
     problem, case = rows.problem, rows.problem.case
     if not case.layer.has_cache or shares_cache(case) or case.layer.attn_type != AttentionType.DECODER:
         return None
-    if case.layer.mla is not None or not _supports(backend, replace(case, layer=replace(case.layer, kv_sharing=True))):
+    sharing = replace(case, layer=replace(case.layer, kv_sharing=True))
+    if case.layer.mla is not None or unsupported_reasons(backend, sharing):
         return None
     negated = replace(problem, keys=-problem.keys, values=-problem.values)
     return LayerBeside(OtherLayer(negated, "a layer that shares its cache", shares_cache=True), rows, comes_after=True)
@@ -240,10 +240,10 @@ def other_kind_of_layer(problem: Problem, backend: type[AttentionBackend]) -> La
     other = replace(layer, scale=(layer.softmax_scale or 1.0) / 2)
     if layer.mla is None and layer.attn_type == AttentionType.DECODER:
         window = replace(other, sliding_window=None if layer.sliding_window else _WINDOW)
-        other = window if _supports(backend, replace(problem.case, layer=window)) else other
+        other = other if unsupported_reasons(backend, replace(problem.case, layer=window)) else window
         cap = replace(other, logits_soft_cap=None if layer.logits_soft_cap else 2.0)
-        other = cap if _supports(backend, replace(problem.case, layer=cap)) else other
-    if not _supports(backend, replace(problem.case, layer=other)):
+        other = other if unsupported_reasons(backend, replace(problem.case, layer=cap)) else cap
+    if unsupported_reasons(backend, replace(problem.case, layer=other)):
         return None
     return LayerBeside(_layer(problem, other), None)
 
@@ -258,7 +258,7 @@ def layer_of_another_group(problem: Problem, backend: type[AttentionBackend]) ->
         return None
     for head_size in (layer.head_size // 2, layer.head_size * 2):
         other = replace(layer, head_size=head_size)
-        if head_size % 8 == 0 and _supports(backend, replace(case, layer=other)):
+        if head_size % 8 == 0 and not unsupported_reasons(backend, replace(case, layer=other)):
             return LayerBeside(_layer(problem, other), None)
     return None
 
@@ -270,13 +270,12 @@ def named_layers(rows: RightRows, session: Session) -> tuple[LayerBeside, ...]:
     """
     problem, made = rows.problem, []
     for spec in problem.case.layers:
-        if not _supports(session.backend, replace(problem.case, layer=spec)):
+        if unsupported_reasons(session.backend, replace(problem.case, layer=spec)):
             continue
         beside = _layer(problem, replace(spec, kv_sharing=problem.layer.kv_sharing))
         alone = Session(session.backend, beside.problem, session.device)
-        seen = alone.run(images=False)
-        if isinstance(seen, Raised):
-            raise StageError(replace(seen, stage=f"{seen.stage} of {beside.role}"))
+        with stage_named(f"of {beside.role}"):
+            seen = alone.run(images=False)
         truth = truth_of(beside.problem, session.device, refuse_blindness=False)
         right = RightRows.of(beside.problem, truth, seen, rows.conventions)
         shares = spec.kv_sharing and not problem.writes_nothing
@@ -297,10 +296,6 @@ def _layer(problem: Problem, layer: LayerSpec) -> OtherLayer:
         drawn = build_problem(replace(case, id=f"{case.id}.group"), problem.seed)
         return OtherLayer(drawn, f"{role} in another group", has_own_group=True)
     return OtherLayer(replace(mirrored(problem), case=case), role)
-
-
-def _supports(backend: type[AttentionBackend], case: Case) -> bool:
-    return not declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
 # A decode loop: a case's requests start some steps earlier and gain rows, keys and pages in each step.
@@ -330,28 +325,24 @@ class LoopStep:
         return f"new tokens {lens}{more}"
 
 
-def check_decode_loop(rows: RightRows, session: Session) -> Broken | Raised | None:
-    """Return what is wrong with a step of the loop. Return None if all are right, or if the case allows no loop."""
+def check_decode_loop(rows: RightRows, session: Session) -> Broken | None:
+    """Return what is wrong with a step of the loop. Return None if all are right, or if the case allows no loop.
+
+    Raise StageError if a step raises.
+    """
     steps = loop_steps(rows.problem)
-    if len(steps) < 2 or not all(_is_declared(session.backend, step.problem) for step in steps):
+    if len(steps) < 2 or any(unsupported_reasons(session.backend, step.problem.case) for step in steps):
         return None
-    try:
-        going = Session(
-            session.backend,
-            steps[0].problem,
-            session.device,
-            tuple(step.problem for step in steps[1:]),
-            pool=session.pool,
-        )
+    first, *later = (step.problem for step in steps)
+    with stage_named("of a decode loop"):
+        going = Session(session.backend, first, session.device, tuple(later), pool=session.pool)
         for number, step in enumerate(steps):
             going = going.following(step.problem) if number else going
-            wrong = _judged(rows, step).wrong_in(going.run(images=False))
-            if isinstance(wrong, Raised):
-                return replace(wrong, stage=f"{wrong.stage} of step {number + 1} of a decode loop")
+            with stage_named(f"of step {number + 1}"):
+                seen = going.run(images=False)
+            wrong = _judged(rows, step).wrong_in(seen)
             if wrong is not None:
                 return _as_finding(wrong, steps, number)
-    except StageError as failure:
-        return replace(failure.raised, stage=f"{failure.raised.stage} of a decode loop")
     return None
 
 
@@ -435,11 +426,6 @@ def _judged(rows: RightRows, step: LoopStep) -> RightRows:
     )
 
 
-def _is_declared(backend: type[AttentionBackend], problem: Problem) -> bool:
-    case = problem.case
-    return not declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
-
-
 def _as_finding(wrong: Broken, steps: tuple[LoopStep, ...], number: int) -> Broken:
     played = [f"step {n} of the loop: {step.in_words}" for n, step in enumerate(steps[: number + 1], start=1)]
     return replace(
@@ -485,12 +471,18 @@ class History:
         return ", ".join(parts) or "when the step is repeated"
 
     def parts(self) -> Iterator["History"]:
-        """Yield parts of the history, smallest first: none, then each element alone."""
-        yield History()
+        """Yield each element alone."""
         yield from (History(before=(batch,)) for batch in self.before)
         yield from (History(layers=(beside,)) for beside in self.layers)
         if self.flight is not None:
             yield History(flight=self.flight)
+
+    @classmethod
+    def joined(cls, parts: Sequence["History"]) -> "History":
+        """Return the history of all elements of ``parts``."""
+        before = tuple(batch for part in parts for batch in part.before)
+        layers = tuple(beside for part in parts for beside in part.layers)
+        return cls(before, layers, next((part.flight for part in parts if part.flight is not None), None))
 
 
 @dataclass(frozen=True)
@@ -498,7 +490,7 @@ class Repetition:
     """The case's rows in further steps. ``what``: the steps in words. ``wrong``: runs them; returns what is wrong."""
 
     what: str
-    wrong: Callable[[], Broken | Raised | None]
+    wrong: Callable[[], Broken | None]
 
 
 def repetitions(rows: RightRows, session: Session) -> Iterator[Repetition]:
@@ -519,7 +511,7 @@ def history_of(rows: RightRows, session: Session) -> History:
     problem, backend, case = rows.problem, session.backend, rows.problem.case
     named = case.after or case.layers
     batches = named_batches(case) if named else earlier_batches(case)
-    before = tuple(batch for batch in batches if _is_batch_declared(session, batch))
+    before = tuple(batch for batch in batches if not unsupported_reasons(backend, batch.case))
     if named:
         return History(before, named_layers(rows, session))
     kind = _chosen(case, among=6)
@@ -528,7 +520,7 @@ def history_of(rows: RightRows, session: Session) -> History:
     mirror, before = mirror_layer(rows), before[:1]
     if kind == 2 and case.batch.path.name in _SINGLE_CALLS:
         flight = (half, alike)[_chosen(case, among=2)](case)
-        if _is_batch_declared(session, flight):
+        if not unsupported_reasons(backend, flight.case):
             return History(before, (mirror,), flight=flight)
     group = layer_of_another_group(problem, backend) if kind == 3 else None
     others = (mirror, sharing_layer(rows, backend), group or other_kind_of_layer(problem, backend))
@@ -540,21 +532,25 @@ def _chosen(case: Case, among: int) -> int:
     return int(hashlib.sha256(f"{case.hash} {among}".encode()).hexdigest(), 16) % among
 
 
-def _is_batch_declared(session: Session, batch: EarlierBatch) -> bool:
-    case = batch.case
-    return not declared_reasons(partial(session.backend.unsupported_reasons, case.layer, case.cache, case.batch))
+def check_step(rows: RightRows, session: Session, history: History) -> Broken | None:
+    """Return what is wrong with the case's step under ``history``, naming the part that suffices for it.
 
+    Raise StageError if a step raises.
+    """
 
-def check_step(rows: RightRows, session: Session, history: History) -> Broken | Raised | None:
-    """Return what is wrong with the case's step under ``history``, naming the first part that suffices for it."""
-    wrong = _played(rows, session, history)
-    if wrong is None:
+    def play(backwards: Sequence[History]) -> Broken | None:
+        return _played(rows, session, History.joined(backwards[::-1]))
+
+    # The last part is left out first, so that the first of several that suffice is named.
+    found = least_failing(tuple(history.parts())[::-1], play)
+    if found is None:
         return None
-    least = next((less for less in history.parts() if _played(rows, session, less) is not None), history)
+    wrong, needed = found
+    least = History.joined(needed[::-1])
     changes: list[str] = []
-    wrong = _played(rows, session, least, changes) or wrong
-    if isinstance(wrong, Raised):
-        return replace(wrong, stage=f"{wrong.stage}, {least.in_words}")
+    wrong = failure_of(partial(_played, rows, session, least, changes)) or wrong
+    if isinstance(wrong, StageError):
+        raise StageError(replace(wrong.raised, stage=f"{wrong.raised.stage}, {least.in_words}"))
     beside = bool(least.layers or least.flight)
     return replace(
         wrong,
@@ -580,9 +576,7 @@ def _meaning(least: History, changes: list[str]) -> str:
     return "something is kept from an earlier call"
 
 
-def _played(
-    rows: RightRows, session: Session, history: History, changes: list[str] | None = None
-) -> Broken | Raised | None:
+def _played(rows: RightRows, session: Session, history: History, changes: list[str] | None = None) -> Broken | None:
     """Return what is wrong with the step on a new impl and builder. The backend may refuse some of its layers."""
     try:
         return _played_once(rows, session, history, changes)
@@ -591,12 +585,10 @@ def _played(
         less = replace(history, layers=kept)
         if failure.raised.is_refusal and less != history:
             return _played(rows, session, less, changes)
-        return failure.raised
+        raise
 
 
-def _played_once(
-    rows: RightRows, session: Session, history: History, changes: list[str] | None
-) -> Broken | Raised | None:
+def _played_once(rows: RightRows, session: Session, history: History, changes: list[str] | None) -> Broken | None:
     problem, backend, device = rows.problem, session.backend, session.device
     drawn = [
         build_problem(other.case, problem.seed + 1 + number, rows_of=problem)
@@ -607,9 +599,9 @@ def _played_once(
     layers = [beside.layer for beside in in_group]
     own = Session(backend, problem, device, tuple(drawn), pool=session.pool, layers=layers)
     for batch, other in zip(before, history.before, strict=True):
-        seen = own.beside(batch).run(images=False)
-        if isinstance(seen, Raised):
-            return replace(seen, stage=f"{seen.stage} of {other.in_words}")
+        earlier_step = own.beside(batch)
+        with stage_named(f"of {other.in_words}"):
+            earlier_step.run(images=False)
     earlier: list[tuple[Session, RightRows | None]] = []
     later: list[tuple[Session, RightRows | None]] = []
     for beside, layer in zip(in_group, own.layers, strict=True):
@@ -624,7 +616,7 @@ def _played_once(
     observations = run_step([turn for turn, _ in turns], changes)
     for seen, (turn, judge) in zip(observations, turns, strict=True):
         wrong = None if judge is None else judge.wrong_in(seen)
-        if isinstance(wrong, Broken):
+        if wrong is not None:
             return replace(wrong, summary=f"{turn.role}: {wrong.summary}") if turn.role else wrong
     return None
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.errors import InternalError
-from attncheck.harness.checks.findings import Broken, Finding, NotExamined
+from attncheck.harness.checks.findings import Broken, Finding, FindingError, NotExamined
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
@@ -71,8 +70,7 @@ class CheckedCase:
         self.loaded, self.problem, self.truth, self.device = loaded, problem, truth, device
         self.undeclared, self.shared = undeclared, shared
         self.is_output_explained = False
-        self._session: Session | Raised | None = None
-        self._seen: Observation | Raised | None = None
+        self._first: tuple[Session, Observation] | StageError | None = None
 
     @property
     def backend(self) -> type[AttentionBackend]:
@@ -80,29 +78,21 @@ class CheckedCase:
         return self.loaded.backend
 
     @property
-    def seen(self) -> Observation | Raised | None:
-        """The first step, or what the backend raised. None if no check has needed it so far."""
-        return self._seen
+    def seen(self) -> Observation | None:
+        """The first step. None if the backend raised, or if no check has needed it so far."""
+        return self._first[1] if isinstance(self._first, tuple) else None
 
     def first_step(self) -> tuple[Session, Observation]:
         """Return the session and the observation of its first step. Raise StageError if the backend raised."""
-        session, seen = self.try_first_step()
-        if isinstance(session, Raised):
-            raise StageError(session)
-        if isinstance(seen, Raised):
-            raise StageError(seen)
-        return session, seen
-
-    def try_first_step(self) -> tuple[Session | Raised, Observation | Raised]:
-        """Return the session and its first step; instead of either, return what the backend raised."""
-        if self._session is None:
+        if self._first is None:
             try:
-                self._session = Session(self.backend, self.problem, self.device)
+                session = Session(self.backend, self.problem, self.device)
+                self._first = session, session.run()
             except StageError as failure:
-                self._session = failure.raised
-        if self._seen is None:
-            self._seen = self._session if isinstance(self._session, Raised) else self._session.run()
-        return self._session, self._seen
+                self._first = failure
+        if isinstance(self._first, StageError):
+            raise StageError(self._first.raised)
+        return self._first
 
 
 def _always_applies(_case: Case, _features: frozenset[str]) -> NotExamined | None:
@@ -113,9 +103,9 @@ def _always_applies(_case: Case, _features: frozenset[str]) -> NotExamined | Non
 class Check:
     """How a check runs.
 
-    ``run`` returns the finding for a case, or raises StageError. ``not_applicable`` returns why the check has nothing
-    to examine, based only on the case and the backend's features. ``tries_undeclared`` selects whether the check also
-    runs on cases that the backend does not declare.
+    ``run`` returns the finding for a case, or raises FindingError or StageError. ``not_applicable`` returns why the
+    check has nothing to examine, based only on the case and the backend's features. ``tries_undeclared`` selects
+    whether the check also runs on cases that the backend does not declare.
     """
 
     run: Callable[[CheckedCase], Finding]
@@ -126,17 +116,6 @@ class Check:
 # Call functions that a backend offers, validate what they return, and detect poison that reaches it.
 
 Function = Callable[..., Any]
-
-_Answer = TypeVar("_Answer")
-_Fill = TypeVar("_Fill")
-
-
-class FormError(InternalError):
-    """A result that is not a tensor of the right shape, dtype and device. ``finding`` describes it."""
-
-    def __init__(self, finding: Broken) -> None:
-        self.finding = finding
-        super().__init__(finding.summary)
 
 
 def call(
@@ -164,10 +143,10 @@ def call(
 def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``value`` in float64, if it is a tensor of the shape and device of ``like``.
 
-    Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FormError.
+    Its dtype must be ``dtype``, float32 or float64, since an unrounded result is allowed. Otherwise raise FindingError.
     """
     if not isinstance(value, Tensor):
-        raise FormError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
+        raise FindingError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
     dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
     *most, last = (str(wide).removeprefix("torch.") for wide in dtypes)
     allowed = f"{', '.join(most)} or {last}"
@@ -178,7 +157,7 @@ def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Ten
     )
     for fact, got, wanted, fits in facts:
         if not fits:
-            raise FormError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
+            raise FindingError(Broken(f"{name} has {fact} {got}, expected {wanted}"))
     return value.double()
 
 
@@ -193,51 +172,10 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
     return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
 
 
-class Poisoning(Generic[_Answer, _Fill]):
-    """Calls of one function on one input, with and without poison, compared bit for bit.
-
-    ``call(None)`` is the clean call, and ``first`` its result. ``moved`` returns bool, one per row: where two results
-    differ in any bit. ``wrong`` does so where a result is outside the budget. A function that is not deterministic on
-    equal input is compared within the budget instead.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[_Fill | None], _Answer],
-        first: _Answer,
-        moved: Callable[[_Answer, _Answer], Tensor],
-        wrong: Callable[[_Answer], Tensor],
-    ) -> None:
-        self._call, self._first, self._moved, self._wrong = call, first, moved, wrong
-        self.bitwise = not bool(moved(first, call(None)).any())
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return notes on how results were compared. Empty if bit for bit."""
-        if self.bitwise:
-            return ()
-        return ("compared within the allowed error: equal input gives different bits",)
-
-    def reached(self, fill: _Fill) -> Tensor:
-        """Return bool, one per row: where ``fill`` changes the result twice while the clean result stays the same.
-
-        Compare within the budget instead if the clean result changes.
-        """
-        answer = self._call(fill)
-        if self.bitwise:
-            rows = self._moved(self._first, answer)
-            if not bool(rows.any()):
-                return rows
-            if not bool(self._moved(self._first, self._call(None)).any()):
-                return rows & self._moved(self._first, self._call(fill))
-            self.bitwise = False
-        return self._wrong(answer) & ~self._wrong(self._first)
-
-
 # Write a failing case to one file of plain tensors, which `torch.load(path, weights_only=True)` reads.
 
 
-def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | Raised | None) -> Path:
+def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | None) -> Path:
     """Write inputs, truth, budget and the backend's output to a file, and return its path. Replace an older dump."""
     content: dict[str, Tensor | int | None] = {
         "query": problem.query,
@@ -255,7 +193,7 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
         "budget_peak": truth.budget.peak.cpu(),
         "budget_lse": truth.budget.lse.cpu(),
     }
-    if isinstance(seen, Observation):
+    if seen is not None:
         content["output"] = seen.output.cpu()
         content["lse"] = None if seen.lse is None else seen.lse.cpu()
     return dump_tensors(folder, problem.case, problem.seed, backend, content)

@@ -1,20 +1,28 @@
-"""The check ``invariance``: whether an output depends on something that must not matter."""
+"""The checks ``determinism`` and ``invariance``: whether an output depends on something that must not matter."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-from attncheck.harness.checks.again import Change, RightRows, Variation
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.again import Change, RightRows, Variation, later_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.history import Repetition, repetitions
 from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.driver.foreign_code import declared_reasons
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.checks.numerics import differing_rows, lse_shares, rows_in_words
+from attncheck.harness.driver.foreign_code import StageError, unsupported_reasons
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.driver.step import strides_of
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
+from attncheck.harness.problem.storage import output_values
+from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference.spec import PaddingSpec, StrideForm, StridesSpec
 from attncheck.reports.run_file.causes import UNKNOWN
 
@@ -49,7 +57,7 @@ def same_step(rows: RightRows, session: Session) -> Iterator[Variation[Fill]]:
     """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
     number = int(rows.problem.case.hash, 16)
 
-    def judge(fill: Fill) -> Broken | Raised | None:
+    def judge(fill: Fill) -> Broken | None:
         return rows.wrong_in(session.run(fill))
 
     for turn, maximum in enumerate(("max_seq_len", "max_query_len")):
@@ -118,12 +126,12 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arran
         yield Variation(plain, changes, partial(_judge, rows, made))
 
 
-def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
+def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | None:
     problem = arranged(rows.problem, how)
     return rows.wrong_in(session.beside(problem, is_judged=True).run(images=False), how)
 
 
-def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken | Raised | None:
+def _judge_afresh(rows: RightRows, session: Session, how: Arrangement) -> Broken | None:
     made = Session(session.backend, rows.problem, session.device, pool=session.pool)
     return _judge(rows, made, how)
 
@@ -165,8 +173,8 @@ def _padding_for(session: Session) -> PaddingSpec | None:
         return None
     uniform = PaddingSpec(requests=_PADDING.requests, tokens=_PADDING.requests * case.batch.max_query_len)
     for padding in (_PADDING, uniform):
-        specs = (case.layer, case.cache, replace(case.batch, padding=padding))
-        if not declared_reasons(partial(session.backend.unsupported_reasons, *specs)):
+        padded = replace(case, batch=replace(case.batch, padding=padding))
+        if not unsupported_reasons(session.backend, padded):
             return padding
     return None
 
@@ -181,6 +189,78 @@ def _of(which: tuple[int, ...], how: Arrangement) -> Arrangement:
 
 def _listed(which: tuple[int, ...]) -> str:
     return ", ".join(map(str, which))
+
+
+# `determinism`: the same input gives the same bits of output, LSE and cache, on the same impl and on a new one.
+#
+# A backend that declares `deterministic=False` must stay within the budget instead. Cannot see: differences between
+# processes or machines, and randomness that happens to repeat in these steps.
+
+_ROUNDING = (
+    "equal inputs give different bits: probably the order of sums varies; a race, or memory that is read before it is "
+    "written, can do the same; declare deterministic=False only if the difference is intended"
+)
+_BEYOND_ROUNDING = (
+    "equal inputs give different outputs: memory is read before it is written, a call leaves state behind, or threads "
+    "race"
+)
+
+
+def check_determinism(problem: Problem, truth: Truth, session: Session, first: Observation) -> Finding:
+    """Compare two more steps of the same problem with ``first``: one on the same impl, one on a new impl."""
+    rows = RightRows.of(problem, truth, first, session.backend.conventions)
+    exact = rows.conventions.deterministic
+    for how, again in _same_again(problem, session):
+        fault = _other_bits(rows, again, how) if exact else None
+        if fault is not None:
+            return fault
+        wrong = rows.wrong_in(again)
+        if wrong is not None:
+            return later_fault(wrong, how, _BEYOND_ROUNDING)
+    notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
+    return Holds({"rows": len(truth.out), "repeats": 2, "bitwise": int(exact)}, notes)
+
+
+def _same_again(problem: Problem, session: Session) -> Iterator[tuple[str, Observation]]:
+    yield "when the step is repeated on the same impl", session.run()
+    new = Session(session.backend, problem, session.device, pool=session.pool)
+    yield "when the step is repeated on a new impl and builder", new.run()
+
+
+def _other_bits(rows: RightRows, again: Observation, how: str) -> Broken | None:
+    """Return the rows of output or LSE that differ in any bit, or None."""
+    for name, moved, changes in _moved_rows(rows, again):
+        if not bool(moved.any()):
+            continue
+        size = float(changes[moved].max())
+        named_rows = rows_in_words(rows.problem, moved, f" of the {name} have other bits")
+        amount = "NaN or infinite" if size == math.inf else f"{size:.3g} times the allowed error"
+        return Broken(
+            f"{named_rows}, {how}; the largest difference is {amount}",
+            {"rows_moved": int(moved.sum())},
+            _BEYOND_ROUNDING if size > 1 else _ROUNDING,
+        )
+    return None
+
+
+def _moved_rows(rows: RightRows, again: Observation) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name, changed rows bool ``[T]``, changes ``[T, H]`` in budgets) of output and LSE."""
+    truth, first, moved = rows.truth, rows.first, rows.compare(again).moved
+    was, now = (output_values(seen.output[: len(moved)], truth.codes) for seen in (first, again))
+    yield "output", moved, share_of_budget(_change(was, now), truth.budget)
+    if first.lse is not None and again.lse is not None:
+        was, now = first.lse[: len(moved)].double(), again.lse[: len(moved)].double()
+        change = _change(was, now) * (math.log(2) if rows.conventions.lse_base == "2" else 1.0)
+        yield "LSE", differing_rows(was, now), lse_shares(change, torch.zeros_like(change), truth.budget.lse)
+
+
+def _change(was: Tensor, now: Tensor) -> Tensor:
+    """Return ``now`` minus ``was``, with 0 where both are the same infinity or NaN."""
+    return (now - was).masked_fill((now == was) | (torch.isnan(now) & torch.isnan(was)), 0.0)
+
+
+def _check_determinism(case: CheckedCase) -> Finding:
+    return check_determinism(case.problem, case.truth, *case.first_step())
 
 
 # `invariance`: an output does not depend on anything that must not matter.
@@ -200,11 +280,14 @@ def _check(case: CheckedCase) -> Finding:
         islice(others, 1), same_step(rows, session), same_requests(rows, session), others
     )
     for variation in variations:
-        wrong, what = variation.wrong(), variation.what
-        if isinstance(wrong, Raised) and isinstance(variation, Variation) and variation.instead is not None:
-            done.append(f"not held against the backend: {wrong.in_words}")
+        try:
+            wrong, what = variation.wrong(), variation.what
+        except StageError as failure:
+            if failure.raised.may_end_the_device or not isinstance(variation, Variation) or variation.instead is None:
+                raise
+            done.append(f"not held against the backend: {failure.raised.in_words}")
             wrong, what = variation.instead.wrong(), variation.instead.what
-        if isinstance(wrong, Broken) and not bool(rows.is_right.all() and rows.lse_is_right.all()):
+        if wrong is not None and not bool(rows.is_right.all() and rows.lse_is_right.all()):
             return replace(wrong, meaning=f"{UNKNOWN}the first step has wrong rows, too")
         if wrong is not None:
             return wrong
@@ -212,4 +295,4 @@ def _check(case: CheckedCase) -> Finding:
     return Holds({"rows": int(rows.is_right.all(dim=1).sum()), "variations": len(done)}, tuple(done))
 
 
-CHECKS = {"invariance": Check(_check)}
+CHECKS = {"determinism": Check(_check_determinism), "invariance": Check(_check)}

@@ -1,7 +1,6 @@
-"""The checks ``numerics``, ``lse`` and ``determinism``: output and log-sum-exp against the float64 truth."""
+"""The checks ``numerics`` and ``lse``: output and log-sum-exp against the float64 truth."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,10 +14,9 @@ from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.diagnosis.explain import concerned_features, explain, explain_lse, faults_tried
 from attncheck.harness.diagnosis.fitted import places
 from attncheck.harness.diagnosis.scores import lse_explanations
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import still_unwritten
 from attncheck.harness.driver.pool import same_bytes
-from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_error, output_values
 from attncheck.harness.truth.truth import Truth, truth_notes
@@ -99,19 +97,13 @@ def check_numerics(
     shares = output_shares(truth, seen)
     values = output_values(seen.output[: len(shares)], truth.codes)
     figures = {"rows": shares.shape[0], "heads": shares.shape[1]} | wrong_figures(shares, values, seen.unwritten)
-    unwritten = seen.unwritten.nonzero().flatten().tolist()
-    if unwritten:
+    if bool(seen.unwritten.any()):
         # A byte has no NaN that no computation produces. The NaN of other dtypes is kept by a sum.
         what = "only added to" if truth.codes is None else "hold NaN"
         written = shares.masked_fill(seen.unwritten.to(shares.device)[:, None], 0.0)
         others = f"; among the others: {summarize(problem, written)}" if bool((written > 1).any()) else ""
-        return Broken(
-            f"{len(unwritten)} of {shares.shape[0]} rows were never written{_unwritten_part(seen)}, or {what}, "
-            f"the first is row {unwritten[0]} ({problem.row_name(unwritten[0])}){others}",
-            figures,
-            _unsaturated(truth, seen),
-            seen.protocol,
-        )
+        rows = rows_in_words(problem, seen.unwritten, f" were never written{_unwritten_part(seen)}, or {what}")
+        return Broken(f"{rows}{others}", figures, _unsaturated(truth, seen), seen.protocol)
     if not bool((shares > 1).any()):
         broken = seen.protocol
         return Broken(broken[0], figures, details=broken[1:]) if broken else Holds(figures)
@@ -158,13 +150,19 @@ def differing_rows(was: Tensor, now: Tensor) -> Tensor:
     return ((was != now) & ~(torch.isnan(was) & torch.isnan(now))).flatten(1).any(dim=1)
 
 
+def rows_in_words(problem: NamesRows, rows: Tensor, what: str = "") -> str:
+    """Return how many ``rows``, bool ``[T]``, are True, ``what`` they are, and which is the first; one must be True."""
+    first = int(rows.nonzero()[0])
+    return f"{int(rows.sum())} of {len(rows)} rows{what}, the first is row {first} ({problem.row_name(first)})"
+
+
 def summarize(problem: NamesRows, shares: Tensor) -> str:
     """Return one line that states which rows and heads are wrong and by how much; ``shares [T, H]`` in budgets.
 
     At least one share must be above 1.
     """
     wrong = shares > 1
-    rows = wrong.any(dim=1).nonzero().flatten().tolist()
+    rows = wrong.any(dim=1)
     heads = wrong.any(dim=0).nonzero().flatten().tolist()
     named = f"{'head' if len(heads) == 1 else 'heads'} {_abridged(heads)}"
     which = "all heads" if len(heads) == shares.shape[1] else named
@@ -182,11 +180,9 @@ def summarize(problem: NamesRows, shares: Tensor) -> str:
         others = f"; among the finite values: {summarize(problem, finite)}"
     elif size == math.inf and bool(torch.isfinite(shares).any()):
         others = "; all finite values are right"
-    are = "is" if len(rows) == 1 else "are"
-    return (
-        f"{len(rows)} of {shares.shape[0]} rows {are} wrong, the first is row {rows[0]} "
-        f"({problem.row_name(rows[0])}), in {which}; {amount} at row {row}, head {head}{others}"
-    )
+    are = "is" if int(rows.sum()) == 1 else "are"
+    named_rows = rows_in_words(problem, rows, f" {are} wrong")
+    return f"{named_rows}, in {which}; {amount} at row {row}, head {head}{others}"
 
 
 def wrong_figures(shares: Tensor, values: Tensor, unwritten: Tensor) -> dict[str, float | int]:
@@ -251,13 +247,8 @@ def check_lse(
     shares = lse_shares(got, truth.lse, truth.budget.lse)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
-    rows = [] if seen.lse_unwritten is None else seen.lse_unwritten.nonzero().flatten().tolist()
-    if rows:
-        return Broken(
-            f"{len(rows)} of {len(shares)} rows were never written, or only added to, the first is row {rows[0]} "
-            f"({problem.row_name(rows[0])})",
-            figures,
-        )
+    if seen.lse_unwritten is not None and bool(seen.lse_unwritten.any()):
+        return Broken(rows_in_words(problem, seen.lse_unwritten, " were never written, or only added to"), figures)
     if not bool((shares > 1).any()):
         return Holds(figures)
     return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got, is_output_explained))
@@ -315,83 +306,7 @@ def _not_applicable(_case: Case, features: frozenset[str]) -> NotExamined | None
     return None if "lse" in features else NotExamined(("feature 'lse' is not declared",))
 
 
-# `determinism`: the same input gives the same bits of output, LSE and cache, on the same impl and on a new one.
-#
-# A backend that declares `deterministic=False` must stay within the budget instead. Cannot see: differences between
-# processes or machines, and randomness that happens to repeat in these steps.
-
-_ROUNDING = (
-    "equal inputs give different bits: probably the order of sums varies; a race, or memory that is read before it is "
-    "written, can do the same; declare deterministic=False only if the difference is intended"
-)
-_BEYOND_ROUNDING = (
-    "equal inputs give different outputs: memory is read before it is written, a call leaves state behind, or threads "
-    "race"
-)
-
-
-def check_determinism(problem: Problem, truth: Truth, session: Session, first: Observation) -> Finding:
-    """Compare two more steps of the same problem with ``first``: one on the same impl, one on a new impl."""
-    conventions = session.backend.conventions
-    exact = conventions.deterministic
-    right = (output_shares(truth, first) <= 1).all(dim=1)
-    for how, again in _repeats(problem, session):
-        if isinstance(again, Raised):
-            return again
-        for name, moved, sizes in _moved_rows(truth, first, again, right, conventions):
-            if bool(moved.any()):
-                row, count, size = int(moved.nonzero()[0]), int(moved.sum()), float(sizes[moved].max())
-                kind, what = ("have other bits", "difference") if exact else ("exceed the allowed error", "error")
-                place = f"the first is row {row} ({problem.row_name(row)})"
-                amount = "NaN or infinite" if size == math.inf else f"{size:.3g} times the allowed error"
-                summary = (
-                    f"{count} of {len(moved)} rows of the {name} {kind}, {place}, {how}; the largest {what} is {amount}"
-                )
-                return Broken(summary, {"rows_moved": count}, _BEYOND_ROUNDING if size > 1 else _ROUNDING)
-        was, now = first.pool_after, again.pool_after
-        if was is not None and now is not None and not same_bytes(was, now):
-            return Broken(f"the cache holds other bytes, {how}", meaning=_BEYOND_ROUNDING)
-    notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
-    return Holds({"rows": len(right), "repeats": 2, "bitwise": int(exact)}, notes)
-
-
-def _repeats(problem: Problem, session: Session) -> Iterator[tuple[str, Observation | Raised]]:
-    yield "when the step is repeated on the same impl", session.run()
-    new = Session(session.backend, problem, session.device, pool=session.pool)
-    yield "when the step is repeated on a new impl and builder", new.run()
-
-
-def _moved_rows(
-    truth: Truth, first: Observation, again: Observation, right: Tensor, conventions: Conventions
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, changed rows bool ``[T]``, changes ``[T, H]`` in budgets) of output and LSE.
-
-    If the backend is not deterministic: of the output only, with the errors instead of the changes.
-    """
-    if not conventions.deterministic:
-        shares = output_shares(truth, again)
-        yield "output", right & (shares > 1).any(dim=1), shares
-        return
-    was, now = (output_values(seen.output[: len(right)], truth.codes) for seen in (first, again))
-    moved = differing_rows(first.output[: len(right)], again.output[: len(right)])
-    yield "output", moved, share_of_budget(_change(was, now), truth.budget)
-    if first.lse is not None and again.lse is not None:
-        was, now = first.lse[: len(right)].double(), again.lse[: len(right)].double()
-        change = _change(was, now) * (math.log(2) if conventions.lse_base == "2" else 1.0)
-        yield "LSE", differing_rows(was, now), lse_shares(change, torch.zeros_like(change), truth.budget.lse)
-
-
-def _change(was: Tensor, now: Tensor) -> Tensor:
-    """Return ``now`` minus ``was``, with 0 where both are the same infinity or NaN."""
-    return (now - was).masked_fill((now == was) | (torch.isnan(now) & torch.isnan(was)), 0.0)
-
-
-def _check_determinism(case: CheckedCase) -> Finding:
-    return check_determinism(case.problem, case.truth, *case.first_step())
-
-
 CHECKS = {
     "numerics": Check(_check_numerics),
     "lse": Check(_check_lse, _not_applicable),
-    "determinism": Check(_check_determinism),
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, assert_never, get_args
 
 import torch
@@ -13,6 +12,7 @@ from attncheck.cases.consistency import check_meaning, implied_path
 from attncheck.cases.model import Case
 from attncheck.cases.outline import shape_of
 from attncheck.errors import BackendUnavailableError, BlindCaseError, QuestionError, SpecError
+from attncheck.harness.checks.again import RightRows, later_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.checks.numerics import (
@@ -23,7 +23,12 @@ from attncheck.harness.checks.numerics import (
     summarize,
     wrong_figures,
 )
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    stage_named,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session
@@ -87,7 +92,7 @@ def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -
     Yield nothing if the backend does not declare the small batch itself. Raise StageError if a declaration raises.
     """
     base = _with_fields(case, {}, {})
-    if _reasons(backend, base):
+    if unsupported_reasons(backend, base):
         return
     for layer, cache in (*_layers(base.layer), *_caches(base.layer, base.cache)):
         try:
@@ -95,15 +100,10 @@ def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -
             check_meaning(changed.layer, changed.cache, changed.batch)
         except SpecError:  # the layer cannot have this form
             continue
-        specs = changed.layer, changed.cache, changed.batch
-        reasons = _reasons(backend, changed)
-        if reasons and not declared_reasons(partial(backend.unavailable_case_reasons, device, *specs)):
+        reasons = unsupported_reasons(backend, changed)
+        if reasons and not unavailable_case_reasons(backend, changed, device):
             words = ", ".join(f"{name} {value}" for name, value in {**layer, **cache}.items() if value is not None)
             yield UndeclaredForm(words, changed, reasons)
-
-
-def _reasons(backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
-    return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
 def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
@@ -158,16 +158,16 @@ NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence a backend can notice only by reading lengths on the host. Compared only if declared."""
 
 
-def check_declared(session: Session, seen: Observation | Raised) -> Finding:
-    """Judge a declared case: it must run, and so must the profiling call, which is ``forward`` without metadata."""
-    if isinstance(seen, Raised):
-        return failure_of_declared(seen)
+def check_profiling_call(session: Session) -> Finding:
+    """Judge the profiling call of a declared case, which is ``forward`` without metadata."""
     pool_before = None if session.pool is None else session.pool.bytes().clone()
-    idle = session.run_without_metadata()
-    if isinstance(idle, Raised):
+    try:
+        idle = session.run_without_metadata()
+    except StageError as failure:
+        raised = failure.raised
         return Broken(
-            f"forward without metadata (the profiling call) raised {idle.error_type}: {idle.message}",
-            details=(idle.trace,),
+            f"forward without metadata (the profiling call) raised {raised.error_type}: {raised.message}",
+            details=(raised.trace,),
         )
     if not bool(torch.isfinite(idle.double()).all()):
         return Broken("forward without metadata (the profiling call) left NaN or Inf in the output")
@@ -236,9 +236,12 @@ def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
 def _check(case: CheckedCase) -> Finding:
     if case.undeclared:
         return _check_undeclared_case(case)
-    session, seen = case.try_first_step()
-    finding = failure_of_declared(session) if isinstance(session, Raised) else check_declared(session, seen)
-    if isinstance(seen, Raised) or not _is_first_plain(case):
+    try:
+        session, _ = case.first_step()
+    except StageError as failure:
+        return failure_of_declared(failure.raised)
+    finding = check_profiling_call(session)
+    if not _is_first_plain(case):
         return finding
     forms = check_undeclared_forms(case)
     if isinstance(finding, Broken) and isinstance(forms, Broken):
@@ -269,21 +272,13 @@ def _judge_form(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | Non
     """Judge the step of one undeclared form. Return None if attncheck cannot build or judge it."""
     try:
         problem = build_problem(form.case, case.problem.seed)
-        attempt = _attempt(case, problem)
-        if isinstance(attempt, Raised):
-            return check_refusal(attempt, form.reasons)
-        return check_answer(
-            problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons, causes_of(case)
-        )
+        seen = Session(case.backend, problem, case.device).run()
+        truth = truth_of(problem, case.device, refuse_blindness=False)
+        return check_answer(problem, truth, seen, form.reasons, causes_of(case))
+    except StageError as failure:
+        return check_refusal(failure.raised, form.reasons)
     except (QuestionError, BackendUnavailableError):
         return None
-
-
-def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
-    try:
-        return Session(case.backend, problem, case.device).run()
-    except StageError as failure:
-        return failure.raised
 
 
 def _is_first_plain(case: CheckedCase) -> bool:
@@ -292,7 +287,7 @@ def _is_first_plain(case: CheckedCase) -> bool:
     selected = case.shared.get(SelectedCases, SelectedCases).cases_with(case.loaded.ref, "refusals") or (own,)
 
     def is_declared(each: Case) -> bool:
-        return not declared_reasons(partial(backend.unsupported_reasons, each.layer, each.cache, each.batch))
+        return not unsupported_reasons(backend, each)
 
     return is_plain(own) and next((each for each in selected if is_plain(each) and is_declared(each)), None) == own
 
@@ -301,11 +296,11 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
     skipped = not_tried(case.problem, case.backend.features)
     if skipped is not None:
         return skipped
-    session, seen = case.try_first_step()
-    attempt = session if isinstance(session, Raised) else seen
-    if isinstance(attempt, Raised):
-        return check_refusal(attempt, case.undeclared)
-    return check_answer(case.problem, case.truth, attempt, case.undeclared, causes_of(case))
+    try:
+        _, seen = case.first_step()
+    except StageError as failure:
+        return check_refusal(failure.raised, case.undeclared)
+    return check_answer(case.problem, case.truth, seen, case.undeclared, causes_of(case))
 
 
 # `features`: a modifier removed or changed on another layer of the process changes the output as it does the truth.
@@ -401,27 +396,28 @@ def check_features(case: CheckedCase) -> Finding:
         return NotExamined(
             (f"{scores} scores: truths of other layers are computed of {_MOST_SCORES} at most",), "attncheck"
         )
-    right = (output_shares(case.truth, first) <= 1).all(dim=1)
+    rows = RightRows.of(problem, case.truth, first, case.backend.conventions)
+    is_right = bool(rows.is_right.all())
     done: list[str] = []
     for others in other_layers(problem.layer, int(problem.case.hash, 16)):
         possible = ((other, changed) for other in others if (changed := _changed_problem(case, other)) is not None)
         other, changed = next(possible, (None, None))
         if other is None or changed is None:
             continue
-        wrong = _judge(case, other, *changed, first if bool(right.all()) else None)
+        wrong = _judge(case, other, *changed, first if is_right else None)
         if wrong is not None:
             return wrong
         done.append(other.what)
-        again = session.run(images=False)
-        if isinstance(again, Raised):
-            return replace(again, stage=f"{again.stage} after a layer {other.what}")
-        count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
-        if count:
-            what = f"right at first, wrong after a layer {other.what} was run: {count} of {len(right)} rows are wrong"
-            return Broken(what, {"rows_wrong": count}, _KEPT)
+        with stage_named(f"after a layer {other.what}"):
+            again = session.run(images=False)
+        wrong = rows.wrong_in(again)
+        if wrong is not None:
+            return later_fault(wrong, f"after a layer {other.what} was run", _KEPT)
     if not done:
         return NotExamined(("the backend declares no layer that differs in one thing",))
-    return Holds({"rows": len(right), "layers": len(done)}, tuple(f"a layer {what} in between" for what in done))
+    return Holds(
+        {"rows": len(case.truth.out), "layers": len(done)}, tuple(f"a layer {what} in between" for what in done)
+    )
 
 
 def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
@@ -436,17 +432,16 @@ def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
 def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
     """Return the problem of another layer and its truth, or None if it is invalid, undeclared or cannot be judged."""
     problem = case.problem
-    given = other.layer, problem.cache, problem.case.batch
+    changed_case = replace(problem.case, layer=other.layer)
     try:
-        check_meaning(*given)
+        check_meaning(changed_case.layer, changed_case.cache, changed_case.batch)
     except SpecError:
         return None
     if problem.case.batch.block_table.null_pages and _may_see_more(other.layer, problem.layer):
         return None
-    if declared_reasons(partial(case.backend.unsupported_reasons, *given)):
+    if unsupported_reasons(case.backend, changed_case):
         return None
     query = problem.query[:, list(other.heads)] if other.heads else problem.query
-    changed_case = replace(problem.case, layer=other.layer)
     changed = replace(problem, case=changed_case, query=query, layout=layout_of_layer(problem.layout, changed_case))
     try:
         return changed, truth_of(changed, case.device, refuse_blindness=False)
@@ -456,17 +451,13 @@ def _changed_problem(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, T
 
 def _judge(
     case: CheckedCase, other: ChangedLayer, problem: Problem, truth: Truth, first: Observation | None
-) -> Broken | Raised | None:
-    """Return what is wrong with the step of another layer, or None if it is right.
+) -> Broken | None:
+    """Return what is wrong with the step of another layer, or None if it is right. Raise StageError if it raises.
 
     ``first``: the step of the first layer. None if it is wrong, because equality with it then proves nothing.
     """
-    try:
+    with stage_named(f"of a layer {other.what}"):
         seen = Session(case.backend, problem, case.device).run(images=False)
-    except StageError as failure:
-        seen = failure.raised
-    if isinstance(seen, Raised):
-        return replace(seen, stage=f"{seen.stage} of a layer {other.what}")
     finding = check_numerics(problem, truth, seen, explains=False)
     if isinstance(finding, Holds):
         return None

@@ -18,7 +18,7 @@ from attncheck.harness.checks.cudagraph.play import step_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
-from attncheck.harness.checks.timing.clock import cuda_api
+from attncheck.harness.device import Accelerator, accelerator_of
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import read_result
@@ -56,10 +56,10 @@ class DelayedCall:
 class DelayedSteps:
     """Runs steps of sessions on one stream of a device, behind delays."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._api = device, cuda_api(device)
+    def __init__(self, device: torch.device, accelerator: Accelerator) -> None:
+        self._device, self._api, self._torch = device, accelerator, accelerator.module()
         # torch hands out 32 streams of a priority in turns. Backends use the default priority, so they get others.
-        self._stream: Any = torch.cuda.Stream(device, priority=-1)
+        self._stream: Any = self._torch.Stream(device, priority=-1)
 
     def run(self, session: Session, delay_ns: int) -> tuple[Observation, list[DelayedCall]]:
         """Run one step of ``session``; return its observation, and its calls. Raise StageError.
@@ -67,7 +67,7 @@ class DelayedSteps:
         The observation has the result and the cache as they were on the stream directly after ``forward``.
         """
         self._api.synchronize()
-        with torch.cuda.stream(self._stream):
+        with self._torch.stream(self._stream):
             turn = session.begin()
             calls = [
                 self._call(session, turn, call, fresh, metadata, delay_ns)
@@ -96,7 +96,7 @@ class DelayedSteps:
             returned = call_backend("forward", forward)
         is_ahead = not api.is_done(written)
         took_ns = api.now_ns() - began_ns
-        with torch.cuda.stream(self._stream):  # the backend may have made another one current
+        with self._torch.stream(self._stream):  # the backend may have made another one current
             result, _ = read_result(returned, buffers.out, must_be_buffer=session.backend.accept_output_buffer)
             results = [result] if buffers.lse is None else [result, buffers.lse.rows]
             copies = [rows.clone() for rows in results]
@@ -154,9 +154,10 @@ def _likely_cause(truth: Truth, seen: Observation, calls: list[DelayedCall]) -> 
 
 
 def _check(case: CheckedCase) -> Finding:
-    if case.device.type != "cuda":
+    accelerator = accelerator_of(case.device)
+    if accelerator is None:
         return NotExamined(("it needs a CUDA device",), "attncheck")
-    steps = case.shared.get(DelayedSteps, lambda: DelayedSteps(case.device))
+    steps = case.shared.get(DelayedSteps, lambda: DelayedSteps(case.device, accelerator))
     return check_streams(case.problem, case.truth, *case.first_step(), steps)
 
 

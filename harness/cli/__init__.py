@@ -1,6 +1,6 @@
-"""The command line: one module per command, which imports torch and pydantic only when it runs.
+"""The command line. The module of a command is imported when the command is used.
 
-Start at ``app.py``, which registers the commands and turns errors into exit codes. ``run_arguments.py`` and
-``process_arguments.py`` declare the options of ``attncheck run``. ``config.py`` reads their defaults from
-pyproject.toml, ``run_options.py`` holds them as one value, and ``run_execution.py`` executes the run.
+Start at ``app.py``, which lists the commands and turns errors into exit codes. ``options.py`` gives commands the
+options that ``harness/run/options.py`` declares, and reads their defaults from pyproject.toml. ``run.py`` executes a
+run.
 """

@@ -6,7 +6,6 @@ The parser's own message names neither the given value nor, for pydantic types, 
 import errno
 import functools
 import io
-import json
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -56,6 +54,10 @@ _MEANT: Mapping[str, str] = MappingProxyType(
         "command 'diff'": "`attncheck compare`",
         "command 'badge'": "`attncheck site`",
         "command 'init'": "`attncheck new backend`",
+        "command 'recommend'": "`attncheck report --needs NEED,...`",
+        "command 'audit'": "`attncheck run 'vllm:*' --within 600`, then `attncheck report --format audit`",
+        "command 'expect'": "`attncheck report --format expect`",
+        "command 'schema'": "`attncheck list schema`",
         "command 'explain'": "`attncheck report`, which gives the likely cause of each failure",
         "command 'help'": "`attncheck --help`",
         "command 'version'": "`attncheck --version`",
@@ -131,39 +133,40 @@ def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def answered(*args: P.args, **kwargs: P.kwargs) -> None:
-        raise typer.Exit(exit_code(lambda: command(*args, **kwargs)))
+        try:
+            code = command(*args, **kwargs)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
+            code = exit_code_of(error)
+        raise typer.Exit(code)
 
     return answered
 
 
-def exit_code(work: Callable[[], int]) -> int:
-    """Return the result of ``work``, or the exit code of the exception it raised, after printing it to stderr."""
-    try:
-        return work()
-    except WriteError as error:
+def exit_code_of(error: BaseException) -> int:
+    """Print to stderr what ended a command, and return its exit code."""
+    if isinstance(error, WriteError):
         print_stderr(f"error: {error}")
         return OWN_FAULT
-    except (QuestionError, BackendUnavailableError) as error:
+    if isinstance(error, QuestionError | BackendUnavailableError):
         for line in str(error).splitlines():  # a file may have several mistakes
             print_stderr(f"error: {line}")
         return WRONG_QUESTION
-    except KeyboardInterrupt as interrupt:
-        return _interrupted(interrupt)
-    except BrokenPipeError:
+    if isinstance(error, KeyboardInterrupt):
+        return _interrupted(error)
+    if isinstance(error, BrokenPipeError):
         # The reader closed the pipe, as in `attncheck list | head`.
         drop_stdout()
         return OK
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
-            drop_stdout()
-            return OWN_FAULT
-        if os.environ.get(SHOW_TRACEBACK):
-            traceback.print_exc()
-        print_stderr(f"attncheck itself failed: {type(error).__name__}: {error}")
-        if not os.environ.get(SHOW_TRACEBACK):
-            print_stderr(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        print_stderr(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
+        drop_stdout()
         return OWN_FAULT
+    if os.environ.get(SHOW_TRACEBACK):
+        traceback.print_exception(error)
+    print_stderr(f"attncheck itself failed: {type(error).__name__}: {error}")
+    if not os.environ.get(SHOW_TRACEBACK):
+        print_stderr(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
+    return OWN_FAULT
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
@@ -171,29 +174,6 @@ def _interrupted(interrupt: KeyboardInterrupt) -> int:
     number = signal_of(interrupt)
     print_stderr(f"interrupted by {number.name}")
     return _SIGNALLED + number
-
-
-class SchemaSubject(StrEnum):
-    """What the schema is for: a case file, or a line of a run file."""
-
-    CASES = "cases"
-    RUN = "run"
-
-
-def schema(
-    of: Annotated[
-        SchemaSubject,
-        typer.Option("--of", help="cases: the schema of a case file; run: the schema of a line of a run file."),
-    ] = SchemaSubject.CASES,
-) -> int:
-    """Print the JSON schema of case files, or of run files."""
-    if of is SchemaSubject.RUN:
-        from attncheck.reports.run_file.schema import run_file_schema as described
-    else:
-        from attncheck.cases.schema import json_schema as described
-
-    typer.echo(json.dumps(described(), indent=2))
-    return 0
 
 
 def merge(
@@ -208,14 +188,10 @@ def merge(
     """
     from attncheck.reports.analysis.phrases import plural
     from attncheck.reports.run_file.merging import merge_runs
-    from attncheck.reports.run_file.store import RunWriter, read_run
+    from attncheck.reports.run_file.store import read_run, write_run
 
     merged = merge_runs([read_run(path) for path in runs])
-    with RunWriter(output, merged.header) as writer:
-        for record in merged.records:
-            writer.add(record)
-        for error in merged.errors:
-            writer.fail(error)
+    write_run(output, merged.header, merged.records, merged.errors)
     typer.echo(f"{plural(len(merged.records), 'record')} of {plural(len(runs), 'run')}, run file: {output}")
     return 0
 
@@ -236,7 +212,7 @@ def run(context: typer.Context, given: Given, *, color: Color = ColorChoice.AUTO
     smoke. Backends with interpreted kernels run a few cases of the suite interpreted, and backends for latent caches
     alone run the latent cases. `--case '*'` selects all cases. [tool.attncheck] of pyproject.toml sets defaults of
     options. Each backend runs in its own processes, so a crash costs one case. The run file holds every record;
-    `attncheck report` shows it.
+    `attncheck report` shows it. Lists are separated by commas, or their option is repeated.
     """
     return _run(context, given, color)
 
@@ -283,20 +259,16 @@ _PLACES: Mapping[str, _Place] = MappingProxyType(
         "fuzz": _Place("fuzz", "fuzz", "Examine a backend with random cases; reduce each failure."),
         "shrink": _Place("fuzz", "shrink", "Reduce a failure of a run to a small case."),
         "show": _Place("show", "show", "Show a case: layer, cache, requests, masks and checks."),
-        "list": _Place("show", "list_names", "List the names of backends, suites, cases or checks."),
+        "list": _Place("show", "list_names", "List backends, suites, cases or checks, or print a JSON schema."),
         "doctor": _Place("doctor", "doctor", "Print versions, devices, and which backends can run."),
-        "report": _Place("reports", "report", "Print a run, or write it in another format."),
+        "report": _Place("reports", "report", "Report runs in a format, or which backends are right for needs."),
         "compare": _Place("reports", "compare", "Compare two runs."),
         "merge": _Place("app", "merge", "Merge the run files of shards into one."),
-        "expect": _Place("reports", "expect", ""),
-        "audit": _Place("reports", "audit", "Write an audit of all backends of a library."),
         "site": _Place("reports", "site", "Write a static site of the results of many runs."),
-        "recommend": _Place("reports", "recommend", ""),
         "record": _Place("doctor", "record", "Record the batches of a vLLM server as a case file."),
         "new": _Place("show", "new_backend", "Write the first files of a backend."),
         "warm": _Place("doctor", "warm", "Compile the kernels of a run in advance.", hidden=True),
         "mutants": _Place("mutants", "mutants", "Show which checks detect which mutants.", hidden=True),
-        "schema": _Place("app", "schema", "Print the JSON schema of case files, or of run files."),
     }
 )
 
@@ -306,7 +278,7 @@ class CommandInGroups(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for each in self.get_params(ctx):
             described: Any = each
             record = described.get_help_record(ctx)
@@ -314,8 +286,9 @@ class CommandInGroups(TyperCommand):
                 name = "Arguments" if each.param_type_name == "argument" else described.rich_help_panel or "Options"
                 groups.setdefault(name, []).append(record)
         for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 class _Commands(Mapping[str, Any]):

@@ -59,20 +59,23 @@ def refuse_input(output: Path | None, runs: Iterable[Path]) -> None:
         raise QuestionError(f"--output {output} is one of the runs that are read; name another file")
 
 
-def write_output(text: str, output: Path | None, *, is_summary: bool = False) -> None:
-    """Write ``text`` to the file ``output`` (overwriting it), or to stdout if it is None.
+def step_summary() -> Path | None:
+    """Return the summary file of the GitHub step that runs this process, or None without one."""
+    named = os.environ.get(STEP_SUMMARY)
+    return Path(named) if named else None
 
-    ``is_summary``: whether the text is a GitHub step summary; without ``output`` it is appended to the summary file.
+
+def write_output(text: str, output: Path | None, summary: Path | None = None) -> None:
+    """Write ``text`` to the file ``output`` (overwriting it); else append it to ``summary``; else write it to stdout.
 
     Raises:
         QuestionError: the path is invalid.
         WriteError: the disk is full or read-only.
     """
-    named = os.environ.get(STEP_SUMMARY) if is_summary else None
     if output is not None:
         _write(output, text, mode="w", name=f"--output {output}")
-    elif named:
-        _write(Path(named), text, mode="a", name=f"${STEP_SUMMARY} {named}")
+    elif summary is not None:
+        _write(summary, text, mode="a", name=f"${STEP_SUMMARY} {summary}")
     else:
         typer.echo(text, nl=False, color=True)  # keep the colours in the text
 
@@ -81,6 +84,18 @@ def _write(path: Path, text: str, *, mode: str, name: str) -> None:
     try:
         with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
+    except OSError as error:
+        raise unwritable(name, error) from error
+
+
+def make_folder(folder: Path, name: str) -> None:
+    """Create a folder and its parents, unless it is there.
+
+    Raises:
+        QuestionError, WriteError: it cannot be created; the message names ``name``.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(name, error) from error
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.cli.options import Given, read_options, with_options
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
+from attncheck.reports.analysis.phrases import plural
 
 if TYPE_CHECKING:
+    from attncheck.harness.device import Accelerator
     from attncheck.harness.host import KernelCache
     from attncheck.harness.run.outcomes import BackendDescription
     from attncheck.harness.run.selection import RunPlan
@@ -73,12 +74,15 @@ def doctor() -> int:
     _line("torch", str(torch.__version__))
     devices = ["cpu"]
     _line("cpu", _cpu())
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            devices.append(f"cuda:{index}")
-            _line(devices[-1], _gpu(index))
-    else:
-        _line("cuda", _why_no_cuda())
+    from attncheck.harness.device import KINDS
+
+    for kind in KINDS:
+        if reason := kind.absence():
+            _line(kind.type, f"{ABSENT}: torch {torch.__version__} {reason.partition(';')[0]}")
+            continue
+        for index in range(kind.module().device_count()):
+            devices.append(f"{kind.type}:{index}")
+            _line(devices[-1], _gpu(kind(index)))
     from attncheck.harness.host import kernel_caches
 
     for cache in kernel_caches():
@@ -128,24 +132,17 @@ def _missing(backend: str) -> list[str]:
 
 
 def _cpu() -> str:
-    from attncheck.harness.host import collect_environment
+    from attncheck.harness.host import cpu_name, usable_cores
 
-    found = collect_environment("cpu")
     memory = ""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
-    return f"{found.cpu}, {found.cores} cores{memory}"
+    return f"{cpu_name()}, {usable_cores()} cores{memory}"
 
 
-def _gpu(index: int) -> str:
-    import torch
-
-    from attncheck.harness.host import collect_environment, gpu_modes
-
-    found = collect_environment(f"cuda:{index}")
-    memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-    words = [found.device_name, f"compute capability {found.capability}", f"{memory:.1f} GiB", f"driver {found.driver}"]
-    modes = gpu_modes(f"cuda:{index}")
+def _gpu(device: "Accelerator") -> str:
+    words = [str(device.facts()), f"driver {device.driver()}"]
+    modes = device.modes()
     if modes is not None and not modes.is_shared:
         words.append(f"compute mode {modes.compute}: one process at a time")
     if modes is not None and modes.mig == "Enabled":
@@ -154,8 +151,6 @@ def _gpu(index: int) -> str:
 
 
 def _cache(cache: "KernelCache") -> str:
-    from attncheck.reports.analysis.phrases import plural
-
     found = cache.contents()
     size = f"{found.size / 2**20:.1f} MiB, {plural(found.files, 'file')}, {plural(found.kernels, 'kernel')}"
     return f"{cache.folder}: {size if found.files else 'empty'}"
@@ -163,7 +158,6 @@ def _cache(cache: "KernelCache") -> str:
 
 def _truths() -> str:
     from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder, truths_folder
-    from attncheck.reports.analysis.phrases import plural
 
     path = truths_folder()
     if path is None:
@@ -177,16 +171,6 @@ def _truths() -> str:
     hint = f"; `rm -r {shlex.quote(str(path))}` clears it" if sizes else ""
     lacking = folder.lacks_room()
     return f"{path}: {filled if sizes else 'empty'}{hint}{f'; nothing can be stored: {lacking}' if lacking else ''}"
-
-
-def _why_no_cuda() -> str:
-    from attncheck.errors import DeviceError
-    from attncheck.harness.run.preparation import choose_device
-
-    try:
-        return choose_device("cuda")
-    except DeviceError as error:
-        return f"{ABSENT}: {error.reason.partition(';')[0]}"
 
 
 def _backend(name: str, devices: list[str]) -> None:
@@ -236,38 +220,26 @@ def _environment(needs: Mapping[str, str]) -> Iterator[None]:
 # `attncheck warm`: compiles the kernels that a run will need, in several processes, into the caches on disk.
 
 
-def warm(
-    backends: arguments.BackendArguments = None,
-    backend: arguments.BackendOptions = None,
-    suite: arguments.Suites = None,
-    settings: arguments.Settings = None,
-    case: arguments.Cases = None,
-    check: arguments.Checks = None,
-    device: arguments.Device = None,
-    pass_env: processes.PassEnv = None,
-    no_cache: processes.NoCache = False,
-) -> int:
+@with_options("backends", "suites", "settings", "cases", "checks", "device", "pass_env", "cache")
+def warm(_context: typer.Context, given: Given) -> int:
     """Compile the kernels of a run in advance.
 
     The cases run in several processes, and the records are discarded. The kernels go to the caches of Triton, Inductor
     and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
     each backend that compiles kernels. Exit code 0, even if cases fail.
     """
-    from attncheck.harness.run.options import split_commas
     from attncheck.harness.run.preparation import first_refs
-    from attncheck.harness.run.selection import select_cases
-    from attncheck.harness.workers.limits import WorkerSettings
+    from attncheck.harness.workers.limits import worker_settings
     from attncheck.harness.workers.pool import WorkerPool
 
-    refs = (*(backends or ()), *(backend or ()))
-    selection = select_cases(suite or (), case or (), check or (), settings or ())
-    with WorkerPool(settings=WorkerSettings(pass_env=split_commas(pass_env or ()))) as pool:
-        pool.start(first_refs(refs, selection.suites))
+    options = read_options(given)
+    selection = options.select()
+    with WorkerPool(settings=worker_settings(options)) as pool:
+        pool.start(first_refs(options.backends, selection.suites))
 
-        from attncheck.harness.run.options import RunOptions
         from attncheck.harness.run.run import Run
 
-        run = Run.open(selection, RunOptions(backends=refs, device=device, cache=not no_cache), pool)
+        run = Run.open(selection, options, pool)
         pool.keep_only(())  # the backends are described; free the memory of these processes
         for each in run.backends:
             if each.is_loaded and not each.unavailable_reasons:
@@ -280,7 +252,6 @@ def warm(
 def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
     from attncheck.harness.host import kernel_caches
     from attncheck.harness.workers.pool import Warmers, most_processes, questions_to_warm
-    from attncheck.reports.analysis.phrases import plural
 
     caches = kernel_caches()
     before = [cache.contents().kernels for cache in caches]

@@ -1,5 +1,6 @@
 """The commands ``fuzz`` and ``shrink``."""
 
+import math
 import os
 import sys
 import time
@@ -11,45 +12,48 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attncheck.cases.loader import load_suite
 from attncheck.cases.yaml_text import case_yaml
 from attncheck.errors import SelectionError, unwritable
 from attncheck.harness.cli import common
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
-from attncheck.harness.cli.common import interruptible
-from attncheck.harness.cli.options import read_options
-from attncheck.harness.cli.run_files import kept_folder
-from attncheck.harness.fuzz.shrink import BackendProcess, Failure, SmallFailure, size_in_words
+from attncheck.harness.cli.common import interruptible, make_folder
+from attncheck.harness.cli.options import Given, read_options, with_options
+from attncheck.harness.cli.run_files import kept_folder, run_path
+from attncheck.harness.fuzz.shrink import (
+    BackendProcess,
+    Failure,
+    Shrinker,
+    SmallFailure,
+    num_keys,
+    search_failures,
+    size_in_words,
+)
 from attncheck.harness.fuzz.stand_alone import write_stand_alone
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.selection import check_seed
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
+from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.analysis.findings import stated_cause
+from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.repro import assignments, repro_command
-from attncheck.reports.run_file.records import OURSELVES, Errored, Failed
+from attncheck.reports.run_file.records import OURSELVES, UTILITIES, Ended, Errored, Failed
+from attncheck.reports.run_file.store import Run, read_run
 
 if TYPE_CHECKING:
+    from attncheck.cases.model import Case
     from attncheck.harness.fuzz.search import DrawnQuestion
     from attncheck.harness.fuzz.shrink import ExaminedCase
-    from attncheck.reports.run_file.store import Run
+    from attncheck.reports.run_file.records import Record
 
 # Shared by `fuzz` and `shrink`: the backend's process, and writing and printing of small failures.
 
 
 @contextmanager
-def backend_process(
-    ref: str,
-    *,
-    device: str | None,
-    seed: int,
-    case_timeout: float | None,
-    memory_limit: str | None,
-    pass_env: Sequence[str] | None,
-) -> Iterator[BackendProcess]:
-    """Yield a process of the backend with these options; end it on leaving."""
-    given = {"case_timeout": case_timeout, "memory_limit": memory_limit, "pass_env": pass_env}
-    options = read_options({name: value for name, value in given.items() if value is not None})
+def backend_process(ref: str, options: RunOptions) -> Iterator[BackendProcess]:
+    """Yield a process of the backend, with the limits, the device and the seed of ``options``; end it on leaving."""
     with WorkerPool(settings=worker_settings(options)) as pool:
-        yield BackendProcess(ref, pool, device=device, seed=seed)
+        yield BackendProcess(ref, pool, device=options.device, seed=check_seed(options.seed))
 
 
 def folder_for(output: Path | None, command: str) -> Path:
@@ -59,10 +63,7 @@ def folder_for(output: Path | None, command: str) -> Path:
         WriteError: the folder cannot be created.
     """
     folder = output or kept_folder() / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(f"--output {folder}", error) from error
+    make_folder(folder, f"--output {folder}")
     return folder
 
 
@@ -108,7 +109,7 @@ Budget = Annotated[
     str,
     typer.Option(
         metavar="TIME",
-        help="Time for drawing and examining cases, such as 90s, 5m or 1h. Reducing failures takes time of its own.",
+        help="Time for cases and for reducing failures, such as 90s, 5m or 1h, once the backend is loaded.",
     ),
 ]
 ShrinkTime = Annotated[
@@ -123,23 +124,21 @@ OutputFolder = Annotated[
     ),
 ]
 
+_OF_PROCESSES = ("case_timeout", "memory_limit", "pass_env")
+"""Options of the processes of backends."""
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
+@with_options("backends", "seed", "checks", *_OF_PROCESSES, "device")
 def fuzz(
     context: typer.Context,
-    backends: arguments.BackendArguments = None,
-    backend: arguments.BackendOptions = None,
+    given: Given,
+    *,
     budget: Budget = "60s",
-    seed: arguments.Seed = None,
-    check: arguments.Checks = None,
-    device: arguments.Device = None,
     maxfail: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N different failures.")] = 10,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
-    case_timeout: processes.CaseTimeout = None,
-    memory_limit: processes.MemoryLimit = None,
-    pass_env: processes.PassEnv = None,
 ) -> int:
     """Examine a backend with random cases; reduce each failure.
 
@@ -151,29 +150,17 @@ def fuzz(
     """
     context.with_resource(interruptible())
     limit_s = read_time("--budget", budget)
-    refs = (*(backends or ()), *(backend or ()))
+    options = read_options(given)
+    refs, checks = options.backends, _backend_checks(options.checks)
     if len(refs) != 1:
         raise SelectionError(f"fuzz examines one backend, and {len(refs)} are given; name one as in `attncheck run`")
-
-    from attncheck.harness.fuzz.shrink import Shrinker, search_failures
-    from attncheck.harness.run.selection import check_seed, choose_checks
-    from attncheck.reports.analysis.phrases import plural
-
-    checks = _backend_checks(choose_checks(check or ()))
-    began, outcomes = time.monotonic(), Counter[str]()
+    outcomes = Counter[str]()
     with ExitStack() as stack:
-        process = stack.enter_context(
-            backend_process(
-                refs[0],
-                device=device,
-                seed=check_seed(seed or 0),
-                case_timeout=case_timeout,
-                memory_limit=memory_limit,
-                pass_env=pass_env,
-            )
-        )
-        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {seed or 0}")
-        typer.echo(f"drawing cases for {limit_s:g} s; reducing each failure for at most {shrink_time:g} s more")
+        process = stack.enter_context(backend_process(refs[0], options))
+        began = time.monotonic()
+        ends = began + limit_s
+        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {options.seed}")
+        typer.echo(f"{limit_s:g} s for cases and for reducing failures, each for at most {shrink_time:g} s")
 
         def see(_question: "DrawnQuestion", examined: "ExaminedCase") -> None:
             is_examined = any(record.outcome != "unsupported" for record in examined.records)
@@ -181,10 +168,10 @@ def fuzz(
             if sys.stderr.isatty():
                 typer.echo(f"\r{plural(outcomes.total(), 'case')} drawn ", err=True, nl=False)
 
-        code, shrinker, known = 0, Shrinker(process, shrink_time), dict[str, Path]()
-        for failure in search_failures(process, seed=seed or 0, budget_s=limit_s, checks=checks, most=maxfail, see=see):
+        code, shrinker, known = 0, Shrinker(process), dict[str, Path]()
+        for failure in search_failures(process, seed=options.seed, ends=ends, checks=checks, most=maxfail, see=see):
             folder = next(iter(known.values()), None) or folder_for(output, "fuzz")
-            small = shrinker.make_small(failure)
+            small = shrinker.make_small(failure, min(shrink_time, ends - time.monotonic()))
             if small.small.case.hash not in known:
                 code = max(code, print_small(process, small, folder))
             known[small.small.case.hash] = folder
@@ -219,8 +206,6 @@ def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
     Raises:
         SelectionError: one of them does not run on drawn cases.
     """
-    from attncheck.reference.spec import DEFAULT_CHECKS
-
     for name in chosen:
         if name not in DEFAULT_CHECKS:
             raise SelectionError(f"check {name!r} does not run on drawn cases; give one of {', '.join(DEFAULT_CHECKS)}")
@@ -230,25 +215,30 @@ def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
 # `attncheck shrink`: reduces a recorded failure to a small case, and writes it to files. Loads no torch.
 
 
+@with_options(*_OF_PROCESSES)
 def shrink(
     context: typer.Context,
+    given: Given,
+    *,
     record: Annotated[
         str,
-        typer.Argument(metavar="RUN::CASE[::CHECK]", help="Run file, case and check, as run.jsonl::smoke/decode::lse."),
-    ],
+        typer.Argument(
+            metavar="[RUN][::CASE[::CHECK]]",
+            help="Run, case and check, as run.jsonl::smoke/decode::lse or last~1. Default: the newest kept run, its "
+            "smallest failing case, and the first check that failed.",
+            show_default=False,
+        ),
+    ] = "",
     backend: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The backend, if the case did not pass for several.",
+            help="The backend, if a case did not pass for several.",
             autocompletion=common.backends,
         ),
     ] = None,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
-    case_timeout: processes.CaseTimeout = None,
-    memory_limit: processes.MemoryLimit = None,
-    pass_env: processes.PassEnv = None,
 ) -> int:
     """Reduce a failure of a run to a small case.
 
@@ -259,69 +249,58 @@ def shrink(
     """
     context.with_resource(interruptible())
 
-    from attncheck.harness.fuzz.shrink import Shrinker
-    from attncheck.reports.run_file.store import read_run
-
-    path, case_id, check = _parts(record)
-    run = read_run(path)
+    word, _, rest = record.partition("::")
+    case_id, _, check = rest.partition("::")
+    run = read_run(run_path(word or "last"))
     failure = recorded_failure(run, case_id, check, backend)
-    with backend_process(
-        failure.record.backend_ref,
-        device=run.header.device,
-        seed=failure.record.seed,
-        case_timeout=case_timeout,
-        memory_limit=memory_limit,
-        pass_env=pass_env,
-    ) as process:
-        small = Shrinker(process, shrink_time).make_small(failure)
+    options = read_options(given, device=run.header.device, seed=failure.record.seed)
+    with backend_process(failure.record.backend_ref, options) as process:
+        typer.echo(f"reducing {failure.case.key} {failure.record.check} of {run.path}")
+        small = Shrinker(process).make_small(failure, shrink_time)
         if small.shrunk is None:
             typer.echo(f"{failure.case.key} {failure.record.check}: passes now, or fails in another way")
             return 0
         return print_small(process, small, folder_for(output, "shrink"))
 
 
-def _parts(record: str) -> tuple[Path, str, str]:
-    """Return run file, case and check of ``RUN::CASE[::CHECK]``; an empty check means the first that failed.
-
-    Raises:
-        SelectionError: the run file or the case is missing.
-    """
-    run, _, rest = record.partition("::")
-    case, _, check = rest.partition("::")
-    if not run or not case:
-        raise SelectionError(f"{record!r}: give RUN::CASE[::CHECK], such as run.jsonl::smoke/decode::numerics")
-    return Path(run), case, check
-
-
-def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) -> "Failure":
+def recorded_failure(run: Run, case_id: str, check: str, backend: str | None) -> Failure:
     """Return the first failure in ``run`` that matches, with its case as loaded from the suite now.
+
+    ``case_id``: if empty, the smallest case that failed. ``check``: if empty, the first that failed.
 
     Raises:
         SelectionError: no failure matches, or those of several backends do; the suite has changed; the backend has no
             reference.
         CaseFileError, UnknownNameError: the suite no longer exists.
     """
-    from attncheck.cases.loader import load_suite
-    from attncheck.harness.fuzz.shrink import Failure
-    from attncheck.reports.run_file.records import Ended, Errored, Failed
-
-    short = [each for each in run.records if isinstance(each, Failed | Errored | Ended)]
-    meant = [each for each in short if case_id in (each.case_id, each.case) and check in ("", each.check)]
+    short = [each for each in run.records if isinstance(each, Failed | Errored | Ended) and each.check != UTILITIES]
+    meant = [each for each in short if case_id in ("", each.case_id, each.case) and check in ("", each.check)]
     meant = [each for each in meant if backend in (None, each.backend, each.backend_ref)]
     if not meant:
         known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "none"
-        by = f" in check {check}" if check else ""
-        raise SelectionError(f"{run.path}: {case_id} has no failure{by}; failures of this run: {known}")
+        what = "it" if not case_id else f"{case_id} in check {check}" if check else case_id
+        raise SelectionError(f"{run.path}: {what} has no failure; failures of this run: {known}")
     backends = tuple(dict.fromkeys(each.backend for each in meant))
-    if len(backends) > 1:
+    if case_id and len(backends) > 1:
         raise SelectionError(f"{run.path}: {case_id} did not pass for {', '.join(backends)}; choose one with --backend")
-    record = meant[0]
-    if record.backend_ref.startswith("<"):
-        raise SelectionError(f"{record.backend} was handed over in Python, and cannot be loaded by name; run its file")
-    ref = run.header.suite_ref(record.suite)
-    case = next((each for each in load_suite(ref) if each.id == record.case_id), None)
-    if case is None or case.hash != record.case_hash:
+    named = [each for each in meant if not each.backend_ref.startswith("<")]
+    if not named:
+        raise SelectionError(f"{backends[0]} was handed over in Python, and cannot be loaded by name; run its file")
+    cases = _recorded_cases(run, named)
+    if not case_id:  # cases that have changed since the run come last
+        named.sort(key=lambda record: num_keys(cases[record.case]) if record.case in cases else math.inf)
+    record = named[0]
+    if record.case not in cases:
+        ref = run.header.suite_ref(record.suite)
         raise SelectionError(
             f"{run.path}: case {record.case} has changed in suite {ref} since the run; run the suite again"
         )
-    return Failure(case, record)
+    return Failure(cases[record.case], record)
+
+
+def _recorded_cases(run: Run, records: Sequence["Record"]) -> dict[str, "Case"]:
+    """Return the cases of the records by ``suite/id``, as loaded now, without those that have changed since the run."""
+    hashes = {record.case: record.case_hash for record in records}
+    suites = {run.header.suite_ref(record.suite) for record in records}
+    loaded = (case for ref in suites for case in load_suite(ref))
+    return {case.key: case for case in loaded if hashes.get(case.key) == case.hash}

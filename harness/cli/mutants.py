@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import indent
@@ -20,17 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from tabulate import tabulate
 
-from attncheck.backends.mutants.catalogue import Mutant
+from attncheck.backends.mutants.catalogue import PREFIX, Mutant, catalogue
 from attncheck.errors import BackendUnavailableError, QuestionError, SelectionError
 from attncheck.harness.cli import options as arguments
 from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, print_stderr
-from attncheck.harness.cli.reports import AnswerFormat
-from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
+from attncheck.reference.spec import CHECKS
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
 from attncheck.reports.run_file.records import FALLEN_SHORT, Failed, Record, Unavailable, Unsupported
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.store import Run, read_run, write_run
 
 if TYPE_CHECKING:
     from attncheck.harness.run.selection import Shard
@@ -358,7 +359,10 @@ def _options_of(group: ExaminedGroup, options: RunOptions, output: Path) -> RunO
 
 
 def _examine_silently(options: RunOptions) -> str:
-    """Call :func:`_examine` in a fresh process, and discard what mutants print."""
+    """Run the examination in this fresh process, and discard what mutants print.
+
+    Returns why it is impossible, or an empty string if it was done.
+    """
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         for stream in (1, 2):
             os.dup2(nowhere.fileno(), stream)
@@ -366,11 +370,6 @@ def _examine_silently(options: RunOptions) -> str:
     from attncheck.harness.run.preparation import choose_device
 
     os.environ.update(required_environment(choose_device(options.device)))  # must be set before Triton is imported
-    return _examine(options)
-
-
-def _examine(options: RunOptions) -> str:
-    """Run the examination; return why it is impossible, or an empty string if it was done."""
     from attncheck.harness.cli.run import execute_run
 
     try:
@@ -381,6 +380,13 @@ def _examine(options: RunOptions) -> str:
 
 
 # `attncheck mutants`: which faults the suites catch in deliberately broken backends. Loads no torch.
+
+
+class MatrixFormat(StrEnum):
+    """Output format of the matrix."""
+
+    terminal = "terminal"
+    json = "json"
 
 
 def mutants(
@@ -410,7 +416,7 @@ def mutants(
             help="Show run files of this command, such as those of its shards; examine nothing.",
         ),
     ] = None,
-    form: Annotated[AnswerFormat, typer.Option("--format", help="Text, or JSON.")] = AnswerFormat.terminal,
+    form: Annotated[MatrixFormat, typer.Option("--format", help="Text, or JSON.")] = MatrixFormat.terminal,
 ) -> int:
     """Show which checks detect which mutants.
 
@@ -418,10 +424,7 @@ def mutants(
     check of a mutant runs until its first failure. The correct backends are examined as well. Exit code 0: every mutant
     is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
     """
-    from attncheck.backends.mutants.catalogue import catalogue
-    from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
     from attncheck.harness.run.selection import read_shard
-    from attncheck.reports.run_file.store import read_run
 
     began = time.monotonic()
     chosen = choose_mutants(catalogue(), names or (), kind or (), read_shard(shard) if shard else None)
@@ -438,8 +441,8 @@ def mutants(
             command=tuple(context.obj or ()),
         )
         matrix = _examine_mutants(chosen, options, read_jobs("--jobs", jobs or "auto"), output)
-    typer.echo(json.dumps(as_json(matrix), indent=2) if form == AnswerFormat.json else as_text(matrix))
-    if form != AnswerFormat.json and not runs:
+    typer.echo(json.dumps(as_json(matrix), indent=2) if form == MatrixFormat.json else as_text(matrix))
+    if form != MatrixFormat.json and not runs:
         typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
     if not matrix.examined:
         raise SelectionError("no mutant was examined; see the reasons above")
@@ -447,8 +450,8 @@ def mutants(
 
 
 def choose_mutants(
-    known: Sequence["Mutant"], patterns: Sequence[str], kinds: Sequence[str], shard: "Shard | None"
-) -> list["Mutant"]:
+    known: Sequence[Mutant], patterns: Sequence[str], kinds: Sequence[str], shard: "Shard | None"
+) -> list[Mutant]:
     """Return the mutants that match the names or patterns and the kinds, and are in the shard.
 
     Raises:
@@ -474,10 +477,9 @@ def choose_mutants(
 
 
 def _examine_mutants(
-    chosen: Sequence["Mutant"], options: "RunOptions", jobs: int | None, output: Path | None
-) -> "KillMatrix":
+    chosen: Sequence[Mutant], options: RunOptions, jobs: int | None, output: Path | None
+) -> KillMatrix:
     from attncheck.harness.workers.pool import most_processes
-    from attncheck.reports.run_file.store import RunWriter
 
     options.select()  # raise errors of the options before any process starts
     runs: list[Run] = []
@@ -493,25 +495,18 @@ def _examine_mutants(
             done += 0 if group.are_right else len(group.refs)
             print_stderr(f"{done} of {len(chosen)} mutants")
     if (run := joined(runs)) is not None and output is not None:
-        with RunWriter(output, run.header) as writer:
-            for record in run.records:
-                writer.add(record)
-            for error in (error for each in runs for error in each.errors):
-                writer.fail(error)
+        write_run(output, run.header, run.records, [error for each in runs for error in each.errors])
     return _matrix(runs, chosen, missing)
 
 
 def _matrix(
-    runs: Sequence["Run"], chosen: Sequence["Mutant"], missing: dict[str, str], *, is_part: bool = False
-) -> "KillMatrix":
+    runs: Sequence[Run], chosen: Sequence[Mutant], missing: dict[str, str], *, is_part: bool = False
+) -> KillMatrix:
     """Return the matrix of ``runs``; ``is_part``: only of the mutants that they examined.
 
     Raises:
         QuestionError: a case of the suites cannot be examined.
     """
-    from attncheck.backends.mutants.catalogue import PREFIX
-    from attncheck.reference.spec import CHECKS
-
     for error in (error for run in runs for error in run.errors):
         raise QuestionError(error)
     refs = [backend.ref for run in runs for backend in run.header.backends]

@@ -24,14 +24,8 @@ from attncheck.harness.run.outcomes import BackendDescription, Circumstances, en
 from attncheck.harness.run.run import DeviceChooser
 from attncheck.harness.workers.executor import WAITING
 from attncheck.harness.workers.limits import worker_settings
-from attncheck.harness.workers.process import (
-    ProcessEndedError,
-    Show,
-    WorkerError,
-    WorkerProcess,
-    chosen_device_of,
-    fork_worker,
-)
+from attncheck.harness.workers.pool import WorkerError, chosen_device_of
+from attncheck.harness.workers.process import ProcessEndedError, Show, WorkerProcess, fork_worker
 from attncheck.harness.workers.protocol import (
     Begun,
     ChooseDevice,

@@ -1,9 +1,11 @@
-"""The commands that read run files: ``report``, ``compare``, ``audit``, ``site``, ``recommend`` and ``expect``."""
+"""The commands that read run files: ``report``, ``compare`` and ``site``; and the reports that ``run`` writes."""
 
 import json
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -12,43 +14,114 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from attncheck.errors import QuestionError, shorten
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
+from attncheck.errors import AttncheckError, QuestionError, UnknownNameError, shorten
 from attncheck.harness.cli.common import (
     Color,
     ColorChoice,
     interruptible,
+    make_folder,
     print_stderr,
     refuse_input,
+    step_summary,
     terminal_width,
     use_color,
     write_output,
 )
 from attncheck.reports.document.blocks import SectionName
-from attncheck.reports.formats import FORMATS
+from attncheck.reports.formats import FORMATS, RenderedReport, ReportFormat
 from attncheck.reports.terminal.columns import Style
 
 if TYPE_CHECKING:
     from attncheck.reports.analysis.measured import MeasuredRun
+    from attncheck.reports.run_file.store import Run
+
+# Arguments of the commands that read run files.
+
+KEPT_RUNS = "last: the newest run that `attncheck run` kept; last~1: the one before it; a number N: the N-th newest"
+"""Words for a run beside the path of its file, for the help of commands."""
+
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="RUN...", help=f"Run files, or {KEPT_RUNS}.", show_default=False),
+]
+Folders = Annotated[
+    list[Path] | None, typer.Option("--runs", metavar="DIR", help="Every run file in this folder. May be repeated.")
+]
+Skipped = Annotated[
+    str, typer.Option("--skip", metavar="NAME,...", help="Leave out the run files in folders of these names.")
+]
+OutputFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")]
+
+
+def chosen_files(
+    runs: Sequence[str] | None,
+    folders: Sequence[Path] | None,
+    skipped: str,
+    *,
+    default: Sequence[str] = (),
+    is_none_allowed: bool = False,
+) -> list[Path]:
+    """Return the run files that were named, and others in the folders; if neither are given, those of ``default``.
+
+    Raises:
+        QuestionError: a folder is none, a kept run is not there, or there is no run file, unless ``is_none_allowed``
+            and the folders may get some later.
+    """
+    from attncheck.harness.cli.run_files import run_path
+    from attncheck.reports.run_file.store import run_files
+
+    for folder in folders or ():
+        if not folder.is_dir():
+            raise QuestionError(f"--runs {folder} is not a folder; name a folder, or give run files as arguments")
+    named = [run_path(word) for word in runs or (() if folders else default)]
+    known = {path.resolve() for path in named}
+    inside = {path.resolve(): path for folder in folders or () for path in run_files(folder)}
+    paths = [*named, *(path for place, path in inside.items() if place not in known)]
+    names = {name.strip() for name in skipped.split(",")}
+    found = [path for path in paths if names.isdisjoint(path.parent.parts)]
+    if not found and not (is_none_allowed and folders):
+        raise QuestionError("there is no run file; give RUN or --runs DIR")
+    return found
+
 
 # `attncheck report`: renders run files in a format for people or tools. Recomputes nothing, and loads no torch.
+
+
+def _expectations(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
+    from attncheck.harness.run.expectations import expectations_text
+
+    return RenderedReport(expectations_text(runs[0]))
+
+
+RUN_FORMATS: Mapping[str, ReportFormat] = {
+    **FORMATS,
+    "expect": ReportFormat(
+        "a file for `attncheck run --expect`, with an entry for each finding, whose reason is to be replaced",
+        _expectations,
+        advice="an expectation file belongs to one run",
+    ),
+}
+"""All formats of runs. That of expectations is written by the code that reads them, which reports cannot import."""
 
 if TYPE_CHECKING:  # type checkers do not support enums with computed members
     RunFormat = str
     SectionChoice = SectionName
 else:
-    RunFormat = StrEnum("RunFormat", {name: name for name in FORMATS})
+    RunFormat = StrEnum("RunFormat", {name: name for name in RUN_FORMATS})
     SectionChoice = StrEnum("SectionChoice", {name: name for name in get_args(SectionName)})
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files written by `attncheck run`.")],
+    runs: RunWords = None,
     form: Annotated[
         RunFormat,
-        typer.Option("--format", help=f"{'; '.join(form.about_runs for form in FORMATS.values())}."),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help=f"{'; '.join(f'{name}: {form.about_runs}' for name, form in RUN_FORMATS.items())}.",
+        ),
     ] = "terminal",
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+    output: OutputFile = None,
     section: Annotated[
         list[SectionChoice] | None,
         typer.Option(
@@ -57,31 +130,139 @@ def report(
             f"Sections: {', '.join(get_args(SectionName))}.",
         ),
     ] = None,
+    needs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NEED,...",
+            help="Print instead, for each device, which backends are right for all of these needs of a model, such as "
+            "sinks,fp8_kv,block_size=32,dtype=bfloat16. As terminal or json.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --needs: only devices with this in their name.")
+    ] = None,
+    folders: Folders = None,
+    skipped: Skipped = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the report for a terminal in full.")] = False,
     color: Color = ColorChoice.AUTO,
 ) -> int:
-    """Print a report of each run file.
+    """Print a report of each run file; by default, of the newest kept run.
 
-    HTML compares the first run with each of the others.
+    HTML compares the first run with each of the others. Exit code 0; with --needs, 1 if no backend is right in cases
+    that need all of them.
     """
     from attncheck.reports.run_file.store import read_run
 
-    chosen = FORMATS[form]
-    if chosen.advice and len(runs) > 1:
-        raise QuestionError(f"--format {form} takes one run, and {len(runs)} are given; {chosen.advice}")
+    paths = chosen_files(runs, folders, skipped, default=["last"])
+    chosen = RUN_FORMATS[form]
+    if chosen.advice and len(paths) > 1:
+        raise QuestionError(f"--format {form} takes one run, and {len(paths)} are given; {chosen.advice}")
+    if section and needs:
+        raise QuestionError("--needs prints an answer without sections; leave out --section")
     if section and chosen.render_sections is None:
-        able = ", ".join(name for name, each in FORMATS.items() if each.render_sections)
+        able = ", ".join(name for name, each in RUN_FORMATS.items() if each.render_sections)
         raise QuestionError(f"--section cannot be combined with --format {form}; formats with sections are {able}")
-    read = [read_run(path) for path in runs]
-    refuse_input(output, runs)
+    if device is not None and not needs:
+        raise QuestionError(f"--device {device} chooses among the answers of --needs; give --needs, or leave it out")
+    if chosen.is_page and output is None and sys.stdout.isatty():
+        raise QuestionError(f"--format {form} is not for a terminal; give --output FILE")
+    read = [read_run(path) for path in paths]
+    refuse_input(output, paths)
     style = Style(terminal_width(), output is None and use_color(color), verbose)
-    if section and chosen.render_sections is not None:
+    is_right = True
+    if needs:
+        rendered, is_right = _answers(read, needs, device, form, style)
+    elif section and chosen.render_sections is not None:
         rendered = chosen.render_sections(read, [*dict.fromkeys(section)], style)
     else:
         rendered = chosen.render_runs(read, style)
-    write_output(rendered.text, output, is_summary=chosen.is_step_summary)
+    write_output(rendered.text, output, step_summary() if chosen.is_step_summary else None)
     typer.echo(rendered.log, nl=False)
-    return 0
+    return 0 if is_right else 1
+
+
+def _answers(
+    runs: "Sequence[Run]", needs: Sequence[str], device: str | None, form: str, style: Style
+) -> tuple[RenderedReport, bool]:
+    """Return for each device which backends are right for the needs, and whether there is one.
+
+    Raises:
+        QuestionError: the format has no answers, nothing was measured on such a device, or a need is unknown.
+    """
+    from attncheck.reports.analysis.measured import measured_run, subjects
+    from attncheck.reports.analysis.recommendation import checked_needs, known_needs, recommend
+    from attncheck.reports.speeds.speed import forward_times
+    from attncheck.reports.terminal import recommendation as terminal
+
+    if form not in ("terminal", "json"):
+        raise QuestionError(f"--needs cannot be combined with --format {form}; give terminal or json")
+    measured = subjects(measured_run(run, run.path, forward_times(run)) for run in runs)
+    wanted = checked_needs(",".join(needs), known_needs(measured))
+    if not wanted:
+        raise QuestionError("--needs names nothing; give features and forms, such as sinks,block_size=16")
+    devices = terminal.by_device(measured)
+    chosen = {name: own for name, own in devices.items() if device is None or device.lower() in name.lower()}
+    if not chosen:
+        raise QuestionError(f"--device {device}: nothing was measured on it; measured are: {', '.join(devices)}")
+    answers = {name: recommend(wanted, own) for name, own in chosen.items()}
+    if form == "json":
+        document = {"needs": wanted, "devices": [terminal.as_json(*answer) for answer in answers.items()]}
+        text = json.dumps(document, indent=2)
+    else:
+        text = "\n\n".join(terminal.render_recommendation(name, wanted, own, style) for name, own in answers.items())
+    is_right = any(each.standing == "right" for found in answers.values() for each in found)
+    return RenderedReport(f"{text}\n"), is_right
+
+
+# `attncheck run --report`: reports of a run, written at its end.
+
+
+@dataclass(frozen=True)
+class WantedReport:
+    """A report to write at the end of a run: to the file ``output``, else to the ``summary`` of a GitHub step."""
+
+    form: str
+    output: Path | None
+    summary: Path | None
+
+
+def read_reports(texts: Iterable[str]) -> tuple[WantedReport, ...]:
+    """Return the reports that ``--report`` gives, such as ``html=report.html,junit=junit.xml,github``.
+
+    Raises:
+        UnknownNameError: there is no such format.
+        QuestionError: a format has no file.
+    """
+    found = []
+    for text in (part for each in texts for part in each.split(",") if part):
+        form, _, file = text.partition("=")
+        if form not in RUN_FORMATS:
+            raise UnknownNameError("report format", form, list(RUN_FORMATS))
+        if not file and not RUN_FORMATS[form].is_step_summary:
+            raise QuestionError(f"--report {text} names no file; give {form}=FILE")
+        found.append(WantedReport(form, Path(file) if file else None, step_summary()))
+    return tuple(found)
+
+
+def write_reports(wanted: Iterable[WantedReport], run: "Run") -> None:
+    """Write the reports of a run, also of one that was interrupted; create their folders.
+
+    Raises:
+        AttncheckError: a report could not be written; the others are.
+    """
+    failed: AttncheckError | None = None
+    for each in wanted:
+        try:
+            refuse_input(each.output, [Path(run.path)])
+            if each.output is not None:
+                make_folder(each.output.parent, f"--report {each.form}={each.output}")
+            rendered = RUN_FORMATS[each.form].render_runs([run], Style(terminal_width()))
+            write_output(rendered.text, each.output, each.summary)
+            typer.echo(rendered.log, nl=False)
+        except AttncheckError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 # `attncheck compare`: differences between two runs. Reads run files, recomputes nothing, and loads no torch.
@@ -96,8 +277,10 @@ else:
 
 
 def compare(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="The run file to compare with.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run file to check for regressions.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help=f"The run file to compare with, or {KEPT_RUNS}.")],
+    new: Annotated[
+        str, typer.Argument(metavar="[NEW]", help="The run to check for regressions, written alike.")
+    ] = "last",
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -129,7 +312,7 @@ def compare(
         ComparisonFormat,
         typer.Option("--format", help=f"{', '.join(_ABOUT[:-1])}, or {_ABOUT[-1]}."),
     ] = "terminal",
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+    output: OutputFile = None,
     color: Color = ColorChoice.AUTO,
 ) -> int:
     """Compare two runs: times and changed outcomes.
@@ -139,6 +322,7 @@ def compare(
     usually 10. Two backends of one run show smaller differences than two runs, because their processes alternate:
     `attncheck compare RUN RUN --match OLD=NEW`.
     """
+    from attncheck.harness.cli.run_files import run_path
     from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
     from attncheck.reports.comparison.thresholds import parse_thresholds
     from attncheck.reports.run_file.store import read_run
@@ -147,10 +331,11 @@ def compare(
     thresholds = parse_thresholds(fail_on or (), least=effect)
     terms = ComparisonTerms(effect=effect, thresholds=thresholds, allow_missing=allow_missing)
     backends = _pairs(match or ())
-    compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
+    paths = [run_path(base), run_path(new)]
+    compared = compare_runs(*map(read_run, paths), backends=backends, terms=terms)
     rendered = _RENDERERS[form](compared, Style(terminal_width(), output is None and use_color(color)))
-    refuse_input(output, (base, new))
-    write_output(rendered.text, output, is_summary=FORMATS[form].is_step_summary)
+    refuse_input(output, paths)
+    write_output(rendered.text, output, step_summary() if FORMATS[form].is_step_summary else None)
     typer.echo(rendered.log, nl=False)
     return 1 if compared.fails else 0
 
@@ -172,98 +357,6 @@ def _pairs(texts: list[str] | tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-# `attncheck audit`: declared and measured features of all backends of a library.
-
-
-class AuditFormat(StrEnum):
-    """Output format of an audit."""
-
-    markdown = "markdown"
-    json = "json"
-
-
-def audit(
-    context: typer.Context,
-    family: Annotated[str, typer.Argument(metavar="FAMILY", help="The library, such as vllm.")],
-    run_files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Run files of FAMILY:*, that of the page first. Default: run now."),
-    ] = None,
-    suite: arguments.Suites = None,
-    settings: arguments.Settings = None,
-    case: arguments.Cases = None,
-    check: arguments.Checks = None,
-    device: arguments.Device = None,
-    within: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Time limit of a new run, shared by its backends; 0: none. Default: 600."),
-    ] = None,
-    jobs: processes.Jobs = None,
-    run_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE|DIR", help="Where to write the run file of a new run. Default: as `attncheck run`."),
-    ] = None,
-    form: Annotated[AuditFormat, typer.Option("--format", help="Markdown, or the same content as JSON.")] = (
-        AuditFormat.markdown
-    ),
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
-) -> int:
-    """Write an audit of all backends of a library.
-
-    It compares declared and measured CUDA-graph levels and features. Without RUN, the backends that can run here are
-    examined first, as with `attncheck run --backend 'FAMILY:*'`, but several at once on a GPU. After Ctrl-C, the page
-    has what was measured before. The tables show failures of backends; the exit code is 0 even so.
-    """
-    from attncheck.harness.cli.run import execute_run
-    from attncheck.harness.cli.run_files import kept_folder
-    from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
-    from attncheck.harness.run.selection import choose_checks
-    from attncheck.harness.workers.limits import read_limit
-    from attncheck.reports.audit import page
-    from attncheck.reports.run_file.store import read_run
-
-    given = {"--suite": suite, "--set": settings, "--case": case, "--check": check, "--device": device and [device]}
-    for name, value in {**given, "--within": within, "--jobs": jobs, "--run-file": run_file}.items():
-        if value and run_files:
-            raise QuestionError(f"{name} applies to a new run, and {run_files[0]} is one; leave out one of them")
-    ended_by = None
-    if not run_files:
-        context.with_resource(interruptible())
-        words = [word for name, values in given.items() for value in values or () for word in (name, value)]
-        limit_s = read_limit("--within", 600.0 if within is None else within) or 0.0
-        options = RunOptions(
-            backends=(f"{family}:*",),
-            suites=split_commas(suite or ()),
-            settings=tuple(settings or ()),
-            cases=split_commas(case or ()),
-            checks=choose_checks(check or ()),
-            device=device,
-            jobs=read_jobs("--jobs", jobs or "auto"),
-            deadline=time.monotonic() + limit_s,
-            output=run_file,
-            folder=kept_folder(),
-            command=("attncheck", "run", "--backend", f"{family}:*", *words),
-        )
-        finished = execute_run(options)
-        ended_by = finished.ended_by
-        if finished.path is None:
-            raise ended_by or RuntimeError("the run has a folder, and wrote no file")
-        print_stderr(f"run file: {finished.path}")
-        run_files = [finished.path]
-    runs = [read_run(path) for path in run_files]
-    for run in runs:
-        names = [*(each.name for each in run.header.surveyed), *(each.name for each in run.header.backends)]
-        if not any(name.startswith(f"{family}:") for name in names):
-            raise QuestionError(
-                f"{run.path} has no backend of {family!r}; write one with `attncheck run --backend '{family}:*'`"
-            )
-    refuse_input(output, run_files)
-    write_output(page.render(*runs) if form is AuditFormat.markdown else page.document(*runs), output)
-    if ended_by is not None:
-        raise ended_by
-    return 0
-
-
 # `attncheck site`: writes a static site from run files, and serves it on this machine. Loads no torch.
 
 _PORT = 8008
@@ -271,22 +364,9 @@ _EVERY_S = 1.0
 """Seconds between two looks at the run files."""
 
 
-RunFiles = Annotated[
-    list[Path] | None,
-    typer.Argument(metavar="RUN...", help="Run files written by `attncheck run`.", show_default=False),
-]
-Folders = Annotated[
-    list[Path] | None, typer.Option("--runs", metavar="DIR", help="Every run file in this folder. May be repeated.")
-]
-Skipped = Annotated[
-    str, typer.Option("--skip", metavar="NAME,...", help="Leave out the run files in folders of these names.")
-]
-"""Arguments of the commands that read many runs."""
-
-
 def site(
     context: typer.Context,
-    runs: RunFiles = None,
+    runs: RunWords = None,
     folders: Folders = None,
     skipped: Skipped = "",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Write the site into this folder.")] = Path("site"),
@@ -317,27 +397,6 @@ def site(
         raise QuestionError("no run file can be read; the site is not written")
     sources.write(reloads=False)
     return 0
-
-
-def chosen_files(
-    runs: Sequence[Path] | None, folders: Sequence[Path] | None, skipped: str, *, is_none_allowed: bool = False
-) -> list[Path]:
-    """Return the run files that were named, and those in the folders.
-
-    Raises:
-        QuestionError: a folder is none, or there is no run file, unless the folders may get some later.
-    """
-    from attncheck.reports.site.build import run_files
-
-    for folder in folders or ():
-        if not folder.is_dir():
-            raise QuestionError(f"--runs {folder} is not a folder; name a folder, or give run files as arguments")
-    names = {name.strip() for name in skipped.split(",")}
-    paths = [*(runs or ()), *(path for folder in folders or () for path in run_files(folder))]
-    found = list({path.resolve(): path for path in paths if names.isdisjoint(path.parent.parts)}.values())
-    if not found and not (is_none_allowed and folders):
-        raise QuestionError("there is no run file; give RUN or --runs DIR")
-    return found
 
 
 class _Sources:
@@ -422,84 +481,3 @@ class _QuietHandler(SimpleHTTPRequestHandler):
 
     def log_message(self, *_args: object) -> None:
         """Print nothing."""
-
-
-# `attncheck recommend`: which backends were measured as correct for a combination of needs. Loads no torch.
-
-
-class AnswerFormat(StrEnum):
-    """Output format of the answer."""
-
-    terminal = "terminal"
-    json = "json"
-
-
-def recommend(
-    runs: RunFiles = None,
-    *,
-    needs: Annotated[
-        list[str],
-        typer.Option(metavar="NEED,...", help="Needs of a model, such as sinks,fp8_kv,block_size=32,dtype=bfloat16."),
-    ],
-    folders: Folders = None,
-    skipped: Skipped = "",
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Answer for the devices with this in their name alone.")
-    ] = None,
-    form: Annotated[
-        AnswerFormat, typer.Option("--format", help="Text, or JSON with times in nanoseconds.")
-    ] = AnswerFormat.terminal,
-    color: Color = ColorChoice.AUTO,
-) -> int:
-    """Print the backends that are right for all needs, by device.
-
-    Exit code 0: at least one is right in cases that need all of them; 1: none is.
-    """
-    from attncheck.reports.analysis.measured import measured_run, subjects
-    from attncheck.reports.analysis.recommendation import checked_needs, known_needs
-    from attncheck.reports.analysis.recommendation import recommend as judged
-    from attncheck.reports.run_file.store import read_run
-    from attncheck.reports.speeds.speed import forward_times
-    from attncheck.reports.terminal import recommendation as terminal
-    from attncheck.reports.terminal.columns import Style
-
-    read = [read_run(path) for path in chosen_files(runs, folders, skipped)]
-    measured = subjects(measured_run(run, run.path, forward_times(run)) for run in read)
-    wanted = checked_needs(",".join(needs), known_needs(measured))
-    if not wanted:
-        raise QuestionError("--needs names nothing; give features and forms, such as sinks,block_size=16")
-    devices = terminal.by_device(measured)
-    chosen = {name: own for name, own in devices.items() if device is None or device.lower() in name.lower()}
-    if not chosen:
-        raise QuestionError(f"--device {device}: nothing was measured on it; measured are: {', '.join(devices)}")
-    answers = {name: judged(wanted, own) for name, own in chosen.items()}
-    if form == AnswerFormat.json:
-        document = {"needs": wanted, "devices": [terminal.as_json(*answer) for answer in answers.items()]}
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        style = Style(terminal_width(), use_color(color))
-        texts = [terminal.render_recommendation(name, wanted, found, style) for name, found in answers.items()]
-        typer.echo("\n\n".join(texts))
-    is_right = any(each.standing == "right" for found in answers.values() for each in found)
-    return 0 if is_right else 1
-
-
-# `attncheck expect`: writes the expectation file under which a run would have passed. Loads no torch.
-
-
-def expect(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run file written by `attncheck run`.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
-) -> int:
-    """Write the failures of a run as expected failures.
-
-    The file is for `attncheck run --expect FILE`, and has one entry for each finding. A comment above each entry
-    describes the failure. Replace the reasons with your own; `until` and `issue` are optional.
-    """
-    from attncheck.harness.run.expectations import expectations_text
-    from attncheck.reports.run_file.store import read_run
-
-    found = read_run(run)
-    refuse_input(output, [run])
-    write_output(expectations_text(found), output)
-    return 0

@@ -7,22 +7,23 @@ import io
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attncheck.errors import BackendLoadError, ClusterError, SelectionError, WriteError
-from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli.common import (
     ColorChoice,
+    make_folder,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -31,12 +32,12 @@ from attncheck.harness.cli.common import (
     use_color,
 )
 from attncheck.harness.cli.options import Given, read_config, read_options
+from attncheck.harness.cli.reports import read_reports, write_reports
 from attncheck.harness.cli.run_files import (
     found_in,
     kept_folder,
-    make_dump_folder,
+    kept_run,
     measured_costs,
-    newest_run,
     only_failed,
     open_run,
     read_part,
@@ -45,14 +46,16 @@ from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
-from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
+from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import WorkerProcess, preparation_of
+from attncheck.harness.workers.pool import WorkerPool, preparation_of
+from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
-from attncheck.reports.analysis.phrases import what_happened
+from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
-from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, is_out_of_time
+from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
+from attncheck.reports.run_file.store import Run as StoredRun
+from attncheck.reports.run_file.store import count_outcomes, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
@@ -118,13 +121,6 @@ def _left(surveyed: Sequence[SurveyedBackend]) -> Iterator[str]:
 LINE_EVERY_S = 10.0
 PRINTED_AT_ONCE = 10
 """Number of failed records that are printed as they arrive; the report lists all of them."""
-
-
-class RunProgress(Protocol):
-    """Receives every record as it arrives."""
-
-    def see(self, record: Record) -> None:
-        """Take one record."""
 
 
 class NoProgress:
@@ -242,7 +238,7 @@ def progress_for(
     verbose: bool = False,
     is_timed: bool = False,
     color: bool = True,
-) -> Iterator[RunProgress]:
+) -> Iterator[NoProgress | ProgressLines | ProgressBar]:
     """Yield the progress display that suits stderr; ``cases``: the number of cases, summed over all backends.
 
     ``rounds``: the rounds of the check ``timing``; its cases count in each of them.
@@ -270,25 +266,23 @@ def progress_for(
 
 
 @contextmanager
-def open_executor(
-    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
-) -> Iterator[Executor]:
+def open_executor(options: RunOptions, selection: Selection, spare: WorkerProcess | None) -> Iterator[Executor]:
     """Yield what loads the backends of ``options`` and examines; end all its processes on leaving.
 
-    ``spare``: a process started in advance. It is used for the first backend, then closed. ``sampling_s``: seconds for
-    which the check ``timing`` samples a part of a step.
+    ``spare``: a process started in advance. It is used for the first backend, then closed.
 
     Raises:
-        SelectionError: timing is requested on a Ray cluster.
+        SelectionError: timing is requested on a Ray cluster, or its options are invalid.
         ClusterError, MissingExtraError: the Ray cluster cannot be used.
     """
+    timing = options.timing
     if options.in_process:
         from attncheck.harness.run.backend_loading import ThisProcess
 
         yield ThisProcess()
         return
     prepare, settings = preparation_of(selection), worker_settings(options)
-    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=timing.limit_s))
     if options.ray is not None:
         if selection.is_timed:
             reason = f"the check {TIMING} compares times of one device, and a cluster has many"
@@ -349,6 +343,15 @@ class FinishedRun:
     stopped: str = ""
     ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
+    @property
+    def stored(self) -> StoredRun:
+        """The run as it is read from its file; without a footer if it was ended by an exception."""
+        footer = None
+        if self.ended_by is None:
+            counts = count_outcomes(self.records)
+            footer = RunFooter(finished=now(), counts=counts, errors=(*self.blind, *self.unmet))
+        return StoredRun(str(self.path or ""), self.header, self.records, footer)
+
 
 def execute_run(
     options: RunOptions,
@@ -366,24 +369,29 @@ def execute_run(
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    selection = options.select()
-    options, surveyed = with_families(options, selection)
-    timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
-    is_timed = options.backend_refs is not None and selection.is_timed
-    rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
-    options = replace(options, rounds=rounds)
-    make_dump_folder(options.dump)
-    with (
-        open_executor(options, selection, spare, timing.limit_s) as executor,
-        open_providers(options, selection) as providers,
-    ):
-        execution = _Execution(options, selection, timing, executor, providers, surveyed, begin or _begin_silently)
+    with _opened(options, spare, begin) as (execution, executor):
         finished = execution.as_it_ended() if execution.is_complete else execution.finish(see)
         if finished.ended_by is not None:
             executor.close(at_once=True)
         if end is not None:
             end(finished)
         return finished
+
+
+@contextmanager
+def _opened(
+    options: RunOptions, spare: WorkerProcess | None, begin: Callable[[RunHeader], None] | None = None
+) -> Iterator[tuple["_Execution", Executor]]:
+    """Yield the run of ``options``, ready to begin, and its executor; end all processes on leaving."""
+    selection = options.select()
+    options, surveyed = with_families(options, selection)
+    if options.dump is not None and not options.dry_run:  # early: an unwritable path must not end a run at a failure
+        make_folder(options.dump, f"--dump {options.dump}")
+    with (
+        open_executor(options, selection, spare) as executor,
+        open_providers(options, selection) as providers,
+    ):
+        yield _Execution(options, selection, executor, providers, surveyed, begin or _begin_silently), executor
 
 
 def _begin_silently(_header: RunHeader) -> None:
@@ -397,7 +405,6 @@ class _Execution:
         self,
         options: RunOptions,
         selection: Selection,
-        timing: TimingSettings,
         executor: Executor,
         providers: "ProviderExaminer | InProcessProviders | None",
         surveyed: Sequence[SurveyedBackend],
@@ -409,7 +416,6 @@ class _Execution:
             options,
             executor,
             chooser=chooser,
-            timing=timing,
             keeps_unavailable=bool(surveyed),
             fits_pages=executor.fits_pages,
         )
@@ -430,7 +436,7 @@ class _Execution:
             records = list(self._earlier.records)
             plan = replace(run.plan, found=found_in(records, run.plan.rounds))
             run = replace(run, plan=plan, records=records)
-        self._run = run
+        self._run, self._functions = run, () if functions is None else functions.subjects
         self._expectations = run.expectations(self._header, *names)
         self._examiner = executor.examiner(run, partial(measured_costs, options.folder, run.environment.device_name))
         self._tally = Tally(run.num_questions + (functions.count if functions else 0), run.plan.rounds)
@@ -451,6 +457,30 @@ class _Execution:
         blind = tuple(error for error in stored.errors if error not in lines)
         unseen = tuple(expectations.unseen()) if expectations else ()
         return FinishedRun(Path(stored.path), stored.header, stored.records, blind, unmet, unseen)
+
+    @property
+    def plan_text(self) -> str:
+        """What would run: the number of cases of each backend by check, then the cases, then the estimated time."""
+        from attncheck.reports.terminal import run as terminal
+
+        plan, lines = self._run.plan, [terminal.opening(self._header, width=terminal_width())]
+        costs = measured_costs(self._options.folder, self._run.environment.device_name)
+        seconds, cases = dict[str, list[float | None]](), dict[str, None]()
+        for backend in self._run.backends:
+            counts = Counter[str]()
+            for case in plan.examined_cases_of(backend.ref) if not backend.reason else ():
+                checks = plan.checks_left(backend.ref, case)
+                counts.update(checks)
+                cases |= dict.fromkeys([case.key] if checks else [])
+                for check in checks:
+                    rounds = plan.rounds if check == TIMING else 1
+                    seconds.setdefault(check, []).extend([costs.get((backend.ref, case.hash, check))] * rounds)
+            by_check = ", ".join(f"{check} {plural(count, 'case')}" for check, count in counts.items())
+            lines.append(f"{backend.name}: {by_check or f'nothing: {backend.reason}'}")
+        if self._functions:
+            lines.append(f"{', '.join(self._options.providers)}: {plural(len(self._functions), 'function')}")
+        lines.append(f"cases: {', '.join(cases) or 'none'}")
+        return "\n".join([*lines, _estimate(seconds)])
 
     def finish(self, see: See | None) -> FinishedRun:
         """Examine what is left, and write the run file. ``see``: as in :func:`execute_run`."""
@@ -501,9 +531,26 @@ class _Execution:
             return FinishedRun(path, self._header, tuple(run.records), stopped=stopped, ended_by=error)
 
 
+def _estimate(seconds: Mapping[str, Sequence[float | None]]) -> str:
+    """Return the time of all checks in words.
+
+    ``seconds``: by check, what it took in an earlier run for each case of each backend, or None if it was not made.
+    """
+    known = {check: [each for each in found if each is not None] for check, found in seconds.items()}
+    made = [check for check, found in known.items() if found]
+    if not made:
+        return "time: no estimate, since no kept run on this device has these checks"
+    total = sum(sum(known[check]) / len(known[check]) * len(seconds[check]) for check in made)
+    words = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
+    counts = f"{sum(map(len, known.values()))} of {sum(map(len, seconds.values()))}"
+    unknown = ", ".join(check for check in seconds if check not in made)
+    without = f"starts of processes{', and ' * bool(unknown)}{unknown}"
+    return f"time: about {words}, an estimate from {counts} checks in kept runs; without {without}"
+
+
 def _after_failures(maxfail: int | None) -> str:
     if maxfail == 1:
-        return "at the first record that did not pass (--exitfirst)"
+        return "at the first record that did not pass (-x)"
     return f"after {maxfail} records that did not pass (--maxfail {maxfail})"
 
 
@@ -519,8 +566,13 @@ def run_command(
     """
     environment = dict(os.environ)
     options = _options_of(given, context.obj or (), color)
+    reports = read_reports(options.reports)
     if options.in_process:
         context.with_resource(only_passed(options.pass_env))
+    if options.dry_run:
+        with _opened(options, spare) as (execution, _):
+            typer.echo(execution.plan_text)
+        return 0
     if options.watch:
         from attncheck.harness.cli.watch import watch_run
 
@@ -535,6 +587,7 @@ def run_command(
                 _print_durations(finished.records, options.durations or None)
             where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
             typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+            write_reports(reports, finished.stored)
 
     finished = execute_run(options, None if options.quiet else _print_opening, print_result, spare)
     if finished.ended_by is not None:
@@ -558,7 +611,7 @@ def _options_of(given: Given, command: Sequence[str], color: ColorChoice) -> Run
         options = replace(options, functions=functions, cases=cases)
     folder = options.folder or kept_folder()
     if options.last_failed:
-        options = only_failed(options, newest_run(folder))
+        options = only_failed(options, kept_run(folder))
     return replace(
         options,
         folder=None if options.no_output else folder,
@@ -574,7 +627,7 @@ def _print_opening(header: "RunHeader") -> None:
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color: bool) -> None:
-    from attncheck.harness.cli.run_files import resume_command
+    from attncheck.harness.cli.run_files import report_command, resume_command
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:
@@ -589,7 +642,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         width=terminal_width(),
         quiet=quiet,
         verbose=verbose and not quiet,
-        run_file=finished.path,
+        reader=report_command(finished.path) if finished.path else "",
     )
     typer.echo(text, color=color)
     for line in finished.unseen:

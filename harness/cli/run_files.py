@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Protocol
 
 from attncheck.cases.keys import split_variant
-from attncheck.errors import RunFileError, SelectionError, unwritable
+from attncheck.errors import RunFileError, SelectionError
 from attncheck.harness.cli.common import print_stderr
+from attncheck.harness.cli.options import read_config
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.truth.shared_folder import user_cache
+from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, UTILITIES, Record, RunFooter, parse_line
@@ -36,6 +38,9 @@ _NEWEST, _READ_S = 4, 0.05
 
 _NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
 """Names of run files that attncheck chose: date, time, process, and a number if needed. No other file is deleted."""
+
+_KEPT = re.compile(r"last(~(?P<before>\d+))?|(?P<number>[1-9]\d*)")
+"""A word for a kept run."""
 
 
 class RecordWriter(Protocol):
@@ -173,26 +178,44 @@ def _free_path(folder: Path) -> Path:
     return next(path for name in names if not (path := folder / f"{name}.jsonl").exists())
 
 
-def newest_run(folder: Path) -> Path:
-    """Return the newest run file in ``folder`` that has a name chosen by attncheck.
+def runs_folder() -> Path:
+    """Return the folder of runs without ``--output``: ``output`` of pyproject.toml, or :func:`kept_folder`."""
+    return Path(read_config(Path.cwd()).given.get("folder") or kept_folder())
+
+
+def run_path(word: str) -> Path:
+    """Return the run file that ``word`` names: a path, or a kept run.
+
+    ``last`` is the newest kept run, ``last~1`` the one before it; a number N is the N-th newest, so 1 is ``last``.
+
+    Raises:
+        RunFileError: there is no such kept run.
+    """
+    match = _KEPT.fullmatch(word)
+    if match is None:
+        return Path(word)
+    number = int(match["number"]) if match["number"] else int(match["before"] or 0) + 1
+    return kept_run(runs_folder(), number)
+
+
+def kept_run(folder: Path, number: int = 1) -> Path:
+    """Return the ``number``-th newest run file in ``folder`` that has a name chosen by attncheck.
 
     Raises:
         RunFileError: there is none.
     """
     runs = kept_runs(folder)
     if not runs:
-        raise RunFileError(str(folder), "holds no run for --last-failed; run once without it")
-    return runs[-1]
+        raise RunFileError(str(folder), "holds no run yet; `attncheck run` without --output writes one")
+    if number > len(runs):
+        raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is number {len(runs)}")
+    return runs[-number]
 
 
-def make_dump_folder(dump: Path | None) -> None:
-    """Create the folder before the run, so that an unwritable path does not end it at the first failure."""
-    if dump is None:
-        return
-    try:
-        dump.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(f"--dump {dump}", error) from error
+def report_command(path: Path) -> str:
+    """Return the command that reports the run of ``path``, without the path if it is the newest kept run."""
+    runs = kept_runs(runs_folder())
+    return "attncheck report" if runs and runs[-1].samefile(path) else f"attncheck report {shlex.quote(str(path))}"
 
 
 # `--resume`: completes a run that was cut off, in the same run file. Loads no torch.

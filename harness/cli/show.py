@@ -1,5 +1,6 @@
 """The commands ``show``, ``list`` and ``new``."""
 
+import json
 import keyword
 import re
 import shlex
@@ -18,6 +19,7 @@ import typer
 from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
 from attncheck.harness.cli import options as arguments
+from attncheck.harness.cli.common import terminal_width
 from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
 
@@ -124,8 +126,6 @@ def show(
     Without --suite, all built-in suites are searched, smoke first. If several cases match, the first one is shown and
     the others are listed.
     """
-    from attncheck.harness.cli.common import terminal_width
-
     found = _find(case, suite or [], settings or [])
     if as_yaml:
         from attncheck.cases.yaml_text import case_yaml
@@ -218,8 +218,6 @@ def _requests(case: "Case") -> list[str]:
 
 def _masks(case: "Case", width: int) -> list[str]:
     """Return a picture of the mask for up to :data:`SHOWN_MASKS` distinct requests, largest first."""
-    from attncheck.reports.analysis.phrases import plural
-
     path = case.batch.path
     if path.name in ("merge", "causal_conv1d"):
         return []
@@ -248,10 +246,20 @@ class Listable(StrEnum):
     SUITES = "suites"
     CASES = "cases"
     CHECKS = "checks"
+    SCHEMA = "schema"
+
+
+class SchemaSubject(StrEnum):
+    """What the schema is for: a case file, or a line of a run file."""
+
+    CASES = "cases"
+    RUN = "run"
 
 
 def list_names(
-    what: Annotated[Listable | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
+    what: Annotated[
+        Listable | None, typer.Argument(help="Default: backends, suites and checks. schema: a JSON schema.")
+    ] = None,
     suite: Annotated[
         list[str] | None,
         typer.Option(
@@ -263,8 +271,11 @@ def list_names(
     ] = None,
     case: arguments.Cases = None,
     keywords: arguments.Keywords = None,
+    of: Annotated[
+        SchemaSubject, typer.Option("--of", help="The schema of a case file, or of a line of a run file.")
+    ] = SchemaSubject.CASES,
 ) -> int:
-    """List the names of backends, suites, cases or checks.
+    """List the names of backends, suites, cases or checks, or the keys of case files as a JSON schema.
 
     `attncheck doctor` shows which backends can run on this machine.
     """
@@ -273,6 +284,8 @@ def list_names(
     tables = {Listable.BACKENDS: _backends, Listable.SUITES: lambda: _suites(suite or []), Listable.CHECKS: _checks}
     if what == Listable.CASES:
         _cases(suite or [], case or [], keywords or "")
+    elif what == Listable.SCHEMA:
+        _schema(of)
     elif what is not None:
         tables[what]()
     else:
@@ -284,8 +297,6 @@ def list_names(
 
 def _print(rows: list[list[str]]) -> None:
     from tabulate import tabulate
-
-    from attncheck.harness.cli.common import terminal_width
 
     lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
     folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
@@ -305,7 +316,6 @@ def _backends() -> None:
 def _suites(names: list[str]) -> None:
     from attncheck.cases.loader import load_suite, suite_names
     from attncheck.harness.run.options import split_commas
-    from attncheck.reports.analysis.phrases import plural
 
     suites = [load_suite(name) for name in split_commas(names) or suite_names()]
     _print([[suite.name, plural(len(suite), "case"), suite.description] for suite in suites])
@@ -327,6 +337,15 @@ def _batch(batch: "BatchSpec") -> str:
         return format_batch(batch.requests)
     except SpecError:
         return f"{batch.num_requests} requests, {batch.num_tokens} new tokens, up to {batch.max_seq_len} long"
+
+
+def _schema(of: SchemaSubject) -> None:
+    if of is SchemaSubject.RUN:
+        from attncheck.reports.run_file.schema import run_file_schema as described
+    else:
+        from attncheck.cases.schema import json_schema as described
+
+    typer.echo(json.dumps(described(), indent=2))
 
 
 def _checks() -> None:

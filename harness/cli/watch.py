@@ -22,7 +22,8 @@ from attncheck.harness.cli.run import FinishedRun, execute_run
 from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.selection import Selection
-from attncheck.harness.workers.process import WorkerProcess, preparation_of
+from attncheck.harness.workers.pool import preparation_of
+from attncheck.harness.workers.process import WorkerProcess
 from attncheck.reports.analysis.phrases import plural, title
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record

@@ -4,12 +4,14 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import FunctionType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from attncheck.errors import BackendUnavailableError, InternalError
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.driver.observation import Raised, capture_exception, printable
 
 if TYPE_CHECKING:
@@ -20,11 +22,23 @@ T = TypeVar("T")
 
 
 class StageError(InternalError):
-    """Carry an exception raised by a stage of the contract to the caller of a session."""
+    """A stage of the contract raised. ``raised``: the stage and its exception.
+
+    A check that need not judge the exception itself lets it pass: it becomes the record of the check.
+    """
 
     def __init__(self, raised: Raised) -> None:
         self.raised = raised
         super().__init__(raised.stage)
+
+
+@contextmanager
+def stage_named(words: str) -> Iterator[None]:
+    """Append ``words``, such as "of a second layer", to the stage of a StageError raised inside."""
+    try:
+        yield
+    except StageError as failure:
+        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} {words}")) from failure
 
 
 def call_backend(
@@ -56,17 +70,18 @@ def call_backend(
 
 
 def wait_for(device: torch.device, name: str) -> None:
-    """Wait until a CUDA device has done the work of the backend's call ``name``. Do nothing for other devices.
+    """Wait until an accelerator has done the work of the backend's call ``name``. Do nothing for a CPU.
 
     A frame of the stack gets this name: it shows the call if the wait does not end.
     """
-    if device.type == "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
         named = _synchronize.__code__.replace(co_name=name)
-        FunctionType(named, globals())(device)
+        FunctionType(named, globals())(accelerator.module(), device)
 
 
-def _synchronize(device: torch.device) -> None:
-    torch.cuda.synchronize(device)
+def _synchronize(module: Any, device: torch.device) -> None:
+    module.synchronize(device)
 
 
 def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:

@@ -175,6 +175,11 @@ class Raised:
         """Whether this is a documented error that the backend raised on purpose, before it changed anything."""
         return self.is_deliberate and not self.touched
 
+    @property
+    def may_end_the_device(self) -> bool:
+        """Whether the device reported the error. Later steps then raise too, if the device is lost."""
+        return self.error_type == "AcceleratorError"
+
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
     """Return what ``stage`` raised, with its traceback as text."""

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation, Raised, printable
+from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
+from attncheck.harness.driver.observation import Observation, printable
 from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, observed, placed, read_result
 from attncheck.harness.driver.pool import KVPool, new_pool, same_bytes
 from attncheck.harness.driver.step import (
@@ -294,7 +294,8 @@ class Session:
     def in_place(self, problem: Problem) -> "Session":
         """Return a session for another problem of the same layer and cache, over the same impl, builder and memory."""
         other = copy(self)
-        other.problem, other._known_pool = problem, self.pool and self.pool.beside(problem)
+        other.problem = problem
+        other._known_pool = None if self.pool is None else self.pool.beside(problem)
         other._prepare()
         return other
 
@@ -350,20 +351,19 @@ class Session:
     def _is_merged(self) -> bool:
         return is_merged(self.problem.case.batch, self.backend.features)
 
-    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
-        """Run one step over a freshly filled cache.
+    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation:
+        """Run one step over a freshly filled cache. Raises StageError.
 
         ``images``: keep the cache's memory before and after, and look for changed inputs.
         """
-        results: list[CallResult] = []
+        turn = self.begin(fill, images=images)
         try:
-            turn = self.begin(fill, images=images)
-            results = turn.results
             for call, metadata in self.built(turn.calls):
                 self.take(turn, call, metadata)
         except StageError as failure:
-            made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
-            return replace(failure.raised, touched=(*failure.raised.touched, *made))
+            if not turn.results or failure.raised.touched:
+                raise
+            raise StageError(replace(failure.raised, touched=("the output of an earlier call",))) from failure
         return self.finish(turn)
 
     def begin(self, fill: Fill = Fill(), *, images: bool = True, lent: LentCalls | None = None) -> Turn:
@@ -402,15 +402,12 @@ class Session:
         """Return the layer that makes ``call``: only one of the calls that are merged carries the sinks."""
         return self.layer if call.carries_sinks else self._bare_layer
 
-    def run_without_metadata(self) -> Tensor | Raised:
-        """Return the output of vLLM's profiling call (no metadata, empty cache) in step order, or the exception."""
+    def run_without_metadata(self) -> Tensor:
+        """Return the output of vLLM's profiling call (no metadata, empty cache) in step order. Raises StageError."""
         call, *_ = copied_calls(self.prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         forward = partial(self.layer_of(call).enter, call, None, None, buffers)
-        try:
-            returned = call_backend("forward without metadata", forward, self.device)
-        except StageError as failure:
-            return failure.raised
+        returned = call_backend("forward without metadata", forward, self.device)
         return read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)[0]
 
     def _kernel_names(self) -> tuple[str, ...]:
@@ -460,8 +457,15 @@ class Session:
         facts = str(fill.padding) if is_padded else "", fill.loose, fill.strides
         if self._latest is not None and fill.rows is None and self._latest.facts == facts:
             return self._latest
+        made = PreparedStep(*self.step_of(self.problem, fill), facts)
+        if fill.rows is None:
+            self._latest = made
+        return made
+
+    def step_of(self, problem: Problem, fill: Fill = Fill()) -> tuple[Step, tuple[ForwardCall, ...]]:
+        """Return a new step of ``problem``, which has the batch of the session's own problem, and its calls."""
         step = make_step(
-            self.problem,
+            problem,
             self.device,
             self.order,
             padding_fill=fill.padding,
@@ -470,10 +474,7 @@ class Session:
             strides=fill.strides,
             new_rows=fill.rows,
         )
-        made = PreparedStep(step, forward_calls_of(step, self.backend.features, self.threshold), facts)
-        if fill.rows is None:
-            self._latest = made
-        return made
+        return step, forward_calls_of(step, self.backend.features, self.threshold)
 
     def _filled_cache(self, step: Step, fill: Fill) -> Tensor | None:
         """Return the cache for ``fill``, with the step's new rows if the backend has no writer; None without a pool."""
@@ -520,8 +521,6 @@ class Session:
 # that of the sessions without a role builds first. A builder that builds its calls one by one builds the next call
 # after every layer has run the current one.
 
-T = TypeVar("T")
-
 _DEPTH = 3
 """Levels of nested objects within the metadata that are compared: the common metadata, and plans."""
 
@@ -532,11 +531,15 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
     ``changes``: a list that receives each metadata field that a call of ``forward`` changed, with the layer that
     changed it. Raises StageError, whose stage includes the session's role.
     """
-    turns = [(session, _named(session, partial(session.begin, images=False))) for session in sessions]
+    turns: list[tuple[Session, Turn]] = []
+    for session in sessions:
+        with _named(session):
+            turns.append((session, session.begin(images=False)))
     built: dict[object, Iterator[tuple[ForwardCall, Any]]] = {}
     for session, turn in sorted(turns, key=lambda pair: pair[0].role != ""):
         if _batch_of(session) not in built:
-            built[_batch_of(session)] = iter(_named(session, partial(session.built, turn.calls)))
+            with _named(session):
+                built[_batch_of(session)] = iter(session.built(turn.calls))
     for number in range(max(len(turn.calls) for _, turn in turns)):
         made = {batch: next(calls, None) for batch, calls in built.items()}
         for session, turn in turns:
@@ -544,7 +547,8 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
                 continue
             call, metadata = replace(turn.calls[number], common=pair[0].common), pair[1]
             before = {} if changes is None else _contents(metadata)
-            _named(session, partial(session.take, turn, call, metadata))
+            with _named(session):
+                session.take(turn, call, metadata)
             if changes is not None:
                 who = session.role or "the layer"
                 changes += [f"forward of {who} changes {name}" for name in _changed(before, _contents(metadata))]
@@ -556,13 +560,8 @@ def _batch_of(session: Session) -> object:
     return id(session.builder), id(session.problem.block_table)
 
 
-def _named(session: Session, enter: Callable[[], T]) -> T:
-    try:
-        return enter()
-    except StageError as failure:
-        if not session.role:
-            raise
-        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {session.role}")) from failure
+def _named(session: Session) -> AbstractContextManager[None]:
+    return stage_named(f"of {session.role}") if session.role else nullcontext()
 
 
 def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> dict[str, object]:

@@ -146,17 +146,21 @@ def shrink(case: Case, fails: Fails, *, limit_s: float) -> Shrunk:
     return Shrunk(case, tried, time.monotonic() - began, True)
 
 
+def num_keys(case: Case) -> int:
+    """Return the number of keys of all requests."""
+    return sum(each.count * (each.encoder_len or max(each.total_len, 0)) for each in case.batch.requests)
+
+
 def size_in_words(case: Case) -> str:
     """Return the size of a case, such as ``3 requests, 40 new tokens, 213 keys, 8 heads of 64, ...``.
 
     The last part is the number of fields that are not default.
     """
     layer, batch = case.layer, case.batch
-    keys = sum(each.count * (each.encoder_len or max(each.total_len, 0)) for each in batch.requests)
     given = len(_given(layer)) + len(_given(case.cache)) + len(_given(batch.padding))
     given += batch.path.name != implied_path(layer).name
     return (
-        f"{batch.num_requests} requests, {batch.num_tokens} new tokens, {keys} keys, "
+        f"{batch.num_requests} requests, {batch.num_tokens} new tokens, {num_keys(case)} keys, "
         f"{layer.num_heads} heads of {layer.head_size}, {given} fields that are not default"
     )
 
@@ -408,21 +412,21 @@ def search_failures(
     process: BackendProcess,
     *,
     seed: int,
-    budget_s: float,
+    ends: float,
     checks: tuple[str, ...] | None,
     most: int,
     see: Callable[[DrawnQuestion, ExaminedCase], None],
 ) -> Iterator[Failure]:
-    """Draw cases for ``budget_s`` seconds and yield the first failure of each kind, at most ``most`` of them.
+    """Draw cases until the ``time.monotonic()`` of ``ends`` and yield the first failure of each kind, at most ``most``.
 
-    ``see`` is called with each case and its result. The time the caller spends on a failure does not count.
+    ``see`` is called with each case and its result.
     """
     constants = constants_of(process.backend.ref)
     axes, lengths = declared_axes(process.reasons_against, constants), Lengths(constants)
     if process.backend.default_suite == "interpreted":
         axes = replace(axes, declared=few_and_small(axes.declared))
         lengths = Lengths(tuple(each for each in constants if each <= _INTERPRETED_KEYS), _INTERPRETED_KEYS)
-    ends, ways = time.monotonic() + budget_s, set[tuple[str, str, str]]()
+    ways = set[tuple[str, str, str]]()
     for question in questions(axes, process.reasons_against, lengths, seed, checks):
         if time.monotonic() > ends or len(ways) >= most:
             return
@@ -433,20 +437,20 @@ def search_failures(
             failure = Failure(question.case, short)
             if failure.way not in ways:
                 ways.add(failure.way)
-                paused = time.monotonic()
                 yield failure
-                ends += time.monotonic() - paused
 
 
 class Shrinker:
-    """Shrinks failures in one process; ``limit_s``: time limit for each, in seconds."""
+    """Shrinks failures in one process."""
 
-    def __init__(self, process: BackendProcess, limit_s: float) -> None:
-        self._process, self._limit_s = process, limit_s
+    def __init__(self, process: BackendProcess) -> None:
+        self._process = process
         self._numbers = count(1)
 
-    def make_small(self, failure: Failure) -> SmallFailure:
+    def make_small(self, failure: Failure, limit_s: float) -> SmallFailure:
         """Shrink the case of ``failure`` as long as it fails in the same way, running only that check.
+
+        ``limit_s``: seconds after which no step begins.
 
         The finding of a wrong result may change in a smaller case. So a second pass compares only check and outcome.
         """
@@ -455,15 +459,19 @@ class Shrinker:
         latest = self._again(alone, failure, is_same_cause=True)
         if latest is None:
             return SmallFailure(failure, failure, None)
-        first, latest = self._shrunk(alone, latest, failure, is_same_cause=True)
+        is_in_two = isinstance(failure.record, Failed)
+        first_s = limit_s / 2 if is_in_two else limit_s
+        first, latest = self._shrunk(alone, latest, failure, first_s, is_same_cause=True)
         second = first
-        if isinstance(failure.record, Failed):
-            second, latest = self._shrunk(first.case, latest, failure, is_same_cause=False)
+        if is_in_two:
+            second, latest = self._shrunk(first.case, latest, failure, limit_s / 2, is_same_cause=False)
             second = replace(second, tried=first.tried + second.tried, seconds=first.seconds + second.seconds)
         small = replace(second.case, id=f"{check}-{second.case.hash}", description=_summary(latest))
         return SmallFailure(failure, Failure(small, latest), second)
 
-    def _shrunk(self, case: Case, record: Record, failure: Failure, *, is_same_cause: bool) -> tuple[Shrunk, Record]:
+    def _shrunk(
+        self, case: Case, record: Record, failure: Failure, limit_s: float, *, is_same_cause: bool
+    ) -> tuple[Shrunk, Record]:
         """Shrink ``case``, which gave ``record``; return the result and the record of the smallest case."""
         latest = record
 
@@ -473,7 +481,6 @@ class Shrinker:
             latest = again or latest
             return again is not None
 
-        limit_s = self._limit_s / 2 if isinstance(record, Failed) else self._limit_s
         return shrink(case, fails, limit_s=limit_s), latest
 
     def _again(self, case: Case, failure: Failure, *, is_same_cause: bool) -> Record | None:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from attncheck.cases.model import Case
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.host import free_host_bytes, free_own_bytes
 from attncheck.reference.spec import (
     BatchSpec,
@@ -117,24 +118,13 @@ def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
 def shortage(case: Case, device: "torch.device") -> str | None:
     """Return why ``case`` does not fit ``device`` or the host right now, with the GiB it needs, or None if it fits."""
     needed = needed_bytes(case, reserves=device.type == "cpu")
+    accelerator = accelerator_of(device)
     room = {
         "the host": free_host_bytes(),
         "the process": free_own_bytes(),
-        str(device): _free_device_bytes(device),
+        str(device): None if accelerator is None else accelerator.free_bytes(),
     }
     for name, free in room.items():
         if free is not None and needed > 0.9 * free:
             return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
     return None
-
-
-def _free_device_bytes(device: "torch.device") -> int | None:
-    if device.type != "cuda":
-        return None
-    import torch
-
-    free, total = torch.cuda.mem_get_info(device)
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
-    # The driver counts memory that torch's allocator reserves as used, but torch can allocate from it again.
-    return min(free + reserved, allowed) - allocated

@@ -19,7 +19,7 @@ import attncheck.reference.v0
 from attncheck.cases.model import Case
 from attncheck.errors import InternalError, SelectionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches
 from attncheck.harness.providers.provider import (
     AnswerDifference,
@@ -345,7 +345,7 @@ def examine_providers(
 def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
     began = perf_counter()
     examined: SubjectResult | None = None
-    finding: Finding
+    finding: Finding | Raised
     try:
         examined = examine_subject(provider, subject, plan.setting)
         finding = _finding(provider, subject, examined)

@@ -13,7 +13,8 @@ import pytest
 
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.checks.timing.clock import Samples, device_state, host_ns, samples_of
+from attncheck.harness.checks.timing.clock import Samples, host_ns, samples_of
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.pytest_plugin.items import CheckItem, Question
 from attncheck.harness.run.evaluate import environment_of
 from attncheck.reports.pytest_benchmark import MACHINE, benchmark_names, extra_info, machine_of
@@ -153,7 +154,9 @@ class Machine:
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
         """Add the device, its driver and clocks, and the versions."""
         device = self._question.device
-        machine_info[MACHINE] = machine_of(environment_of(device), device_state(device))
+        accelerator = accelerator_of(device)
+        state = None if accelerator is None else accelerator.state()
+        machine_info[MACHINE] = machine_of(environment_of(device), state)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_compare_machine_info(

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import InternalError, QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.cli.run_files import make_dump_folder
+from attncheck.harness.cli.common import make_folder
 from attncheck.harness.pytest_plugin.plugin import BackendTests, given_to_pytest, has_question, name_in_pytest
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.evaluate import Examiner
@@ -43,15 +43,6 @@ if TYPE_CHECKING:
 # The first item of a case and a backend to run produces the records for all its selected checks. Each backend is
 # examined in a process of its own. It is examined in this process with `--attncheck-in-process`, or if the check
 # `timing` is selected, since pytest-benchmark takes the timings here.
-
-
-class ExaminedItem(Protocol):
-    """An item: one check of one case of the backend at ``index``."""
-
-    session: pytest.Session
-    case: Case
-    index: int
-    check: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ class Question:
         if isinstance(self._opened, _Opened) and isinstance(self._opened.executor, WorkerPool):
             self._opened = None
 
-    def record_of(self, item: ExaminedItem) -> Record | QuestionError:
+    def record_of(self, item: "CheckItem") -> Record | QuestionError:
         """Return the record of ``item``, or the error of its case.
 
         Raises:
@@ -146,7 +137,7 @@ class Question:
         found = next((record for record in records if record.check == item.check), None)
         return found or self._faults.get(item.case.key) or QuestionError(f"{item.case.key}: no record of {item.check}")
 
-    def header(self, item: ExaminedItem) -> RunHeader:
+    def header(self, item: "CheckItem") -> RunHeader:
         """Return the run header for the selected items of this question."""
         return self._run_of(item).header()
 
@@ -155,8 +146,9 @@ class Question:
         if self.selection.is_timed and self.benchmark_session is None:
             reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
             raise SelectionError(reason)
-        make_dump_folder(options.dump)
-        options = replace(options, device=self.device)
+        if options.dump is not None:
+            make_folder(options.dump, f"--attncheck-dump {options.dump}")
+        options = replace(options, device=self.device, rounds=1)
         if self.is_in_process:
             here = ThisProcess()
             return _Opened(Run.open(self.selection, options, here, keeps_unavailable=True), here)
@@ -166,17 +158,17 @@ class Question:
         pool.keep_only(backend.ref for backend in run.backends)
         return _Opened(run, pool)
 
-    def _wanted(self, item: ExaminedItem) -> set[str]:
+    def _wanted(self, item: "CheckItem") -> set[str]:
         mine = (each for each in item.session.items if getattr(each, "question", None) is self)
         return {each.check for each in mine}  # type: ignore[attr-defined]
 
-    def _run_of(self, item: ExaminedItem) -> Run:
+    def _run_of(self, item: "CheckItem") -> Run:
         """Return the run with the checks of the selected items alone."""
         wanted = self._wanted(item)
         checks = tuple(check for check in BACKEND_CHECKS if check in wanted)
         return replace(self.run, plan=replace(self.run.plan, checks=checks))
 
-    def _records(self, item: ExaminedItem, checks: Sequence[str]) -> list[Record]:
+    def _records(self, item: "CheckItem", checks: Sequence[str]) -> list[Record]:
         """Return the records of the item's case and backend, up to that of a check that lost the device."""
         examiner = self._examiner = self._examiner or self._make_examiner(item)
         records: list[Record] = []
@@ -194,7 +186,7 @@ class Question:
             self._faults[item.case.key] = fault
         return records
 
-    def _make_examiner(self, item: ExaminedItem) -> Examiner | Supervisor:
+    def _make_examiner(self, item: "CheckItem") -> Examiner | Supervisor:
         run = self._run_of(item)
         assert isinstance(self._opened, _Opened)
         if isinstance(self._opened.executor, WorkerPool):

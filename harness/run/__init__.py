@@ -1,6 +1,6 @@
 """A run: selects cases, backends and checks, and produces records.
 
-Start at ``preparation.py``, where every run begins, then read ``evaluation.py``, which examines one pair of case and
-backend after the other. ``selection.py`` selects cases, ``backend_choice.py`` selects backends, and ``outcomes.py``
-builds records.
+Start at ``run.py``, where every run begins, then read ``evaluate.py``, which examines one pair of case and backend
+after the other. ``options.py`` declares the options, ``selection.py`` selects cases, ``preparation.py`` selects
+backends, and ``outcomes.py`` builds records.
 """

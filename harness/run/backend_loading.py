@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -123,10 +123,7 @@ def is_mla(backend: LoadedBackend) -> bool:
     Raises:
         BackendLoadError: its ``is_mla`` raises, or returns no bool.
     """
-    try:
-        answer: object = call_backend("is_mla", backend.backend.is_mla)
-    except StageError as failure:
-        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    answer = _declared(backend, "is_mla", backend.backend.is_mla)
     if not isinstance(answer, bool):
         raise BackendLoadError(backend.ref, f"is_mla answered {answer!r}, neither True nor False")
     return answer
@@ -138,10 +135,7 @@ def default_suite(backend: LoadedBackend, device: str) -> str:
     Raises:
         BackendLoadError: its ``default_suite`` raises, or returns none of :data:`DEFAULT_SUITES`.
     """
-    try:
-        answer: object = call_backend("default_suite", lambda: backend.backend.default_suite(device))
-    except StageError as failure:
-        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    answer = _declared(backend, "default_suite", lambda: backend.backend.default_suite(device))
     if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
         raise BackendLoadError(backend.ref, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
     return answer
@@ -153,13 +147,17 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
     Raises:
         BackendLoadError: its ``required_environment`` raises, or returns no dict of valid names and values.
     """
-    try:
-        required: object = call_backend("required_environment", lambda: backend.backend.required_environment(device))
-    except StageError as failure:
-        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    required = _declared(backend, "required_environment", lambda: backend.backend.required_environment(device))
     if not isinstance(required, dict) or not all(map(_is_variable, required.items())):
         raise BackendLoadError(backend.ref, f"required_environment answered {required!r}, no dict of names to texts")
     return required
+
+
+def _declared(backend: LoadedBackend, name: str, call: Callable[[], object]) -> object:
+    try:
+        return call_backend(name, call)
+    except StageError as failure:
+        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
 
 
 def _is_variable(pair: tuple[object, object]) -> bool:

@@ -19,6 +19,7 @@ from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
+from attncheck.harness.device import accelerator_of, collect_environment
 from attncheck.harness.driver.foreign_code import (
     StageError,
     declared_reasons,
@@ -26,7 +27,7 @@ from attncheck.harness.driver.foreign_code import (
     unsupported_reasons,
 )
 from attncheck.harness.driver.observation import Raised, capture_exception
-from attncheck.harness.host import collect_environment, is_refused_memory
+from attncheck.harness.host import is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
 from attncheck.harness.run.outcomes import (
@@ -106,10 +107,11 @@ def current_device(device: torch.device) -> Iterator[None]:
 
     A kernel launched without an explicit device runs on the current one, wherever its tensors are.
     """
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         yield
         return
-    selected = torch.cuda.device(device)
+    selected = accelerator.module().device(device)
     selected.__enter__()
     try:
         yield
@@ -188,13 +190,6 @@ class Examiner:
                             over.add((backend.ref, "" if is_over else record.check))
                             if is_over:
                                 break
-
-    def examine(self, case: Case, backend: Backend, checks: tuple[str, ...] | None = None) -> list[Record]:
-        """Return the records of one pair of case and backend; empty if the case itself is at fault (see ``blind``).
-
-        ``checks``: the checks to run. If it is None, all checks of the plan run.
-        """
-        return list(self.records(case, backend, checks=checks))
 
     def records(
         self,

@@ -5,8 +5,9 @@ Every pytest run on a machine with attncheck imports this module, so it loads on
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attncheck.errors import CaseFileError, SelectionError
 
 if TYPE_CHECKING:
+    from attncheck.harness.checks.findings import TimingSettings
     from attncheck.harness.run.selection import Selection, Shard
 
 # Readers: each turns the text of an option, or the value of a key, into the value of its field.
@@ -41,6 +43,17 @@ def _checks(_option: str, words: Iterable[str]) -> tuple[str, ...]:
     from attncheck.harness.run.selection import choose_checks
 
     return choose_checks(words)
+
+
+def _deadline(option: str, text: str) -> float:
+    """Return the ``time.monotonic()`` after so many seconds; infinity for 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise SelectionError(f"{option} {text!r}: give seconds, or 0 for no limit")
+    return time.monotonic() + (seconds or math.inf)
 
 
 def _shard(_option: str, text: str) -> "Shard":
@@ -219,7 +232,7 @@ class RunOptions:
     ``keys``: if not empty, only the cases of these ``suite/id``. ``first``: the cases of these ``suite/id`` come first.
     ``functions``: patterns of the functions of providers; empty for all.
     ``until_failure``: as in :class:`~attncheck.harness.run.selection.RunPlan`; it applies only with ``in_process``.
-    ``deadline``: the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
+    ``deadline`` is the ``time.monotonic()`` until which the backends share time and GPUs; None if they share neither.
     ``color``: whether the progress may have colours.
     ``notes``, ``command``: the origin of the options and the command line, for the run file.
 
@@ -230,7 +243,7 @@ class RunOptions:
     backends: tuple[str, ...] = _option(
         (),
         "--backend",
-        "A backend, like the argument BACKEND. May be repeated.",
+        "A backend, like the argument BACKEND.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         metavar="REF",
@@ -239,8 +252,8 @@ class RunOptions:
     providers: tuple[str, ...] = _option(
         (),
         "--provider",
-        "A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. May be repeated. Without BACKEND, "
-        "only providers are examined.",
+        "A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. It is examined alone without "
+        "BACKEND.",
         Group.WHAT,
         places=("run",),
         metavar="REF",
@@ -248,7 +261,7 @@ class RunOptions:
     suites: tuple[str, ...] = _option(
         (),
         "--suite",
-        "Built-in suites, YAML files, or all, separated by commas. Default: smoke, or interpreted where kernels are.",
+        "Built-in suites, YAML files, or all. Default: smoke, or interpreted where kernels are.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         metavar="NAME|FILE",
@@ -258,7 +271,7 @@ class RunOptions:
     settings: tuple[str, ...] = _option(
         (),
         "--set",
-        "Replace a default of the suites, such as cache.block_size=32, cache.layout=HND. May be repeated.",
+        "Replace a default of the suites, such as cache.block_size=32.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         metavar="KEY=VALUE",
@@ -266,8 +279,8 @@ class RunOptions:
     cases: tuple[str, ...] = _option(
         (),
         "--case",
-        "Only cases whose id or suite/id matches a shell pattern (*, ?, [...]); an id without variant selects all "
-        "variants. With --provider also functions, by name. Separated by commas.",
+        "Only cases whose id or suite/id matches this shell pattern; an id without variant selects all its variants. "
+        "With --provider also functions, by name.",
         Group.WHAT,
         "pytest",
         metavar="PATTERN",
@@ -292,7 +305,7 @@ class RunOptions:
     checks: tuple[str, ...] = _option(
         (),
         "--check",
-        "Only these checks: names or shell patterns, separated by commas. Default: all except timing.",
+        "Only these checks: names or shell patterns. Default: all except timing.",
         Group.WHAT,
         *_TABLE_AND_PYTEST,
         places=("run",),
@@ -303,7 +316,7 @@ class RunOptions:
     skip: tuple[str, ...] = _option(
         (),
         "--skip",
-        "Skip these checks: names or shell patterns, separated by commas.",
+        "All checks but these.",
         Group.WHAT,
         "table",
         places=("run",),
@@ -315,7 +328,7 @@ class RunOptions:
     shard: "Shard | None" = _option(
         None,
         "--shard",
-        "Examine shard I of N of the cases; all take about equally long. `attncheck merge` merges their run files.",
+        "Shard I of N of the cases. `attncheck merge` merges the run files of all shards.",
         Group.WHAT,
         metavar="I/N",
         read=_shard,
@@ -323,11 +336,16 @@ class RunOptions:
     seed: int = _option(
         0, "--seed", "Seed of the inputs. Default: 0.", Group.WHAT, *_TABLE_AND_PYTEST, metavar="N", least=0
     )
+    dry_run: bool = _option(
+        False,
+        "--dry-run",
+        "Print which backends, cases and checks would run, and about how long; examine nothing.",
+        Group.WHAT,
+    )
     watch: bool = _option(
         False,
         "--watch",
-        "Run again after each save of the backend's file, a Python file in its folder, or a case file. Cases that did "
-        "not pass run first. Press q to end.",
+        "Run again after each save of the backend's file, a Python file in its folder, or a case file. q ends it.",
         Group.WHAT,
         places=("run",),
     )
@@ -406,7 +424,16 @@ class RunOptions:
         read=read_size,
         hidden=True,
     )
-    deadline: float | None = None
+    deadline: float | None = _option(
+        None,
+        "--within",
+        "Time limit of the run, of which each backend has an equal part; on a GPU, several run at once. 0: none, but "
+        "they share the GPU. Default: backends run one after another, without a limit.",
+        Group.LIMITS,
+        places=("run",),
+        metavar="SECONDS",
+        read=_deadline,
+    )
     expect: Path | None = _option(
         None,
         "--expect",
@@ -428,6 +455,15 @@ class RunOptions:
         metavar="FILE|DIR",
     )
     no_output: bool = _option(False, "--no-output", "Write no run file.", Group.OUTPUT)
+    reports: tuple[str, ...] = _option(
+        (),
+        "--report",
+        "Write reports at the end, also after an interruption: html=FILE, junit=FILE and other formats of `attncheck "
+        "report`; github needs no file. Separated by commas.",
+        Group.OUTPUT,
+        metavar="FORMAT=FILE",
+        read=_names,
+    )
     resume: Path | None = _option(
         None,
         "--resume",
@@ -511,7 +547,7 @@ class RunOptions:
     pass_env: tuple[str, ...] = _option(
         (),
         "--pass-env",
-        "Further environment variables for the processes of backends: names or shell patterns, separated by commas.",
+        "Further environment variables for the processes of backends: names or shell patterns.",
         Group.MACHINE,
         *_TABLE_AND_PYTEST,
         metavar="PATTERN",
@@ -566,11 +602,16 @@ class RunOptions:
             raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process exclude each other; leave out one of them")
+        if self.rounds is not None and self.rounds > 1 and self.in_process:
+            raise SelectionError(
+                f"--rounds {self.rounds} in one process: a round is a process; leave out --in-process or --rounds"
+            )
 
     def _check_combinations(self) -> None:
         """Refuse options that exclude each other, by the names of their declarations."""
         excluded = {
-            "ray": ("in_process", "providers", "dump", "show_output"),
+            "ray": ("in_process", "deadline", "providers", "dump", "show_output"),
+            "in_process": ("deadline",),
             "resume": ("output", "no_output", "providers", "last_failed"),
             "no_output": ("output",),
             "shard": ("providers",),
@@ -582,6 +623,7 @@ class RunOptions:
                 "shard",
                 "resume",
                 "last_failed",
+                "dry_run",
             ),
         }
         for name, others in excluded.items():
@@ -597,8 +639,8 @@ class RunOptions:
     def _as_given(self, name: str) -> str:
         """Return the option as on a command line, such as ``--shard 2/7``."""
         value = getattr(self, name)
-        if name == "ray":
-            return f"{OPTIONS[name].names[0]} ray"
+        if name in ("ray", "deadline"):
+            return f"{OPTIONS[name].names[0]} {'ray' if name == 'ray' else 'SECONDS'}"
         words = "" if isinstance(value, bool) else f" {', '.join(value) if isinstance(value, tuple) else value}"
         return f"{OPTIONS[name].names[0]}{words}"
 
@@ -620,6 +662,14 @@ class RunOptions:
             raise SelectionError(
                 f"check {self.backend_checks[0]!r} examines a backend, and there is none; give --backend"
             )
+
+    @property
+    def timing(self) -> "TimingSettings":
+        """Settings of the check ``timing``; raises SelectionError if the time limit is invalid."""
+        from attncheck.harness.checks.findings import TimingSettings
+
+        settings = TimingSettings(warm=self.warm_cache, kernels=self.kernels)
+        return settings if self.time_limit is None else replace(settings, limit_s=self.time_limit)
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:

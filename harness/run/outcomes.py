@@ -12,6 +12,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import AttncheckError, QuestionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
+from attncheck.harness.device import KINDS, accelerators_in_use
 from attncheck.harness.driver.observation import Raised
 from attncheck.reports.run_file import records
 from attncheck.reports.run_file.causes import raised_at
@@ -88,7 +89,7 @@ def record_of(
     case: RecordedQuestion,
     backend: "Backend",
     check: str,
-    finding: Finding,
+    finding: Finding | Raised,
     duration_s: float,
 ) -> Record:
     """Return the record of one finding.
@@ -180,8 +181,6 @@ def _identity(circumstances: Circumstances, case: RecordedQuestion, backend: "Ba
 # After an illegal memory access every CUDA call of the process raises. The call that raises first may be one of the
 # harness. The check that ran is still recorded as `crashed`.
 
-_REMEDY = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
-
 
 class DeviceLostError(AttncheckError):
     """A backend lost the device, so this process can no longer use it. ``record``: that of the check."""
@@ -196,31 +195,29 @@ class DeviceLostError(AttncheckError):
 
 def raise_if_device_is_lost(record: Record, device: "torch.device") -> None:
     """Raise DeviceLostError if the check of ``record`` lost the device, or left a CUDA error that the harness hit."""
-    cause = _loss(device) or _error_met(record)
+    cause = _loss(device) or _error_met(record, device)
     if cause is not None:
         raise DeviceLostError(_crashed_instead(record, cause))
 
 
 def is_device_error(error: Exception, device: "torch.device") -> bool:
-    """Return whether CUDA raised ``error`` or the device is lost; out of memory is neither."""
+    """Return whether the device raised ``error`` or is lost; out of memory is neither."""
     return _is_lasting(type(error).__name__, str(error)) or _loss(device) is not None
 
 
 def _loss(device: "torch.device") -> str | None:
-    """Return how the device was lost, with CUDA's message, or None if the device still works."""
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return None
-    try:
-        torch.cuda.synchronize(device if device.type == "cuda" else None)
-    except RuntimeError as error:
-        return None if _lacks_memory(str(error)) else f"the device was lost: {_first_line(error)}; {_REMEDY}"
+    """Return how a device in use was lost, with its message, or None if each still works."""
+    for used in accelerators_in_use(device):
+        try:
+            used.module().synchronize(used.index)
+        except RuntimeError as error:
+            if not _lacks_memory(str(error)):
+                return f"the device was lost: {_first_line(error)}; {used.remedy}"
     return None
 
 
-def _error_met(record: Record) -> str | None:
-    """Return the CUDA error that a call of the harness hit, or None.
+def _error_met(record: Record, device: "torch.device") -> str | None:
+    """Return the error of the device that a call of the harness hit, or None.
 
     A library that ignores the status of its launch leaves the error for the next torch call to raise.
     """
@@ -229,7 +226,8 @@ def _error_met(record: Record) -> str | None:
     if not _is_lasting(record.error_type, record.message):
         return None
     words = record.traceback.rpartition(f"{record.error_type}: ")[2]  # message has no line breaks left
-    return f"a CUDA error was left behind: {_first_line(words)}; {_REMEDY}"
+    used, *_ = *accelerators_in_use(device), KINDS[0]()  # a GPU raised it, wherever the case is examined
+    return f"a {used.type.upper()} error was left behind: {_first_line(words)}; {used.remedy}"
 
 
 def _is_lasting(error_type: str, message: str) -> bool:

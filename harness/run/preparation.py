@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from attncheck.backends import registry
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
+from attncheck.harness.device import KINDS, accelerator_of, accepted_devices
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.run.outcomes import IMPORT, BackendDescription, DescribeBackends, not_loaded
 from attncheck.reports.run_file.header import (
@@ -14,18 +15,6 @@ from attncheck.reports.run_file.header import (
 )
 
 # Finds the GPUs of one kind, for processes that each use one of them. Loads no torch when imported.
-
-
-@dataclass(frozen=True)
-class GpuKind:
-    """Properties that GPUs of one kind share. ``memory``: in bytes."""
-
-    name: str
-    capability: str
-    memory: int
-
-    def __str__(self) -> str:
-        return f"{self.name}, compute capability {self.capability}, {self.memory / 2**30:.1f} GiB"
 
 
 @dataclass(frozen=True)
@@ -37,33 +26,27 @@ class Gpu:
 
 
 def gpus_alike(device: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return the GPUs of the same kind as GPU 0, and a note on each other GPU; none unless ``device`` is ``cuda``."""
-    if device != "cuda":
+    """Return the GPUs of the same model as GPU 0, and a note on each other GPU; none for ``cpu`` and ``cuda:N``."""
+    accelerator = accelerator_of(device)
+    if accelerator is None or accelerator.index is not None:
         return (), ()
-    import torch
-
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    kinds = [GpuKind(each.name, f"{each.major}.{each.minor}", each.total_memory) for each in found]
-    variables = gpu_variables(len(found), os.environ, is_hip=torch.version.hip is not None)
-    gpus = tuple(
-        Gpu(str(getattr(each, "uuid", "")), alone)
-        for each, kind, alone in zip(found, kinds, variables, strict=False)
-        if kind == kinds[0]
-    )
+    kind = type(accelerator)
+    found = [kind(index).facts() for index in range(kind.module().device_count())]
+    variables = gpu_variables(len(found), os.environ, kind.visible_variables())
+    gpus = tuple(Gpu(each.uuid, alone) for each, alone in zip(found, variables, strict=False) if each == found[0])
     notes = tuple(
-        f"GPU {index} ({kind}) is not used: it is not of the kind of GPU 0 ({kinds[0]})"
-        for index, kind in enumerate(kinds)
-        if kind != kinds[0]
+        f"GPU {index} ({each}) is not used: it is not of the kind of GPU 0 ({found[0]})"
+        for index, each in enumerate(found)
+        if each != found[0]
     )
     return gpus, notes
 
 
-def gpu_variables(count: int, environment: Mapping[str, str], *, is_hip: bool) -> list[dict[str, str]]:
+def gpu_variables(count: int, environment: Mapping[str, str], names: Sequence[str]) -> list[dict[str, str]]:
     """Return, for each of ``count`` GPUs visible under ``environment``, variables that make it the only visible one.
 
-    ROCm reads both variables. Its ``ROCR_VISIBLE_DEVICES`` is applied before them, and does not change.
+    ``names``: those of the kind of device, the one that decides first.
     """
-    names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if is_hip else ("CUDA_VISIBLE_DEVICES",)
     given = next((environment[name] for name in names if name in environment), None)
     entries = list(map(str, range(count))) if given is None else [each.strip() for each in given.split(",")]
     return [dict.fromkeys(names, entry) for entry in entries[:count]]
@@ -96,7 +79,7 @@ def refuse_other_gpu(device: str, uuid: str | None, environment: Environment) ->
 
 
 def choose_device(wanted: str | None) -> str:
-    """Return ``wanted`` if this machine has it; if ``wanted`` is None, return ``cuda`` if there is a GPU, else ``cpu``.
+    """Return ``wanted`` if this machine has it; if ``wanted`` is None, the best kind that is there.
 
     Raises:
         DeviceError: no such kind of device, or this machine or this torch does not have it.
@@ -104,22 +87,19 @@ def choose_device(wanted: str | None) -> str:
     import torch
 
     if wanted is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return next((kind.type for kind in KINDS if not kind.absence()), "cpu")
     try:
         device = torch.device(wanted)
     except (RuntimeError, ValueError) as error:
-        raise DeviceError(wanted, "no such device; give cpu, cuda or cuda:N") from error
-    if device.type == "cpu":
+        raise DeviceError(wanted, f"no such device; give {accepted_devices()}") from error
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return "cpu"
-    if device.type != "cuda":
-        raise DeviceError(wanted, "attncheck examines on cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
-        is_built = torch.backends.cuda.is_built()
-        built = "finds no GPU" if is_built else "is built without CUDA"
-        cure = "check the driver with nvidia-smi" if is_built else "install a torch that is built for CUDA"
-        raise DeviceError(wanted, f"torch {torch.__version__} {built}; give --device cpu, or {cure}")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(wanted, f"this machine has {torch.cuda.device_count()} GPUs, counted from 0")
+    if absence := accelerator.absence():
+        raise DeviceError(wanted, f"torch {torch.__version__} {absence}")
+    count = accelerator.module().device_count()
+    if (device.index or 0) >= count:
+        raise DeviceError(wanted, f"this machine has {count} GPUs, counted from 0")
     return str(device)
 
 

@@ -20,6 +20,7 @@ from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
 from attncheck.harness.run.preparation import choose_backends, refuse_unavailable
 from attncheck.harness.run.selection import (
+    DEFAULT_ROUNDS,
     RunPlan,
     Selection,
     check_seed,
@@ -129,7 +130,7 @@ class Run:
     ) -> "Run":
         """Open the run of ``selection`` over the backends of ``options``, which are loaded by ``describer``.
 
-        ``chooser``: chooses the device. If it is None, ``describer`` does.
+        ``chooser``: chooses the device. If it is None, ``describer`` does. ``timing``: None for that of ``options``.
         ``keeps_unavailable``: whether named backends that cannot run here stay in the run instead of being refused.
         ``fits_pages``: whether default page sizes and layouts of suites are replaced if the named backends do not
         accept them (:func:`fit_pages`).
@@ -140,6 +141,7 @@ class Run:
             WorkerError: attncheck itself failed in one of the processes.
         """
         refs = options.backend_refs
+        is_in_rounds = refs is not None and selection.is_timed and not options.in_process
         device, notes, environment = (chooser or describer).choose_device(selection.device_wishes, options.device)
         plan = RunPlan(
             cases=selection.cases,
@@ -147,8 +149,8 @@ class Run:
             device=device,
             seed=check_seed(options.seed),
             dump=options.dump,
-            timing=timing or TimingSettings(),
-            rounds=options.rounds or 1,
+            timing=timing or options.timing,
+            rounds=options.rounds or (DEFAULT_ROUNDS if is_in_rounds else 1),
             truths=truths_folder() if options.cache else None,
             until_failure=options.until_failure,
         )

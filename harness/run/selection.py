@@ -208,6 +208,9 @@ def _cost(cases: Sequence[Case]) -> float:
 DEFAULT_SUITES = ("smoke", "interpreted")
 """Suites of a run that names none; each backend gets the one that its ``default_suite`` returns."""
 
+ALL_SUITES = "all"
+"""What selects every built-in suite."""
+
 DEFAULT_INTERPRETED = (
     "decode",
     "mixed.float16",
@@ -310,38 +313,6 @@ def check_timed(selection: Selection, option: str) -> None:
         raise SelectionError(f"{option} configures the check {TIMING}: add --check {TIMING}")
 
 
-def choose_timing(selection: Selection, *, limit_s: float | None, warm: bool, kernels: bool) -> TimingSettings:
-    """Return the timing settings for these command-line options; ``limit_s``: None if it was not given.
-
-    Raises:
-        SelectionError: an option of the check ``timing`` was given but no case runs it, or the limit is invalid.
-    """
-    given = {"--time-limit": limit_s is not None, "--warm-cache": warm, "--kernels": kernels}
-    for option in (name for name, is_given in given.items() if is_given):
-        check_timed(selection, option)
-    settings = TimingSettings(warm=warm, kernels=kernels)
-    return settings if limit_s is None else replace(settings, limit_s=limit_s)
-
-
-def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = False) -> int:
-    """Return the number of processes in which each backend is timed; 1 if it is not timed, or runs in this process.
-
-    Raises:
-        SelectionError: ``wanted`` is below 1, or above 1 without timing or with ``in_process``.
-    """
-    if wanted is not None and wanted < 1:
-        raise SelectionError(f"{wanted} rounds: give a whole number, 1 or above")
-    if wanted is not None and wanted > 1 and not is_timed:
-        raise SelectionError(
-            f"--rounds {wanted}: only the check {TIMING} runs in rounds; add --check {TIMING}, or leave out --rounds"
-        )
-    if wanted is not None and wanted > 1 and in_process:
-        raise SelectionError(
-            f"{wanted} rounds in one process: a round is a process; leave out --in-process or --rounds"
-        )
-    return wanted or (DEFAULT_ROUNDS if is_timed and not in_process else 1)
-
-
 def check_seed(seed: int) -> int:
     """Return ``seed``; raise SelectionError if it is negative."""
     if seed < 0:
@@ -370,7 +341,7 @@ def select_cases(
     keywords: str = "",
     keys: Collection[str] = (),
 ) -> Selection:
-    """Load suites (names or paths; default: :data:`DEFAULT_SUITES`) and apply the filters.
+    """Load suites (names, paths, or ``all``; default: :data:`DEFAULT_SUITES`) and apply the filters.
 
     ``patterns`` match ``suite/id`` or the id; empty selects every case.
     ``checks``, ``skip``: names or patterns of checks to run and to leave out. If both are empty, all that apply run.
@@ -384,6 +355,8 @@ def select_cases(
     """
     wanted = _wanted_checks(checks, skip)
     names = split_commas(suites) or DEFAULT_SUITES
+    if ALL_SUITES in names:
+        names = (*suite_names(), *(name for name in names if name != ALL_SUITES and name not in suite_names()))
     typed = {with_defaults(name, settings): name for name in names}
     refs = tuple(typed)
     options = " ".join(f"--set {each}" for each in settings)

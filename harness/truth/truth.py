@@ -10,13 +10,13 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.sizes import naive_layer
 from attncheck.harness.problem.storage import OutputCodes, key_storage, output_codes, output_error, value_storage
@@ -42,17 +42,8 @@ from attncheck.reference.spec import AttentionType
 # A consumer GPU computes float64 at 1/64 of its float32 rate, so a host with many cores is faster. Times are estimated
 # from the case and the GPU's properties, never measured, so that equal machines make the same choice.
 
-_PER_CYCLE = {(6, 0): 32, (7, 0): 32, (8, 0): 32, (9, 0): 64, (10, 0): 64}
-"""Float64 multiply-adds per cycle of an SM, by compute capability, of data-centre GPUs (CUDA programming guide)."""
-
-_PER_CYCLE_OF_OTHERS = 2
-"""The same for every other GPU; some with a capability below 7 have 4."""
-
 _SHARE_OF_PEAK = 0.5
 """Share of a GPU's peak float64 rate that attention in torch reaches; ``_HOST_RATE`` includes that of the host."""
-
-_USUAL_CLOCK_KHZ = 1_500_000
-"""Clock assumed if torch does not report it."""
 
 _HOST_RATE = 16e9
 """Float64 operations per second of one core."""
@@ -61,28 +52,21 @@ _BYTES_A_SECOND, _LATENCY = 10e9, 0.0002
 """Bandwidth, and latency in seconds, of copying a truth from the host to the device."""
 
 
-class GpuProperties(Protocol):
-    """The fields read from ``torch.cuda.get_device_properties``; ``clock_rate`` (kHz) is read if it exists."""
-
-    major: int
-    minor: int
-    multi_processor_count: int
-
-
 def truth_device(case: Case, device: torch.device) -> torch.device:
     """Return ``device``, or the CPU if it is estimated to deliver the truth of ``case`` to ``device`` sooner."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    accelerator = accelerator_of(device)
+    rate = None if accelerator is None else accelerator.facts().float64_rate
+    if rate is None:
         return device
-    properties = torch.cuda.get_device_properties(device)
     on_host = host_seconds(case, _num_cores())
-    return torch.device("cpu") if on_host < device_seconds(case, properties) else device
+    return torch.device("cpu") if on_host < device_seconds(case, rate) else device
 
 
-def device_seconds(case: Case, properties: GpuProperties) -> float:
-    """Return the estimated seconds of a truth on a GPU, without work that takes equally long on the host."""
-    per_cycle = _PER_CYCLE.get((properties.major, properties.minor), _PER_CYCLE_OF_OTHERS)
-    clock = 1000 * getattr(properties, "clock_rate", _USUAL_CLOCK_KHZ)
-    rate = 2 * per_cycle * properties.multi_processor_count * clock
+def device_seconds(case: Case, rate: float) -> float:
+    """Return the estimated seconds of a truth on a GPU, without work that takes equally long on the host.
+
+    ``rate``: the GPU's peak of float64 operations per second.
+    """
     return _operations(case, 2) / (_SHARE_OF_PEAK * rate)
 
 

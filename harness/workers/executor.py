@@ -27,8 +27,8 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerError, WorkerProcess, wait_for_answers
+from attncheck.harness.workers.pool import WarmingAhead, WorkerError, WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, wait_for_answers
 from attncheck.harness.workers.protocol import (
     Begun,
     Described,

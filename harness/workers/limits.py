@@ -15,15 +15,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
+from attncheck.harness.device import KINDS, accelerator_of
 from attncheck.harness.host import free_host_bytes, is_refused_memory, own_memory
-from attncheck.harness.problem.sizes import needed_bytes
 from attncheck.harness.run.options import RunOptions, size_in_words
 from attncheck.reports.run_file.causes import BACKEND_TIME
-from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
+    from attncheck.cases.model import Case
     from attncheck.reports.run_file.records import Record
 
 # Time limits of a backend: for loading it, for each stage of a case, and for all its cases together.
@@ -86,10 +85,13 @@ class TimeLimits:
         """The limit for all questions about one function of a provider."""
         return Limit(FLOOR_S, _SET) if self.case_s is None else self._given()
 
-    def of_stage(self, stage: str, case: Case, reference_s: float = 0.0) -> Limit:
+    def of_stage(self, stage: str, case: "Case", reference_s: float = 0.0) -> Limit:
         """Return the limit of a stage of ``case``. ``reference_s``: seconds that the reference took for the case."""
         if self.case_s is not None:
             return self._given()
+        from attncheck.harness.problem.sizes import needed_bytes
+        from attncheck.reports.run_file.timings import TIMING
+
         if stage == PREPARATION:
             return Limit(FLOOR_S + needed_bytes(case) / _PREPARED_BYTES_PER_S, _SET)
         words = f"{FLOOR_S:g} s, and {REFERENCE_FACTOR:g} times the {reference_s:.3g} s that the reference took"
@@ -165,12 +167,10 @@ def keep_within(limits: MemoryLimits, device: str) -> None:
     On a CPU, the system refuses memory an eighth above the host limit. CUDA reserves far more host memory than it uses,
     so on a GPU only torch refuses memory, above the device limit.
     """
-    if device != "cpu":
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
         if limits.device is not None:
-            import torch
-
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(limits.device / total, 1.0), torch.device(device).index)
+            accelerator.limit_memory(limits.device)
     elif limits.host is not None and sys.platform == "linux":
         held = own_memory()
         bound = held.data + max(limits.host - held.resident, 0) + limits.host // 8
@@ -379,7 +379,7 @@ DEFAULT = (
     *("LANG", "LANGUAGE", "LC_*", "TZ", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "COVERAGE_*", "ATTNCHECK_*"),
     *("LD_*", "MALLOC_*", "*SAN_OPTIONS"),
-    *("CUDA*", "CUBLAS*", "CUDNN*", "NVIDIA*", "NV_*", "NSYS_*", "NCCL*", "HIP*", "HSA_*", "ROCM*", "ROCR*"),
+    *(pattern for kind in KINDS for pattern in kind.variables),
     *("TORCH*", "PYTORCH*", "ATEN_*", "TRITON*", "VLLM_*", "FLASH*", "XFORMERS*"),
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "DNNL_*", "ONEDNN_*", "OPENBLAS*", "NUMBA*"),
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "LIBRARY_PATH", "NVCC_*", "MAX_JOBS", "CCACHE_*"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attncheck
 from attncheck.errors import AttncheckError, ClusterError, MissingExtraError, QuestionError
@@ -22,8 +22,7 @@ from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.executor import WAITING, BackendQuestion, Stopped, Supervisor, ended_records, untimed
 from attncheck.harness.workers.limits import WorkerSettings
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import WorkerError, assignment_of
+from attncheck.harness.workers.pool import WorkerError, WorkerPool, assignment_of
 from attncheck.harness.workers.protocol import (
     Assignment,
     ChooseDevice,
@@ -421,19 +420,6 @@ Unit = tuple[int, ...]
 """Indices of questions for one node, in order."""
 
 
-class Cluster(Protocol):
-    """The interface of a cluster that :class:`RayExecutor` uses."""
-
-    def start(self, most: int) -> Node:
-        """Let up to ``most`` nodes join the run, and return the first, which has already joined."""
-
-    def send(self, node: Node, question: BackendQuestion) -> None:
-        """Send a question to an idle node."""
-
-    def wait(self) -> list[tuple[Node, Answer]]:
-        """Wait for answers, and return all there are."""
-
-
 class RayExecutor:
     """Examines a plan through the nodes of ``cluster``, without the check ``timing``.
 
@@ -441,7 +427,7 @@ class RayExecutor:
     """
 
     def __init__(
-        self, plan: RunPlan, backends: Sequence[BackendDescription], cluster: Cluster, environment: Environment
+        self, plan: RunPlan, backends: Sequence[BackendDescription], cluster: RayCluster, environment: Environment
     ) -> None:
         self.blind: list[QuestionError] = []
         self._plan, self._backends, self._cluster = plan, backends, cluster

@@ -12,13 +12,8 @@ from importlib import import_module
 from attncheck.backends import registry
 from attncheck.errors import AttncheckError, BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import (
-    ProcessEndedError,
-    WorkerError,
-    WorkerProcess,
-    chosen_device_of,
-    fork_worker,
-)
+from attncheck.harness.workers.pool import WorkerError, chosen_device_of
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, fork_worker
 from attncheck.harness.workers.protocol import (
     Begun,
     ChooseDevice,

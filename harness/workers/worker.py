@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.device import accelerators_in_use
 from attncheck.harness.run.preparation import gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
 from attncheck.harness.workers.process import STACK_SIGNAL, flush_c_streams, mark_of
@@ -139,8 +140,7 @@ def _leave() -> None:
 
     Without this, Python takes a tenth of a second or more to free torch's objects.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or torch.cuda.is_initialized():
+    if "torch" not in sys.modules or accelerators_in_use():
         return
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -20,8 +20,8 @@ from attncheck.reports.speeds.speed import Speed, speeds
 class RunValues:
     """A run, and what its records come to.
 
-    ``warning``: that it was cut off. ``path``: its file, "" if it has none. ``listing``: what prints every
-    section whole.
+    ``warning``: that it was cut off. ``reader``: the command that reports the run from its file, "" if it has none.
+    ``listing``: what prints every section whole.
     """
 
     header: RunHeader
@@ -29,7 +29,7 @@ class RunValues:
     errors: Sequence[str] = ()
     complete: bool = True
     warning: str = ""
-    path: str = ""
+    reader: str = ""
     finished: str = ""
     listing: str = "--verbose"
 
@@ -38,12 +38,13 @@ class RunValues:
         """Return the values of a run that was read from a file."""
         finished = run.footer.finished if run.footer else ""
         warning = phrases.incomplete(run) or ""
-        return cls(run.header, run.records, run.errors, run.complete, warning, run.path, finished)
+        reader = f"attncheck report {shlex.quote(run.path)}"
+        return cls(run.header, run.records, run.errors, run.complete, warning, reader, finished)
 
     def in_full(self, name: SectionName, *others: SectionName) -> tuple[Item, ...]:
         """Return lines with the option and the command that print a section whole, and the names of others."""
-        command = f", or attncheck report {shlex.quote(self.path)} --section {name}" if self.path else ""
-        more = [Item(f"as well: {', '.join(f'--section {each}' for each in others)}")] if others and self.path else []
+        command = f", or {self.reader} --section {name}" if self.reader else ""
+        more = [Item(f"as well: {', '.join(f'--section {each}' for each in others)}")] if others and self.reader else []
         return (Item(f"in full: {self.listing}{command}", is_whole=True), *more)
 
     @cached_property

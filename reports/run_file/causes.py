@@ -52,7 +52,7 @@ _NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d
 _PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P<function>.+)')
 
 _BYTES = re.compile(r" \((?:limit|the host had) [^()]*\)$")
-_WAITS_FOR_DEVICE = re.compile(r'/torch/cuda/\w+\.py", line \d+ in synchronize$')
+_WAITS_FOR_DEVICE = re.compile(r'/torch/\w+/\w+\.py", line \d+ in synchronize$')
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
 _ENGINE = re.compile(

@@ -14,7 +14,6 @@ GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "A
 GRAPH_LEVELS: tuple[GraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
 """All levels, lowest first; a backend of one level supports every lower level."""
 
-GraphRecorder = Literal["cuda", "emulated"]
 """The source of graphs: real CUDA graphs on a GPU, or their emulation on a CPU."""
 
 PaddingRows = Literal["not examined", "untouched", "finite", "written", "NaN or Inf"]
@@ -57,6 +56,7 @@ class GraphClaim(RunFileValue):
 class GraphLevels(RunFileValue):
     """The CUDA-graph level a backend declares and the one measured (None: cannot be measured here), and its probes.
 
+    ``recorder``: the type of the device that captured the graphs, or ``emulated``.
     ``probes``: those played on the layer and cache of the case. ``played_in_full``: the case (``suite/id``) whose layer
     and cache played every probe, where this one played a part; empty: this one played all. ``notes``: what a reader
     should know of how it was measured. ``padding_rows``: the worst state after replays that were right. ``claims``:
@@ -65,7 +65,7 @@ class GraphLevels(RunFileValue):
 
     declared: GraphLevel
     measured: GraphLevel | None
-    recorder: GraphRecorder
+    recorder: str
     probes: tuple[GraphProbe, ...] = ()
     played_in_full: str = ""
     notes: tuple[str, ...] = ()

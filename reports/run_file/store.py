@@ -34,6 +34,9 @@ from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, Record
 LONGEST_LINE = 2**27
 """Maximum bytes of a line; the header of a run of 100,000 cases has half as many."""
 
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
+"""The ends of the names of run files."""
+
 MAX_BYTES = 2**32
 """Maximum bytes of a decompressed run file; enough for a few million records."""
 
@@ -255,6 +258,19 @@ class RunWriter:
         )
 
 
+def write_run(path: Path, header: RunHeader, records: Iterable[Record], errors: Iterable[str]) -> None:
+    """Write a whole run file.
+
+    Raises:
+        RunFileError, QuestionError, WriteError: as :class:`RunWriter`.
+    """
+    with RunWriter(path, header) as writer:
+        for record in records:
+            writer.add(record)
+        for error in errors:
+            writer.fail(error)
+
+
 @dataclass(frozen=True)
 class Run:
     """One run file as read. ``footer``: None if the run was cut off; ``cut_line``: it was cut off within a line."""
@@ -315,6 +331,11 @@ def read_run(path: Path | str) -> Run:
     if footer is not None:
         _compare_counts(path, number, footer.counts, count_outcomes(records.values()))
     return Run(path, header, tuple(records.values()), footer)
+
+
+def run_files(folder: Path) -> list[Path]:
+    """Return the run files in ``folder`` and the folders in it, by name."""
+    return sorted(path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
 
 
 def lacks_header(path: Path) -> bool:

@@ -18,9 +18,6 @@ from attncheck.reports.run_file.store import read_run
 from attncheck.reports.site.pages import Site, site_files
 from attncheck.reports.speeds.speed import forward_times
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst")
-"""The ends of the names of run files."""
-
 MARK = "data/written.txt"
 """The file that marks a folder as a site. Its text changes whenever the site is written."""
 
@@ -32,11 +29,6 @@ _FEW = 8
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-
-def run_files(folder: Path) -> list[Path]:
-    """Return the run files in ``folder`` and the folders in it, by name."""
-    return sorted(path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
 
 
 def names_of(files: Iterable[Path]) -> dict[Path, str]:

@@ -5,7 +5,6 @@ Lines keep to the width, except commands to be copied.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
@@ -68,15 +67,15 @@ def render(
     width: int = WIDTH,
     quiet: bool = False,
     verbose: bool = False,
-    run_file: Path | None = None,
+    reader: str = "",
     listing: str = "--verbose",
 ) -> str:
     """Return the sections of a run without its first lines, ending with the counts of all outcomes.
 
-    ``quiet``: only verdicts, findings and counts. ``verbose``: every section whole. ``run_file``: the path of the
-    records, for a command that reads them. ``listing``: what lists all that is left out.
+    ``quiet``: only verdicts, findings and counts. ``verbose``: every section whole. ``reader``, ``listing``: as in
+    :class:`RunValues`.
     """
-    values = RunValues(header, records, errors, complete, path=str(run_file or ""), listing=listing)
+    values = RunValues(header, records, errors, complete, reader=reader, listing=listing)
     return text.render(_blocks(values, quiet=quiet, verbose=verbose), Style(width, color))
 
 

@@ -18,7 +18,7 @@ def keys_of(value: Any) -> set[str]:
 
 
 def test_the_file_beside_the_suites_is_up_to_date() -> None:
-    assert json.loads(SCHEMA_FILE.read_text()) == json_schema(), "write it again: attncheck schema > schema.json"
+    assert json.loads(SCHEMA_FILE.read_text()) == json_schema(), "write it again: attncheck list schema > schema.json"
 
 
 def test_every_suite_names_the_schema() -> None:

@@ -67,7 +67,9 @@ def test_an_honest_backend_passes_and_measures_exactly_what_it_declares(file, na
 
 def test_nan_in_padding_rows_is_recorded_beside_the_level_of_the_real_rows():
     case = load_suite(str(HERE / "graphs.yaml")).cases[0]
-    (record,) = Examiner(RunPlan((case,))).examine(case, load("mutants:graph-writes-nan-into-padding"), ("cudagraph",))
+    (record,) = Examiner(RunPlan((case,))).records(
+        case, load("mutants:graph-writes-nan-into-padding"), checks=("cudagraph",)
+    )
     assert (record.outcome, record.graph.measured, record.graph.padding_rows) == ("passed", ALWAYS, "NaN or Inf")
 
 
@@ -89,7 +91,7 @@ def test_nan_in_foreign_slots_fails_containment_and_no_graph_level(name, measure
 def test_work_that_no_operator_shows_is_not_judged(name):
     case = load_suite(str(HERE / "graphs.yaml")).cases[0]
     backend = load(f"{HERE / 'graphs_kernels.py'}:{name}")
-    (record,) = Examiner(RunPlan((case,))).examine(case, backend, ("cudagraph",))
+    (record,) = Examiner(RunPlan((case,))).records(case, backend, checks=("cudagraph",))
     assert (record.outcome, record.graph.measured) == ("unsupported", None)
     assert "cannot be examined here" in record.reasons[0]
 

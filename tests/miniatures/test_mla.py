@@ -32,6 +32,6 @@ def test_honest_bases_pass_everything():
 def test_faults_of_latent_layers_alone_are_named(name):
     suite, _, case_id = mutant_of(name).case.partition("/")
     (case,) = select(load_suite(suite).cases, [case_id])
-    (record,) = Examiner(RunPlan((case,))).examine(case, load(f"mutants:{name}"), ("numerics",))
+    (record,) = Examiner(RunPlan((case,))).records(case, load(f"mutants:{name}"), checks=("numerics",))
     assert record.outcome == "failed"
     assert NAMED[name] in record.meaning

@@ -7,6 +7,7 @@ of CUDA over a device that is simulated.
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing import check
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing.clock import DeviceApi, EventClock
+from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 from attncheck.reports.run_file.timings import Ceilings
 
@@ -130,7 +131,7 @@ def test_work_on_another_stream_is_caught(monkeypatch):
         while deferred:
             deferred.pop()()
 
-    api = DeviceApi(
+    api = SimpleNamespace(
         current=lambda: "main",
         make_current=lambda _stream: None,
         record=lambda _stream: None,
@@ -138,8 +139,9 @@ def test_work_on_another_stream_is_caught(monkeypatch):
         elapsed_ms=lambda _start, _end: 1.0,
         synchronize=synchronize,
         hold=lambda _ns: None,
+        now_ns=time.perf_counter_ns,
     )
-    monkeypatch.setattr(check, "clock_for", lambda _device: EventClock("cuda", api))
+    monkeypatch.setattr(check, "clock_for", lambda _device: EventClock(api))
     found = examined(backend, case(), "timing")["timing"]
     assert found.outcome == "failed"
     assert "another stream" in found.meaning

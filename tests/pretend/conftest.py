@@ -20,15 +20,15 @@ RunCommand = Callable[..., tuple[RunHeader, list]]
 def run_attncheck(tmp_path: Path, preloaded: None) -> RunCommand:
     """``run_attncheck(words, settings)`` returns header and records of a run, on the CPU without settings."""
 
-    def run(words: Sequence[str], settings: Settings | None = None) -> tuple[RunHeader, list]:
-        output = tmp_path / f"{'cpu' if settings is None else 'cuda'}.jsonl"
+    def run(words: Sequence[str], settings: Settings | None = None, command: str = "run") -> tuple[RunHeader, list]:
+        device = "cpu" if settings is None else settings.type
+        output = tmp_path / f"{device}.jsonl"
         paths = [str(Path(__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         if settings is not None:
             env["ATTNCHECK_PRETEND_CUDA"] = json.dumps(asdict(settings))
-        device = "cpu" if settings is None else "cuda"
-        command = [sys.executable, "-m", "attncheck", "run", "--device", device, "--output", str(output), *words]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+        line = [sys.executable, "-m", "attncheck", command, "--device", device, "--output", str(output), *words]
+        done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert output.exists(), done.stdout + done.stderr
         header, *records, footer = map(parse_line, output.read_text(encoding="utf-8").splitlines())
         assert isinstance(footer, RunFooter)

@@ -20,8 +20,15 @@ if "ATTNCHECK_PRETEND_CUDA" in os.environ:
     )
     atexit.register(device.close)
 
+    from attncheck.harness import device as kinds
+
+    if device.named.type == "xpu":
+        from pretend_cuda.xpu import Xpu
+
+        entered.enter_context(patch.object(kinds, "KINDS", (Xpu, *kinds.KINDS)))  # before other modules import it
+
     from pretend_cuda.recorder import PythonRecorder
 
     from attncheck.harness.checks.cudagraph import recorder
 
-    entered.enter_context(patch.object(recorder, "CudaRecorder", lambda _device: PythonRecorder(device)))
+    entered.enter_context(patch.object(recorder, "DeviceRecorder", lambda _device: PythonRecorder(device)))

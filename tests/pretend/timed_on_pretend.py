@@ -38,7 +38,7 @@ def main(backend: str, suite: str) -> None:
         from attncheck.harness.checks.findings import TimingSettings
 
         settings = TimingSettings(min_samples=5, max_samples=5, kernels=True)
-        with patch.object(recorder, "CudaRecorder", lambda _device: PythonRecorder(device)):
+        with patch.object(recorder, "DeviceRecorder", lambda _device: PythonRecorder(device)):
             examined = attncheck.examine(backend, suite, checks="timing", device="cuda", timing=settings)
         (record,) = examined.records
         held = [[asdict(act) for act in acts] for acts in held_acts(device.acts)]

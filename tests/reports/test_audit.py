@@ -228,16 +228,10 @@ def test_the_json_has_the_same(run: Run) -> None:
     assert one["dcp"]["is_testable"] is False
 
 
-def test_the_command_reads_a_run_and_refuses_others(
-    run: Run, write: Callable[..., Path], make: Callable[..., Record], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", "vllm", str(run.path)]) == 0
+def test_the_command_reads_one_run_or_several(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", run.path, "--format", "audit"]) == 0
     assert capsys.readouterr().out == page.render(run)
-    assert main(["audit", "vllm", str(run.path), "--format", "json"]) == 0
+    assert main(["report", run.path, "--format", "audit-json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "audit"
-    assert main(["audit", "vllm", str(run.path), str(run.path)]) == 0
+    assert main(["report", run.path, run.path, "--format", "audit"]) == 0
     assert capsys.readouterr().out == page.render(run, run)
-    assert main(["audit", "vllm", str(run.path), "--suite", "smoke"]) == 2
-    assert "--suite applies to a new run" in capsys.readouterr().err
-    assert main(["audit", "vllm", str(write(make("passed"), name="other.jsonl"))]) == 2
-    assert "has no backend of 'vllm'" in capsys.readouterr().err

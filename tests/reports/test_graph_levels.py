@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,7 +168,7 @@ def test_the_terminal_lists_the_backends_of_each_level(graph: Make, graph_header
     ]
     assert text.index("examined") < text.index("finding 1 of 2, Wrong") < text.index("CUDA-graph levels (")
     assert "broke at" not in text
-    assert "--section graph-levels" in terminal.render(graph_header, records, run_file=Path("run.jsonl"))
+    assert "--section graph-levels" in terminal.render(graph_header, records, reader="attncheck report run.jsonl")
 
 
 def test_real_graphs_need_no_word_about_the_emulation(graph: Make, graph_header: RunHeader) -> None:

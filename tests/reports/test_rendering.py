@@ -72,7 +72,7 @@ def test_terminal_names_the_version_of_a_foreign_backend(header: RunHeader, reco
 
 
 def test_terminal_states_what_was_not_examined_and_why(header: RunHeader, records: list[Record]) -> None:
-    text = " ".join(terminal.render(header, records, run_file=Path("a run.jsonl")).split())
+    text = " ".join(terminal.render(header, records, reader="attncheck report 'a run.jsonl'").split())
     assert (
         "not examined: 3 checks of 3 cases (1 reason) in full: --verbose, "
         "or attncheck report 'a run.jsonl' --section unexamined as well: --section expected"
@@ -162,7 +162,7 @@ def test_a_run_of_many_findings_has_a_few_examples_and_counts_the_rest(header: R
     ]
     records += [make("failed", case_id="more", meaning="the head is ignored")]
     records += [make("failed", backend="Wrong", meaning="the window is ignored")]
-    text = terminal.render(header, records, run_file=Path("results/one.jsonl"))
+    text = terminal.render(header, records, reader="attncheck report results/one.jsonl")
     assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("finding ")] == [
         "finding 1 of 11, reference",
         "finding 1 of 1, Wrong",

@@ -27,7 +27,7 @@ def definition_of(line: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_copy_in_the_docs_is_up_to_date() -> None:
     kept = json.loads((DOCS / "run-file.schema.json").read_text(encoding="utf-8"))
-    assert kept == SCHEMA, "write it again: attncheck schema --of run > docs/run-file.schema.json"
+    assert kept == SCHEMA, "write it again: attncheck list schema --of run > docs/run-file.schema.json"
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)

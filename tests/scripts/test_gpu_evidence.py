@@ -104,7 +104,7 @@ def runs(script, tmp_path):
             if command in ("report", "compare"):  # the files they read are not there yet
                 rest = [word if word.startswith("--") else __file__ for word in rest]
             params = commands[command].make_context(command, rest).params
-            if command in ("run", "time", "audit"):
+            if command in ("run", "time"):
                 found.setdefault(name, params)
     return found
 
@@ -124,14 +124,16 @@ def test_classes_of_vllm_and_the_audit_end_within_the_limit_of_a_command(script,
     classes = {name: params for name, params in runs.items() if name.startswith("vllm/")}
     assert len(classes) == 8
     assert {params["backend_timeout"] for params in classes.values()} == {24.0}
-    assert runs["audit"]["within"] == 30.0
-    assert str(runs["audit"]["run_file"]) == f"{runs['audit']['output'].with_suffix('.jsonl')}"
+    assert runs["audit"]["deadline"] == "30"
+    assert runs["audit"]["reports"] == [f"audit={runs['audit']['output'].with_suffix('.md')}"]
     assert {name for params in classes.values() for name in params["suites"][0].split(",")} <= set(suite_names())
 
 
 def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
     known = {case.id for case in load_suite("interpreted")}
-    assert [set(params["case"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [set()] * 3
+    assert [set(params["cases"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [
+        set()
+    ] * 3
     for _, chain in script._chains("memcheck", options_of(Path("x"))):
         assert any(word.endswith("compute-sanitizer") for word in chain[0])
 

@@ -38,7 +38,13 @@ from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.driver.construction import builder_arguments
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.driver.foreign_code import (
+    StageError,
+    call_backend,
+    unavailable_case_reasons,
+    unsupported_reasons,
+)
+from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import TruthCache
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
@@ -409,11 +415,10 @@ class BackendLevels:
         return groups
 
     def _is_served(self, case: Case) -> bool:
-        specs, on = (case.layer, case.cache, case.batch), str(self._device)
         try:
             return not (
-                declared_reasons(partial(self._backend.unsupported_reasons, *specs))
-                or declared_reasons(partial(self._backend.unavailable_case_reasons, on, *specs))
+                unsupported_reasons(self._backend, case)
+                or unavailable_case_reasons(self._backend, case, str(self._device))
             )
         except StageError:
             return False
@@ -443,13 +448,13 @@ class GraphLevelCheck:
     def __init__(self, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
         self._seed, self._device, self._cache = seed, device, cache
         self._levels: dict[type[AttentionBackend], BackendLevels] = {}
-        self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
+        self._findings: dict[tuple[type[AttentionBackend], Case], Finding | Raised] = {}
         self._questions: dict[Case, ProbeProblems] = {}
 
     def examine(
         self, backend: type[AttentionBackend], case: Case, cases: Callable[[], Iterable[Case]] = tuple
     ) -> Finding:
-        """Return the finding for the layer and cache of ``case``. If no level can be measured, return what was raised.
+        """Return the finding for the layer and cache of ``case``. Raise StageError if no level can be measured.
 
         ``cases``: returns the run's cases that run this check on the backend. If it returns none, every probe is
         played.
@@ -468,7 +473,10 @@ class GraphLevelCheck:
                 self._findings[backend, layer_case] = NotExamined((str(error),), "attncheck")
             except StageError as failure:
                 self._findings[backend, layer_case] = failure.raised
-        return self._findings[backend, layer_case]
+        found = self._findings[backend, layer_case]
+        if isinstance(found, Raised):
+            raise StageError(found)
+        return found
 
     def _questions_of(self, case: Case) -> ProbeProblems:
         """Return the probes of a layer and cache. Keep the latest two for the next backends."""

@@ -31,7 +31,7 @@ from attncheck.harness.checks.cudagraph.recorder import (
     CallSite,
     CaptureError,
     Forward,
-    RecorderName,
+    Recording,
     Released,
     UnseenError,
     Violation,
@@ -1076,41 +1076,10 @@ class Watch:
 # and not through an argument is not tracked.
 
 
-class EmulatedRecording:
-    """The recorded operators of one ``forward``, and the memory they use."""
-
-    def __init__(self, tape: Tape, host_reads: tuple[str, ...], *, hands_out_memory: bool) -> None:
-        self._tape, self._host_reads, self._hands_out_memory = tape, host_reads, hands_out_memory
-
-    def replay(self) -> None:
-        """Repeat each operator with its recorded arguments in its recorded memory."""
-        self._tape.replay()
-
-    def launch(self) -> None:
-        """Do the same as :meth:`replay`, because a CPU has no separate device to wait for."""
-        self._tape.replay()
-
-    def reads(self, tensor: Tensor) -> bool:
-        """Return whether the memory of ``tensor`` existed before the recording and is an argument of an operator."""
-        return self._tape.uses_outside(tensor)
-
-    def host_reads(self) -> tuple[str, ...]:
-        """Return the reads of host memory with their lines, in order, without duplicates."""
-        return self._host_reads
-
-    def hands_out_memory(self) -> bool:
-        """Return whether addresses were given away outside custom operators, which are recomputed as a whole."""
-        return self._hands_out_memory
-
-    def released(self) -> tuple[Released, ...]:
-        """Return memory from before the recording that only recordings keep alive, or that a resize has moved."""
-        return tuple(self._tape.released())
-
-
 class EmulatedRecorder:
     """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation."""
 
-    name: RecorderName = "emulated"
+    name: str = "emulated"
 
     def __init__(self) -> None:
         self._watch = Watch()
@@ -1124,7 +1093,7 @@ class EmulatedRecorder:
         for tensor in tensors:
             self._watch.host.mark(tensor)
 
-    def record(self, prepare: Callable[[], Forward]) -> EmulatedRecording:
+    def record(self, prepare: Callable[[], Forward]) -> Recording:
         """Run once to warm up, then run ``forward`` again and record it.
 
         Raise :class:`CaptureError` with all violations of the run. Raise :class:`UnseenError` if ``forward`` runs alone
@@ -1143,7 +1112,14 @@ class EmulatedRecorder:
         if report.violations:
             raise CaptureError(tuple(report.violations))
         tape.close()
-        return EmulatedRecording(tape, tuple(report.host_reads), hands_out_memory=self._watch.hands_out_memory)
+        return Recording(
+            replay=tape.replay,
+            launch=tape.replay,  # a CPU has no separate device to wait for
+            reads=tape.uses_outside,
+            host_reads=tuple(report.host_reads),
+            hands_out_memory=self._watch.hands_out_memory,
+            released=lambda: tuple(tape.released()),
+        )
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
         try:

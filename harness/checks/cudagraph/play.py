@@ -32,7 +32,7 @@ from attncheck.harness.checks.cudagraph.recorder import (
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
 from attncheck.harness.driver.construction import max_model_len
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.driver.foreign_code import StageError, call_backend, unsupported_reasons
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import KVPool
 from attncheck.harness.driver.session import BackendLayer, Fill, OutputBuffers, Session, Turn
@@ -820,7 +820,7 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
         causes.append(f"{builder} puts {buffers} into new memory; the graph reads the memory of capture")
     if reshaped:
         causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
-    if read := graph.recording.host_reads():
+    if read := graph.recording.host_reads:
         causes.append(f"numbers are frozen at capture, which forward took from the host: {'; '.join(read[:_NAMED])}")
     elif changed:
         causes.append(f"numbers are frozen at capture, such as these: {'; '.join(changed[:_NAMED])}")
@@ -904,7 +904,11 @@ def play_probe(
     refused = refused_batches(backend, probe, questions)
     if refused is not None:
         return PlayedProbe(refused)
-    turns = [turn for turn in probe.turns if turn.bucket is not None or not _declined(backend, probe, turn, questions)]
+
+    def is_played(turn: ProbeStep) -> bool:
+        return turn.bucket is not None or not unsupported_reasons(backend, questions.case(probe, turn))
+
+    turns = list(filter(is_played, probe.turns))
     problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
     make = partial(GraphSession, backend, probe, problems, device, recorder)
     session = make(is_pool_finite=is_pool_finite)
@@ -966,17 +970,10 @@ def _fault_unwatched(session: GraphSession, buckets: tuple[Bucket, ...]) -> Prob
 def refused_batches(backend: type[AttentionBackend], probe: Probe, questions: ProbeProblems) -> ProbeFault | None:
     """Return a fault if the backend declares that it refuses batches of the probe's graphs, else None."""
     for turn in probe.turns:
-        reasons = [] if turn.bucket is None else _declined(backend, probe, turn, questions)
+        reasons = () if turn.bucket is None else unsupported_reasons(backend, questions.case(probe, turn))
         if reasons:
             return ProbeFault(f"the backend declares that it does not serve such batches: {'; '.join(reasons)}")
     return None
-
-
-def _declined(
-    backend: type[AttentionBackend], probe: Probe, turn: ProbeStep, questions: ProbeProblems
-) -> tuple[str, ...]:
-    case = questions.case(probe, turn)
-    return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
 
 
 def _take(
@@ -1030,7 +1027,7 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
         if isinstance(capture, CaptureError):
             return None
         others = [turn for turn in step.probe.turns if turn.requests != step.turn.requests]
-        if others and any(graph.recording.hands_out_memory() for graph in capture.graphs):
+        if others and any(graph.recording.hands_out_memory for graph in capture.graphs):
             # Overwrite what hidden work left in the backend's own memory by running another step.
             other = step.questions.problem(step.questions.case(step.probe, others[0]))
             step.session.step(others[0], other, None)

@@ -3,7 +3,6 @@
 import gc
 import linecache
 import sys
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -11,13 +10,14 @@ from functools import cache
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import InternalError
+from attncheck.harness.device import KINDS, Accelerator, accelerator_of
 from attncheck.harness.driver.foreign_code import collection_paused
 from attncheck.harness.driver.observation import DRIVES, INSTALLED, is_installed
 
@@ -95,8 +95,6 @@ def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> CallSite:
 # :mod:`attncheck.harness.checks.cudagraph.recorder` captures a real `torch.cuda.CUDAGraph`;
 # :mod:`attncheck.harness.checks.cudagraph.emulation` records operators on a machine without a GPU.
 
-RecorderName = Literal["cuda", "emulated"]
-
 Forward = Callable[[], object]
 """One call of ``forward`` with all arguments bound."""
 
@@ -147,36 +145,33 @@ class Released:
         return f"memory first used by {self.first_used}"
 
 
-class Recording(Protocol):
-    """One captured ``forward``."""
+@dataclass(frozen=True)
+class Recording:
+    """One captured ``forward``, and what its recorder knows of it.
 
-    def replay(self) -> None:
-        """Repeat everything that was recorded, in the same memory. Exceptions of operators propagate."""
+    A real graph reveals nothing: not the addresses of its kernels, nor what was read on the host. It hides no work
+    either, because a capture contains all work on its stream, and only a replay detects released memory.
 
-    def launch(self) -> None:
-        """Replay for timing, without waiting for the device and without checking memory."""
+    replay: repeats everything that was recorded, in the same memory; exceptions of operators propagate. launch:
+    replays for timing, without waiting for the device and without checking memory. reads: returns whether the graph
+    was given the memory of a tensor, or None if that is unknown. host_reads: what ``forward`` read from host memory
+    during capture: legal, but frozen. hands_out_memory: whether ``forward`` gave addresses to code that the recorder
+    may not observe. released: returns memory that the graph uses but that only graphs keep alive; a real graph would
+    read whatever the allocator has stored there since.
+    """
 
-    def reads(self, tensor: Tensor) -> bool | None:
-        """Return whether the graph was given the memory of ``tensor``, or None if that is unknown."""
-
-    def host_reads(self) -> tuple[str, ...]:
-        """Return what ``forward`` read from host memory during capture: legal, but frozen. Empty if unknown."""
-
-    def hands_out_memory(self) -> bool:
-        """Return whether ``forward`` gave addresses to code that the recorder may not observe."""
-
-    def released(self) -> tuple[Released, ...]:
-        """Return memory that the graph uses but that only graphs keep alive.
-
-        A real graph would read whatever the allocator has stored there since. Empty if the recorder cannot determine
-        this.
-        """
+    replay: Callable[[], object]
+    launch: Callable[[], object]
+    reads: Callable[[Tensor], bool | None] = lambda _tensor: None
+    host_reads: tuple[str, ...] = ()
+    hands_out_memory: bool = False
+    released: Callable[[], tuple[Released, ...]] = tuple
 
 
 class Recorder(Protocol):
-    """Captures ``forward`` calls on one device."""
+    """Captures ``forward`` calls on one device. ``name``: the type of the device, or ``emulated``."""
 
-    name: RecorderName
+    name: str
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a context for calls into a backend outside :meth:`record`; it tracks which memory is on the host."""
@@ -196,7 +191,7 @@ class Recorder(Protocol):
 class UnwatchedRecorder:
     """A recorder that records nothing: it runs twice what a recorder would run, as the backend runs on its own."""
 
-    name: RecorderName = "emulated"
+    name: str = "emulated"
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -214,8 +209,9 @@ class UnwatchedRecorder:
 
 def recorder_for(device: torch.device) -> Recorder:
     """Return a recorder of real graphs for a GPU, or the emulation for other devices."""
-    if device.type == "cuda":
-        return CudaRecorder(device)
+    accelerator = accelerator_of(device)
+    if accelerator is not None and accelerator.graph_class:
+        return DeviceRecorder(accelerator)
     from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 
     return EmulatedRecorder()
@@ -234,24 +230,24 @@ def count_uses(tensor: Tensor) -> int:
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """Text of torch's error if its sync-debug mode forbids waiting for the device."""
 
-_WAITS = frozenset({"synchronize", "_cuda_synchronize"})
+_WAITS = frozenset({"synchronize", *(f"_{kind.type}_synchronize" for kind in KINDS)})
 """C functions that wait for an event, a stream or the device but that the sync-debug mode allows."""
 
 _FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
-_MOVES = frozenset({"to", "cuda"})
+_MOVES = frozenset({"to", *(kind.type for kind in KINDS)})
 
 
-def rehearse(forward: Callable[[], object]) -> Violation | None:
+def rehearse(forward: Callable[[], object], device: Accelerator) -> Violation | None:
     """Call ``forward`` with torch reporting a capture; return what a capture would not allow, or None."""
-    with _capturing_pretended():
-        return first_wait(forward)
+    with _capturing_pretended(device.module()):
+        return first_wait(forward, device)
 
 
-def first_wait(call: Callable[[], object]) -> Violation | None:
+def first_wait(call: Callable[[], object], device: Accelerator) -> Violation | None:
     """Call ``call`` until it waits for the device; return what it did there, or what it raised, or None."""
     host_copies: set[SourceLine] = set()
     try:
-        with syncs_raise(), _calls_watched(host_copies):
+        with device.waits_raise(), _calls_watched(host_copies):
             call()
     except Exception as error:  # noqa: BLE001 (whatever a backend raises)
         return violation_of(error, host_copies)
@@ -259,31 +255,14 @@ def first_wait(call: Callable[[], object]) -> Violation | None:
 
 
 @contextmanager
-def syncs_raise() -> Iterator[None]:
-    """Make torch raise if an operator waits for the device."""
-    before = torch.cuda.get_sync_debug_mode()
-    _set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        _set_sync_debug_mode(before)
-
-
-def _set_sync_debug_mode(mode: int | str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns once that the mode does not see every wait
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextmanager
-def _capturing_pretended() -> Iterator[None]:
+def _capturing_pretended(module: Any) -> Iterator[None]:
     """Make torch report that the stream is capturing, because many backends read on the host only if it is not."""
-    own = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
+    own = module.is_current_stream_capturing
+    module.is_current_stream_capturing = lambda: True
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = own
+        module.is_current_stream_capturing = own
 
 
 @contextmanager
@@ -315,7 +294,7 @@ def _copies_from_host(called: object) -> bool:
     name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
     if name in _FROM_PYTHON:
         return True
-    return isinstance(owner, Tensor) and (name == "copy_" if owner.is_cuda else name in _MOVES)
+    return isinstance(owner, Tensor) and (name in _MOVES if owner.is_cpu else name == "copy_")
 
 
 def violation_of(error: BaseException, host_copies: Container[SourceLine] = ()) -> Violation:
@@ -409,11 +388,11 @@ class HeldMemory:
         return tuple(found.values())
 
 
-class CudaRecording:
-    """A captured graph. ``blocks``: memory allocated before the capture that the graph may use."""
+class DeviceRecording:
+    """A captured graph and its memory. ``blocks``: allocated before the capture; the graph may use them."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[MemoryBlock, ...]) -> None:
-        self._graph = graph
+    def __init__(self, device: Accelerator, graph: Any, blocks: tuple[MemoryBlock, ...]) -> None:
+        self._device, self._graph = device, graph
         self._blocks = blocks
 
     def replay(self) -> None:
@@ -425,29 +404,9 @@ class CudaRecording:
         for block in self._blocks:
             block.spoil()
         self._graph.replay()
-        torch.cuda.current_stream().synchronize()
+        self._device.module().current_stream().synchronize()
         if any(block.was_written() for block in self._blocks):
             raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
-
-    def launch(self) -> None:
-        """Launch the graph on the current stream without waiting for it."""
-        self._graph.replay()
-
-    def reads(self, tensor: Tensor) -> bool | None:
-        """Return None, because a graph does not reveal the addresses that its kernels use."""
-        return None
-
-    def host_reads(self) -> tuple[str, ...]:
-        """Return nothing, because CUDA does not record reads of host memory."""
-        return ()
-
-    def hands_out_memory(self) -> bool:
-        """Return False, because a capture contains all work on its stream, including work that torch does not see."""
-        return False
-
-    def released(self) -> tuple[Released, ...]:
-        """Return nothing, because released memory is detected only at a replay; see :meth:`reads`."""
-        return ()
 
 
 @dataclass(frozen=True)
@@ -458,26 +417,24 @@ class CaptureStream:
     life of the process and queries it for its streams, so the graph must stay alive.
     """
 
-    stream: torch.cuda.Stream
-    unended: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    stream: Any
+    unended: list[Any] = field(default_factory=list)
 
 
 @cache
-def capture_stream(device: torch.device) -> CaptureStream:
-    """Return the side stream of ``device``."""
-    return CaptureStream(torch.cuda.Stream(device))
+def capture_stream(kind: type[Accelerator], index: int | None) -> CaptureStream:
+    """Return the side stream of a device."""
+    return CaptureStream(kind.module().Stream(index))
 
 
-class CudaRecorder:
+class DeviceRecorder:
     """Captures graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
 
-    name: RecorderName = "cuda"
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Accelerator) -> None:
         gc.collect()  # once, not before each capture: it takes longer than a capture
-        self._device = device
-        self._side = capture_stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self.name, self._device, self._torch = device.type, device, device.module()
+        self._side = capture_stream(type(device), device.index)
+        self._pool = self._torch.graph_pool_handle()
         self._memory = HeldMemory()
 
     def watching(self) -> AbstractContextManager[None]:
@@ -487,41 +444,41 @@ class CudaRecorder:
     def mark_host(self, *tensors: Tensor) -> None:
         """Do nothing, because a tensor's device shows whether it is on the host."""
 
-    def record(self, prepare: Callable[[], Forward]) -> CudaRecording:
+    def record(self, prepare: Callable[[], Forward]) -> Recording:
         """Warm up, rehearse and capture, each with a new result of ``prepare`` on the current stream.
 
         Raise :class:`CaptureError` for an exception in the rehearsal or the capture. Exceptions of ``prepare`` and of
         warm-ups propagate.
         """
-        with torch.cuda.device(self._device):
+        with self._torch.device(str(self._device)):
             for _ in range(WARM_UPS):
                 forward = prepare()
                 with self._side_stream():
                     forward()
             if violation := self._rehearse(prepare()):
                 raise CaptureError((violation,))
-            torch.cuda.synchronize()  # so that errors of the warm-up's kernels are not raised in the capture
+            self._torch.synchronize()  # so that errors of the warm-up's kernels are not raised in the capture
             forward = prepare()
             blocks = self._memory.of(tensors_within(forward))
             graph = self._capture(forward)
             if isinstance(graph, Violation):
                 raise CaptureError((graph,))
-            return CudaRecording(graph, blocks)
+            return Recording(DeviceRecording(self._device, graph, blocks).replay, graph.replay)
 
     def _rehearse(self, forward: Forward) -> Violation | None:
         with self._side_stream():
-            return rehearse(forward)
+            return rehearse(forward, self._device)
 
-    def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph | Violation:
-        graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
+    def _capture(self, forward: Forward) -> Any:
+        graph = getattr(self._torch, self._device.graph_class)()
+        current = self._torch.current_stream()
         violation: Violation | None = None
         try:
             # Freeing an earlier graph or memory would invalidate the capture, so garbage collection is paused. torch
             # itself waits for the device at the start of a capture; only forward must not wait.
-            with collection_paused(), torch.cuda.graph(graph, pool=self._pool, stream=self._side.stream):
+            with collection_paused(), self._torch.graph(graph, pool=self._pool, stream=self._side.stream):
                 try:
-                    with syncs_raise():
+                    with self._device.waits_raise():
                         forward()
                 except Exception as error:  # noqa: BLE001 (the capture must be ended first)
                     violation = violation_of(error)
@@ -530,23 +487,21 @@ class CudaRecorder:
             violation = violation or violation_of(error)
         return violation or graph
 
-    def _recover(self, graph: torch.cuda.CUDAGraph, current: torch.cuda.Stream) -> None:
+    def _recover(self, graph: Any, current: Any) -> None:
         """Clean up after a capture that could not be ended: torch leaves its stream current and its pool recording."""
-        torch.cuda.set_stream(current)
-        with suppress(RuntimeError):  # the pool may not be recording
-            torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
-            torch._C._cuda_releasePool(current.device_index, self._pool)  # torch calls this only after an ended capture
-        self._pool = torch.cuda.graph_pool_handle()
+        self._torch.set_stream(current)
+        self._device.release_pool(self._pool)
+        self._pool = self._torch.graph_pool_handle()
         self._side.unended.append(graph)
         with suppress(RuntimeError):  # a lost device raises again at its next use
-            torch.cuda.synchronize()
+            self._torch.synchronize()
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
-        current, side = torch.cuda.current_stream(), self._side.stream
+        current, side = self._torch.current_stream(), self._side.stream
         side.wait_stream(current)
         try:
-            with torch.cuda.stream(side):
+            with self._torch.stream(side):
                 yield
         finally:
             current.wait_stream(side)

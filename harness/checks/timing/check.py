@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -28,7 +27,6 @@ from attncheck.harness.checks.timing.clock import (
     HostClock,
     Samples,
     clock_for,
-    cuda_api,
     do_nothing,
     kernels_of,
     median_interval,
@@ -47,17 +45,15 @@ from attncheck.harness.checks.timing.contents import (
     require_stored,
 )
 from attncheck.harness.checks.timing.roofline import measure_ceilings, work_of
-from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
+from attncheck.harness.device import accelerator_of
+from attncheck.harness.driver.foreign_code import call_backend, stage_named, unsupported_reasons
 from attncheck.harness.driver.session import OutputBuffers, Session
 from attncheck.harness.driver.step import (
     ForwardCall,
     PersistentInputs,
     Step,
     changed_inputs,
-    forward_calls_of,
-    make_step,
     map_tensors,
-    request_order,
     span,
 )
 from attncheck.harness.problem.problem import Problem, build_problem
@@ -244,10 +240,10 @@ class TimedStep:
         ``recorder``: captures the graph whose replays are timed instead of ``forward``; None for no graph.
         ``overhead``: what ``clock`` adds to each sample; None if nothing, or if the clock is the host's.
         """
-        self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
-        self._backend, self._device, self._latest = session.backend, session.device, latest
         problem = contents.bases[0].problem
-        self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
+        self._session = session.following(problem)  # the cache holds what the last call left; each call adds its own
+        self._contents, self._clock, self._flush = contents, clock, flush
+        self._backend, self._device, self._latest = session.backend, session.device, latest
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
         self._recorder, self._overhead = recorder, overhead
@@ -255,8 +251,8 @@ class TimedStep:
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
         self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
-        _, call = self._fresh(problem)
         if memory is None:
+            _, (call,) = self._session.step_of(problem)
             memory = LentMemory(PersistentInputs(call), session.layer.output_buffers(problem, call))
         self.memory = memory
 
@@ -337,11 +333,6 @@ class TimedStep:
                 "device when the stream was done; it counts"
             )
 
-    def _fresh(self, problem: Problem) -> tuple[Step, ForwardCall]:
-        step = make_step(problem, self._device, self._order, pad_seq_len=self._backend.conventions.pad_seq_len)
-        (call,) = forward_calls_of(step, self._backend.features, self._session.threshold)
-        return step, call
-
     def _begin(self, judge: AnswerJudge | None) -> tuple[Contents, Step, ForwardCall, ForwardCall]:
         """Put new contents into the cache and the metadata into the lent memory; ``judge``: judges the next call.
 
@@ -350,7 +341,7 @@ class TimedStep:
         self._latest.start_next(judge)
         contents = self._contents.next()
         problem = contents.problem()
-        step, fresh = self._fresh(problem)
+        step, (fresh,) = self._session.step_of(problem)
         pool = self._session.pool
         if pool is not None:
             old = problem.old_keys
@@ -502,7 +493,7 @@ class TimingMeasurement:
             if contents is None:
                 self._notes.append(f"{name}: not timed alone: the backend does not serve it, or it has no right answer")
                 continue
-            with _named(f"the {name} part alone"):
+            with stage_named(f"of the {name} part alone"):
                 step = self._step(name, contents)
                 found.append(_latency(name, step.clock_name, self._sampled(name, step), part.case))
             step.finish()
@@ -518,7 +509,7 @@ class TimingMeasurement:
             if contents is None:
                 continue
             name = f"the same batch, {_tokens(distance)} shorter"
-            with _named(name):
+            with stage_named(f"of {name}"):
                 step = self._step(name, contents, like=self.own)
                 seen.append(compare(distance, self.own.take, step.take))
             step.finish()
@@ -541,8 +532,7 @@ class TimingMeasurement:
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Return inputs for ``problem``, or None if the backend does not declare it or its truth cannot be computed."""
-        case = problem.case
-        if declared_reasons(lambda: self._backend.unsupported_reasons(case.layer, case.cache, case.batch)):
+        if unsupported_reasons(self._backend, problem.case):
             return None
         try:
             return FreshContents(problem, None, self._conditions.device, at_least=at_least)
@@ -571,7 +561,8 @@ class TimingMeasurement:
         return self._conditions.sampler(part, step.take, self._conditions.settings)
 
     def _is_replayed(self, problem: Problem) -> bool:
-        return self._conditions.device.type == "cuda" and allows_graph(self._backend, problem)
+        accelerator = accelerator_of(self._conditions.device)
+        return accelerator is not None and accelerator.graph_class != "" and allows_graph(self._backend, problem)
 
     def _capture_sizes(self) -> tuple[int, ...]:
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
@@ -581,18 +572,18 @@ class TimingMeasurement:
 
 def measure_overhead(device: torch.device, flush: Callable[[], object] = do_nothing) -> ClockOverhead | None:
     """Return what the clock of ``device`` adds to a sample; None for the host, where each sample measures it."""
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return None
-    api = cuda_api(device)
 
     def launch() -> None:
-        api.hold(0)
+        accelerator.hold(0)
 
     try:
         replay = recorder_for(device).record(lambda: launch).launch
     except CaptureError:  # no graph will be timed either
         replay = None
-    return overhead_of(lambda: EventClock(device, api), launch, replay, flush)
+    return overhead_of(lambda: EventClock(accelerator), launch, replay, flush)
 
 
 def overhead_of(
@@ -628,15 +619,6 @@ def level_of(batch: BatchSpec) -> AttentionCGSupport:
     if query_lens == {1}:
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     return AttentionCGSupport.UNIFORM_BATCH if len(query_lens) == 1 else AttentionCGSupport.ALWAYS
-
-
-@contextmanager
-def _named(batch: str) -> Iterator[None]:
-    """Add the name of the batch to the stage of what the backend raises in this context."""
-    try:
-        yield
-    except StageError as failure:
-        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {batch}")) from failure
 
 
 def _slower(neighbour: Neighbour) -> str:

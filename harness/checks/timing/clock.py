@@ -1,6 +1,5 @@
 """Clocks for steps: events or host time, samples, and the state of the device beside them."""
 
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.device import EVENT_FUNCTIONS, KINDS, Accelerator, CommandRunner, accelerator_of
 from attncheck.harness.driver.foreign_code import collection_paused
+from attncheck.harness.host import run_command
 from attncheck.reports.run_file.timings import ClockName, DeviceState, Kernel
 
 # References to functions of Python and torch that clocks use, taken on import, before any backend is imported.
@@ -25,21 +26,16 @@ from attncheck.reports.run_file.timings import ClockName, DeviceState, Kernel
 host_ns = time.perf_counter_ns
 """The host's monotonic clock, in nanoseconds."""
 
+for _kind in KINDS:
+    _kind.references()  # which keeps them
+
 # ``set_stream`` is not watched, because vLLM replaces it to look up the current stream faster.
 _WATCHED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("time", time, ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")),
-    ("torch.cuda", torch.cuda, ("synchronize", "current_stream", "Event")),
-    ("torch.cuda.Event", torch.cuda.Event, ("record", "query", "elapsed_time")),
+    *((f"torch.{kind.type}", kind.module(), ("synchronize", "current_stream", "Event")) for kind in KINDS),
+    *((f"torch.{kind.type}.Event", kind.module().Event, EVENT_FUNCTIONS) for kind in KINDS),
 )
 _TAKEN = [(f"{path}.{name}", owner, name, getattr(owner, name)) for path, owner, names in _WATCHED for name in names]
-
-_synchronize, _current_stream, _set_stream = torch.cuda.synchronize, torch.cuda.current_stream, torch.cuda.set_stream
-_on_device = torch.cuda.device
-_sleep: Any = torch.cuda._sleep
-_new_event: Any = torch.cuda.Event
-_record: Any = torch.cuda.Event.record
-_query: Any = torch.cuda.Event.query
-_elapsed_time: Any = torch.cuda.Event.elapsed_time
 _amax: Any = torch.amax
 
 
@@ -48,65 +44,8 @@ def replaced_clocks() -> tuple[str, ...]:
     return tuple(label for label, owner, name, value in _TAKEN if getattr(owner, name, None) is not value)
 
 
-@dataclass(frozen=True)
-class DeviceApi:
-    """The functions of a device with streams that a clock needs. Streams and events are opaque, so it can be simulated.
-
-    current: returns the current stream. make_current: makes a stream current. record: returns a new event after all
-    work issued to a stream so far. is_done: whether the device has reached an event. elapsed_ms: float32 milliseconds
-    between two reached events. synchronize: waits for all streams. hold: keeps the current stream idle for at least
-    this many nanoseconds while more work is issued to it; 0 launches a kernel that does nothing.
-    """
-
-    current: Callable[[], Any]
-    make_current: Callable[[Any], None]
-    record: Callable[[Any], Any]
-    is_done: Callable[[Any], bool]
-    elapsed_ms: Callable[[Any, Any], float]
-    synchronize: Callable[[], None]
-    hold: Callable[[int], None]
-    now_ns: Callable[[], int] = host_ns
-
-
-def cuda_api(device: torch.device | str) -> DeviceApi:
-    """Return the API of a CUDA device, using the references taken on import."""
-    _, _, number = str(torch.device(device)).partition(":")
-    index = int(number) if number else torch.cuda.current_device()
-    cycles = cycles_per_ns(index)
-
-    def record(stream: Any) -> Any:
-        event = _new_event(enable_timing=True)
-        _record(event, stream)
-        return event
-
-    def hold(ns: int) -> None:
-        with _on_device(index):
-            _sleep(round(ns * cycles))
-
-    return DeviceApi(
-        current=lambda: _current_stream(index),
-        make_current=_set_stream,
-        record=record,
-        is_done=lambda event: bool(_query(event)),
-        elapsed_ms=lambda start, end: float(_elapsed_time(start, end)),
-        synchronize=lambda: _synchronize(index),
-        hold=hold,
-    )
-
-
-def cycles_per_ns(device: torch.device | int) -> float:
-    """Return an upper bound on the rate of the counter that ``torch.cuda._sleep`` reads, so that no hold is too short.
-
-    The counter counts GPU cycles, whose clock may exceed its nominal rate by a quarter. On gfx11 it runs at 100 MHz.
-    """
-    properties: Any = torch.cuda.get_device_properties(device)
-    if getattr(properties, "gcnArchName", "").startswith("gfx11"):
-        return 0.1
-    return 1.25 * getattr(properties, "clock_rate", 2_400_000) / 1e6  # kHz
-
-
 class CacheFlush:
-    """Flushes the L2 cache of a CUDA device on the current stream when called. Does nothing on other devices.
+    """Flushes the L2 cache of a GPU on the current stream when called. Does nothing on a CPU.
 
     Each sample then reads its inputs from memory. The buffer is read, not written, because written lines would be
     written back to memory during the sample. ``num_bytes``: size of the buffer, twice that of the cache; 0 if none is
@@ -114,9 +53,8 @@ class CacheFlush:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.num_bytes = 0
-        if torch.device(device).type == "cuda":
-            self.num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        accelerator = accelerator_of(device)
+        self.num_bytes = 0 if accelerator is None else 2 * accelerator.facts().cache
         self._buffer = torch.zeros(self.num_bytes // 4, dtype=torch.int32, device=device)
         self._largest = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -126,49 +64,7 @@ class CacheFlush:
             _amax(self._buffer, dim=0, out=self._largest)
 
 
-# The state of a device (frequency, temperature, throttling), and which kernels a call runs.
-#
-# The state comes from nvidia-smi, which is part of the driver and needs no Python library. The kernels come from
-# torch's profiler.
-
-CommandRunner = Callable[[Sequence[str]], str | None]
-"""Returns what a command prints, or None if it is missing, fails or does not respond."""
-
-REASONS = {
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
-"""Names from nvidia-smi by bit of the driver's mask (NVML's ``nvmlClocksEventReason...``).
-
-Bit 0, an idle GPU, is not a throttling reason.
-"""
-
-MASKS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The mask's name, and its name in drivers before 535."""
-
-
-def run_command(command: Sequence[str]) -> str | None:
-    """Run a command for at most five seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (fixed words)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
-
-
-def device_state(device: torch.device | str, run: CommandRunner = run_command) -> DeviceState | None:
-    """Return the present state of a CUDA device; None for others, or if nvidia-smi is missing or does not list the GPU.
-
-    Figures that the driver does not report are None.
-    """
-    gpu = _identifier(device)
-    return None if gpu is None else state_of(gpu, run)
+# The state of a device under load, and which kernels a call runs, by torch's profiler.
 
 
 def state_under_load(
@@ -178,31 +74,14 @@ def state_under_load(
 
     Exceptions of ``work`` propagate.
     """
-    gpu = _identifier(device)
-    if gpu is None:
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         return None
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(state_of, gpu, run)
+        future = pool.submit(accelerator.state, run)
         while not future.done():
             work()
     return future.result()
-
-
-def state_of(gpu: str, run: CommandRunner) -> DeviceState | None:
-    """Return the state of the GPU with this nvidia-smi identifier."""
-    for mask in MASKS:
-        fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", mask)
-        printed = run(("nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"))
-        words = [word.strip() for word in (printed or "").strip().split(",")]
-        if len(words) == len(fields):
-            clock, max_clock, temperature, active = (_number(word) for word in words)
-            return DeviceState(
-                sm_clock_mhz=clock,
-                max_sm_clock_mhz=max_clock,
-                temperature_c=temperature,
-                throttle_reasons=tuple(name for bit, name in REASONS.items() if (active or 0) & bit),
-            )
-    return None
 
 
 def kernels_of(call: Callable[[], object], device: torch.device | str) -> tuple[Kernel, ...]:
@@ -210,54 +89,34 @@ def kernels_of(call: Callable[[], object], device: torch.device | str) -> tuple[
 
     Profiling slows the host but not the kernels, so it runs separately from the samples.
 
-    On CUDA: kernels, copies and fills, with their time on the device. Elsewhere kernels have no names, so: ATen's
+    On a GPU: kernels, copies and fills, with their time on the device. On a CPU kernels have no names, so: ATen's
     operators, with their time excluding the operators they call. Work outside torch is not seen.
     """
-    is_cuda = torch.device(device).type == "cuda"
-    kind = "CUDA" if is_cuda else "CPU"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-    if is_cuda:
-        torch.cuda.synchronize(device)
+    accelerator = accelerator_of(device)
+    kind, wait = ("CPU", do_nothing) if accelerator is None else (accelerator.type.upper(), accelerator.synchronize)
+    activities = {ProfilerActivity.CPU, getattr(ProfilerActivity, kind)}
+    wait()
     with profile(activities=activities) as profiler:
         call()
-        if is_cuda:
-            torch.cuda.synchronize(device)
+        wait()
     counts, durations = Counter[str](), Counter[str]()
     for event in profiler.events() or ():
         if event.device_type.name != kind or getattr(event, "is_user_annotation", False):
             continue
-        if not is_cuda and not event.name.startswith("aten::"):
+        if accelerator is None and not event.name.startswith("aten::"):
             continue
         counts[event.name] += 1
-        duration_us = event.time_range.elapsed_us() if is_cuda else event.self_cpu_time_total
+        duration_us = event.self_cpu_time_total if accelerator is None else event.time_range.elapsed_us()
         durations[event.name] += round(duration_us * 1000)
     return tuple(
         Kernel(name=name, count=counts[name], duration_ns=duration) for name, duration in durations.most_common()
     )
 
 
-def _identifier(device: torch.device | str) -> str | None:
-    """Return nvidia-smi's identifier of a device, or None. torch's index may differ from nvidia-smi's."""
-    if torch.device(device).type != "cuda":
-        return None
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-
-
-def _number(word: str) -> int | None:
-    """Return the number in ``1980`` or ``0x0000000000000004``; None for ``[N/A]`` and all other text."""
-    try:
-        return int(word, 0)
-    except ValueError:
-        return None
-
-
 # Clocks that keep their own references to Python and torch, so a backend imported later cannot replace them.
 #
 # :class:`HostClock` times what is done when a call returns: everything on a CPU, and the host's part of a step.
 # :class:`EventClock` times the work of a device.
-
-__all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns"]
 
 LONGEST_HOLD_NS = 10_000_000
 """Longest time for which a device is held back while the host issues a call, in nanoseconds."""
@@ -371,8 +230,8 @@ class EventClock:
 
     name: ClockName = "events"
 
-    def __init__(self, device: torch.device | str, api: DeviceApi | None = None) -> None:
-        self._api = cuda_api(device) if api is None else api
+    def __init__(self, api: Accelerator) -> None:
+        self._api = api
         self._hold_ns = 0
         self._guards: list[bool] = []
         self._is_holding = True
@@ -458,8 +317,9 @@ class EventClock:
 
 
 def clock_for(device: torch.device | str) -> Clock:
-    """Return a clock for work on ``device``: events on CUDA, the host's clock elsewhere."""
-    return EventClock(device) if torch.device(device).type == "cuda" else HostClock()
+    """Return a clock for work on ``device``: events on a GPU, the host's clock on a CPU."""
+    accelerator = accelerator_of(device)
+    return HostClock() if accelerator is None else EventClock(accelerator)
 
 
 # Take samples: a warm-up until times settle, then as many as the median needs or as time allows.

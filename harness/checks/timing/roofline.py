@@ -29,6 +29,7 @@ from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
 from attncheck.harness.checks.timing.clock import Clock, do_nothing, host_ns
+from attncheck.harness.device import accelerator_of
 from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Request, request_of
 from attncheck.harness.problem.sizes import ITEMSIZES, naive_layer, num_weights
@@ -164,7 +165,8 @@ def measure_ceilings(
     ``flush`` is called before each repeat, as before each sample. Copied bytes count twice, as read and as written.
     """
     device, element = torch.device(device), DTYPES[dtype]
-    sizes, free = (GPU, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else (CPU, CPU.copied * 64)
+    accelerator = accelerator_of(device)
+    sizes, free = (CPU, CPU.copied * 64) if accelerator is None else (GPU, accelerator.free_bytes())
     generator = torch.Generator(device).manual_seed(0)
     copied = min(sizes.copied, free // 8) // element.itemsize
     source = torch.randn(copied, generator=generator, device=device, dtype=element)

@@ -91,7 +91,7 @@ def test_mutants_are_caught_where_the_catalogue_expects_it(key):
     case, missed, levels = case_of(key), [], set()
     examiner = Examiner(RunPlan((case,)))
     for check in {mutant.check for mutant in mutants if mutant.base == PLAIN}:
-        (record,) = examiner.examine(case, load(PLAIN_REF), (check,))
+        (record,) = examiner.records(case, load(PLAIN_REF), checks=(check,))
         assert record.outcome in ("passed", "unsupported"), record
     for mutant in mutants:
         try:
@@ -99,7 +99,7 @@ def test_mutants_are_caught_where_the_catalogue_expects_it(key):
         except BackendUnavailableError:
             continue
         with no_explanations():
-            (record,) = examiner.examine(case, backend, (mutant.check,))
+            (record,) = examiner.records(case, backend, checks=(mutant.check,))
         if record.outcome not in ("failed", "errored") or not is_diagnosed(record, mutant):
             missed.append((mutant.name, record))
         if mutant.kind == "graph":

@@ -177,7 +177,7 @@ def test_the_other_checks_state_why_they_do_not_apply() -> None:
     loaded = LoadedBackend("STATE", "STATE", backend_of(Builder), "", "")
     undeclared: Callable[..., list[str]] = staticmethod(lambda *_: [])
     loaded.backend.unsupported_reasons = undeclared  # type: ignore[method-assign]
-    outcomes = {record.check: record for record in Examiner(plan).examine(CASE, loaded)}
+    outcomes = {record.check: record for record in Examiner(plan).records(CASE, loaded)}
     assert {check: record.outcome for check, record in outcomes.items()} == {
         "numerics": "unsupported",
         "refusals": "unsupported",

@@ -11,8 +11,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.numerics import NUMERICS, check_numerics
-from attncheck.harness.driver.observation import Observation
+from attncheck.harness.checks.numerics import CHECKS, check_numerics
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -24,7 +23,7 @@ from attncheck.harness.truth.truth import truth_of
 def test_the_finding_names_the_kernels_that_a_library_chose(ref: str, kernels: tuple[str, ...], make_case: Any) -> None:
     problem = build_problem(make_case((1, 9), (3, 20)), 0)
     truth = truth_of(problem, torch.device("cpu"))
-    found = NUMERICS.run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
+    found = CHECKS["numerics"].run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
     assert found.chosen_kernels == kernels  # type: ignore[union-attr]
 
 
@@ -39,7 +38,6 @@ def judged(case: Any, change: Any) -> Broken:
     problem = build_problem(case, 0)
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     seen = Session(backend, problem, torch.device("cpu")).run()
-    assert isinstance(seen, Observation)
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
     return found
@@ -80,7 +78,6 @@ def test_rows_that_were_never_written_do_not_hide_wrong_ones(plain: Callable[[st
     problem = build_problem(make_case((1, 9), (6, 20)), 0)
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
     seen = Session(backend, problem, torch.device("cpu")).run()
-    assert isinstance(seen, Observation)
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
     assert plain(found.summary) == snapshot(
@@ -111,7 +108,6 @@ def test_rows_that_were_written_in_part_are_not_called_unwritten(
     impl = type("Impl", (ReferenceImpl,), {"attend": attend})
     backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
     seen = Session(backend, problem, torch.device("cpu")).run()
-    assert isinstance(seen, Observation)
     found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
     assert isinstance(found, Broken)
     assert found.summary.startswith(f"7 of 7 rows were never written {where}, or only added to, the first is row 0")

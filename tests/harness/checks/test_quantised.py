@@ -13,7 +13,6 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks import cache_write, numerics
 from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import CodecError, prove_codec
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
@@ -44,7 +43,6 @@ def findings(backend: Any, case: Any) -> dict[str, Finding]:
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
     seen = session.run()
-    assert isinstance(seen, Observation)
     truth = truth_of(problem, CPU)
     return {
         "numerics": numerics.check_numerics(problem, truth, seen),
@@ -216,11 +214,9 @@ def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: An
     problem = build_problem(make_case((1, 9), (3, 20), padding=(1, 3), output_quant=OutputQuantSpec(scale=0.01)), 0)
     session = Session(ReferenceBackend, problem, CPU)
     seen = session.run(Fill())
-    assert isinstance(seen, Observation)
     assert seen.output.dtype == E4M3
     assert seen.output[4:].double().unique().tolist() == [1.5]
     idle = session.run_without_metadata()
-    assert not isinstance(idle, Raised)
     assert bool(torch.isfinite(idle.double()).all())
 
 

@@ -1,4 +1,4 @@
-"""An audit that examines the backends itself: what a time limit or a signal leaves is on its page."""
+"""A run of a library with ``--within``: what the time limit or a signal leaves is on the page of its audit."""
 
 import json
 import os
@@ -41,16 +41,19 @@ class Mine(SDPABackend):
 
 @pytest.fixture
 def audit(monkeypatch, tmp_path, capfd):
-    """``audit(statement, *words)``: the exit code and the page of an audit of two backends, and its run file."""
+    """``audit(statement, form, *words)``: the exit code and the audit of a run of two backends, and its run file."""
 
-    def run(statement, *words):
-        file, runs = tmp_path / "mine.py", tmp_path / "run.jsonl"
+    def run(statement, form, *words):
+        file, runs, page = tmp_path / "mine.py", tmp_path / "run.jsonl", tmp_path / "audit"
         file.write_text(BACKEND.format(statement=statement))
         family = [SurveyedBackend(name=name, level="UNIFORM_BATCH") for name in (f"{file}:Mine", "torch_sdpa")]
         family.append(SurveyedBackend(name="vllm:ONE", reason="ONE needs a GPU"))
         monkeypatch.setattr(survey, "survey", lambda family_name, device, wishes, limit: tuple(family))
-        code = main(["audit", "vllm", *WORDS, *words, "--run-file", str(runs)])
-        return code, capfd.readouterr().out, read_run(runs)
+        code = main(["run", "vllm:*", *WORDS, *words, "--output", str(runs), "--report", f"{form}={page}"])
+        capfd.readouterr()
+        assert main(["report", str(runs), "--format", form]) == 0
+        assert capfd.readouterr().out == page.read_text()
+        return code, page.read_text(), read_run(runs)
 
     return run
 
@@ -59,8 +62,8 @@ def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(
     """A hang in float32 takes the time of the backend: its float16 case, which comes before, is right."""
     shared = TimeLimits.shared  # the time of loading does not count
     monkeypatch.setattr(TimeLimits, "shared", lambda limits, _, backends, jobs: shared(limits, 5.0, backends, jobs))
-    code, page, run = audit("time.sleep(1e6)")
-    assert code == 0
+    code, page, run = audit("time.sleep(1e6)", "audit", "--within", "1000")
+    assert code == 1
     assert run.complete
     assert {record.outcome for record in run.records if record.backend == "torch_sdpa"} == {"passed"}
     mine = {record.case_id: record.outcome for record in run.records if record.backend == "Mine"}
@@ -72,7 +75,7 @@ def test_a_backend_that_uses_up_its_time_has_its_measured_part_and_what_it_left(
 def test_a_signal_ends_the_audit_with_a_page_of_what_was_measured(audit):
     """The second backend is done, and waits for the first, which sends the signal."""
     statement = f"time.sleep(3); os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(1e6)"
-    code, page, run = audit(statement, "--within", "0", "--format", "json")
+    code, page, run = audit(statement, "audit-json", "--within", "0")
     assert code == 128 + signal.SIGTERM
     assert not run.complete
     found = json.loads(page)

@@ -62,7 +62,7 @@ TheRun = Callable[[Path], Path]
         ),
         (
             ["--last-failed"],
-            snapshot("error: results: holds no run for --last-failed; run once without it"),
+            snapshot("error: results: holds no run yet; `attncheck run` without --output writes one"),
         ),
         (
             ["--backend", "./broken.py:B"],
@@ -183,7 +183,7 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
         (
             "report a.jsonl --format pdf",
             snapshot(
-                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv'; see `attncheck report --help`"
+                "error: --format: 'pdf' is not one of 'terminal', 'markdown', 'html', 'junit', 'github', 'pytest-benchmark', 'json', 'csv', 'audit', 'audit-json', 'expect'; see `attncheck report --help`"
             ),
         ),
     ],
@@ -251,7 +251,12 @@ def test_our_own_fault_is_exit_code_3_and_its_message_states_how_to_see_more(
     def fall() -> int:
         raise ZeroDivisionError("of ours")
 
-    assert cli.exit_code(fall) == 3
+    def exit_code() -> int:
+        with pytest.raises(typer.Exit) as left:
+            cli.with_exit_code(fall)()
+        return left.value.exit_code
+
+    assert exit_code() == 3
     err = capsys.readouterr().err
     assert err == snapshot("""\
 attncheck itself failed: ZeroDivisionError: of ours
@@ -260,7 +265,7 @@ set ATTNCHECK_TRACEBACK=1 to see where; please report it with that output
     assert "ATTNCHECK_TRACEBACK=1" in err
     assert "Traceback" not in err
     monkeypatch.setenv("ATTNCHECK_TRACEBACK", "1")
-    assert cli.exit_code(fall) == 3
+    assert exit_code() == 3
     assert "in fall" in capsys.readouterr().err
 
 

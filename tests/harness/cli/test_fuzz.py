@@ -12,8 +12,9 @@ from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import fuzz
 from attncheck.harness.cli.fuzz import read_time, recorded_failure
+from attncheck.harness.cli.run_files import run_path
 from attncheck.harness.fuzz.stand_alone import StandAloneAnswer
-from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.store import Run, read_run
 
 Attncheck = Callable[..., int]
 
@@ -46,7 +47,7 @@ def test_a_fault_that_needs_three_heads_is_found_and_made_small(
 ) -> None:
     (folder / "mine.py").write_text(FUNCTION)
     words = ("fuzz", "./mine.py:Wrong", "--check", "numerics", "--maxfail", "1", "--output", "found")
-    assert cli.main([*words, "--device", "cpu", "--shrink-time", "300"]) == 1
+    assert cli.main([*words, "--device", "cpu", "--budget", "300s", "--shrink-time", "300"]) == 1
     printed = capsys.readouterr().out
     (file,) = (folder / "found").iterdir()
     (small,) = load_file(file).cases
@@ -59,7 +60,7 @@ def test_a_fault_that_needs_three_heads_is_found_and_made_small(
 
 @pytest.mark.usefixtures("quick")
 def test_a_right_backend_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fuzz", "--backend", "torch_sdpa", "--budget", "1s", "--device", "cpu"]) == 0
+    assert cli.main(["fuzz", "--backend", "torch_sdpa", "--budget", "4s", "--device", "cpu"]) == 0
     assert "failures: 0" in capsys.readouterr().out
     assert not list((folder / "results").iterdir())
 
@@ -74,6 +75,13 @@ def test_a_recorded_failure_is_made_small(folder: Path, run: Attncheck, capsys: 
     assert "small: 1 requests, 1 new tokens, 1 keys, 1 heads of 1, 0 fields" in printed
 
 
+def test_the_smallest_failing_case_is_the_default(run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "wrong.py:Wrong", "--check", "numerics") == 1
+    recorded = read_run(run_path("last"))
+    assert recorded_failure(recorded, "", "", None).case.id == "prefill"  # of 17 keys; decode has 27
+    assert recorded_failure(recorded, "small/decode", "", None).case.id == "decode"
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_repaired_failure_is_reported(folder: Path, run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--backend", "wrong.py:Wrong", "--check", "numerics", "--output", "run.jsonl") == 1
@@ -86,6 +94,7 @@ def test_a_case_that_did_not_fall_short_is_refused(folder: Path, here: Attncheck
     assert here("--backend", "reference", "--output", "run.jsonl") == 0
     assert cli.main(["shrink", "run.jsonl::small/decode"]) == 2
     assert cli.main(["shrink", "run.jsonl"]) == 2
+    assert cli.main(["shrink"]) == 2  # no run is kept
 
 
 def test_a_backend_must_be_named_where_several_fell_short(make_record: Callable[..., object], header: object) -> None:

@@ -6,18 +6,16 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from inline_snapshot import snapshot
 
 from attncheck.backends import registry
 from attncheck.errors import BackendUnavailableError
-from attncheck.harness import host
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import doctor
 from attncheck.harness.cli.common import terminal_width
-from attncheck.harness.host import GpuModes
+from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.truth.shared_folder import SharedFolder
 from attncheck.reports.run_file.store import read_run
 
@@ -25,7 +23,7 @@ Attncheck = Callable[..., int]
 
 
 def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.schema() == 0
+    assert cli.main(["list", "schema"]) == 0
     assert "cases" in json.loads(capsys.readouterr().out)["properties"]
 
 
@@ -174,13 +172,12 @@ def test_doctor_prints_where_truths_are_stored(
 def test_doctor_prints_what_a_gpu_is_set_to(
     modes: GpuModes | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    found = host.collect_environment("cpu").model_copy(update={"driver": "590.1"})
-    monkeypatch.setattr(host, "collect_environment", lambda device: found)
-    monkeypatch.setattr(host, "gpu_modes", lambda device: modes)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=2**36))
-    assert doctor._gpu(0).endswith(expected)
+    monkeypatch.setattr(Cuda, "facts", lambda _gpu: Facts("H100", "9.0", 2**36, cache=2**20))
+    monkeypatch.setattr(Cuda, "driver", lambda _gpu: "590.1")
+    monkeypatch.setattr(Cuda, "modes", lambda _gpu: modes)
+    printed = doctor._gpu(Cuda(0))
+    assert printed.startswith("H100, compute capability 9.0, 64.0 GiB, driver 590.1")
+    assert printed.endswith(expected)
 
 
 def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

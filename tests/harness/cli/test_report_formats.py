@@ -155,6 +155,14 @@ def test_no_run_is_overwritten(run: Path, form: str) -> None:
     assert run.read_bytes() == before
 
 
+def test_a_page_is_not_printed_on_a_terminal(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert report("--format", "html") == 2
+    assert capsys.readouterr().err == snapshot("error: --format html is not for a terminal; give --output FILE\n")
+
+
 def test_a_run_that_is_not_there_is_named_whatever_else_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run.parent / "out").write_text("", encoding="utf-8")
     assert cli.main(["report", "nowhere.jsonl", "--output", "out"]) == 2

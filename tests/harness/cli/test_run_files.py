@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import RunFileError
+from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run_files
-from attncheck.harness.cli.run_files import drop_old_runs, kept_folder, kept_runs, measured_costs, newest_run
+from attncheck.harness.cli.run_files import (
+    drop_old_runs,
+    kept_folder,
+    kept_run,
+    kept_runs,
+    measured_costs,
+    report_command,
+    run_path,
+)
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -30,7 +39,7 @@ def test_without_results_the_run_is_in_the_cache(
     assert path.parent.parent == plain / "cache" / "attncheck" / "runs"
     assert path.parent.name.startswith(f"{plain.name}-")
     assert str(path) in capsys.readouterr().out.splitlines()[-1]
-    assert read_run(newest_run(kept_folder())).complete
+    assert read_run(kept_run(kept_folder())).complete
     assert not (plain / "results").exists()
 
 
@@ -77,7 +86,7 @@ def test_only_the_newest_runs_that_attncheck_named_stay(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     drop_old_runs(tmp_path, 3)
     assert {path.name for path in tmp_path.iterdir()} == {*names[-3:], *others}
-    assert newest_run(tmp_path).name == names[-1]
+    assert kept_run(tmp_path).name == names[-1]
 
 
 def test_the_runs_of_the_cache_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,5 +125,28 @@ def test_costs_of_checks_come_from_the_newest_runs_on_this_device(
 
 def test_a_folder_without_runs_has_no_newest(tmp_path: Path) -> None:
     (tmp_path / "times.jsonl").touch()
-    with pytest.raises(RunFileError, match="holds no run for --last-failed"):
-        newest_run(tmp_path)
+    with pytest.raises(RunFileError, match="holds no run yet"):
+        kept_run(tmp_path)
+
+
+def test_words_name_kept_runs(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oldest, middle, newest = (kept_folder() / name for name in runs(kept_folder(), 1, 2, 3))
+    words = {"last": newest, "last~0": newest, "1": newest, "last~1": middle, "2": middle, "last~2": oldest}
+    assert {word: run_path(word) for word in words} == words
+    assert run_path("./1") == Path("1")
+    assert report_command(newest) == "attncheck report"
+    assert report_command(middle) == f"attncheck report {middle}"
+    with pytest.raises(RunFileError, match="holds 3 runs; the oldest is number 3"):
+        run_path("last~3")
+    (plain / "pyproject.toml").write_text('[tool.attncheck]\noutput = "kept"\n', encoding="utf-8")
+    (own,) = runs(plain / "kept", 4)
+    assert run_path("last") == Path("kept", own)
+
+
+def test_the_newest_kept_run_is_the_default(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here(*QUICK) == 0
+    assert here(*QUICK, "--output", "own.jsonl") == 0
+    capsys.readouterr()
+    assert cli.main(["report", "--section", "verdict"]) == 0
+    assert "reference: PASSED" in capsys.readouterr().out
+    assert cli.main(["compare", "own.jsonl"]) == 0

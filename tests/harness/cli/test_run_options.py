@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
+from attncheck.cases.loader import suite_names
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.common import STEP_SUMMARY
 from attncheck.harness.cli.run_files import only_failed
 from attncheck.harness.run.options import RunOptions, read_jobs, read_size
 from attncheck.reports.run_file.store import read_run
@@ -102,6 +104,31 @@ def test_the_slowest_checks_are_listed(here: Attncheck, capsys: pytest.CaptureFi
     assert len(re.findall(r"^passed  reference  small/", printed.err, re.MULTILINE)) == 3
 
 
+def test_a_dry_run_examines_nothing(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("reference", "--check", "numerics") == 0
+    kept = list((folder / "results").iterdir())
+    capsys.readouterr()
+    assert here("reference", "torch_sdpa", "--check", "numerics,timing", "--dry-run", "--dump", "tensors") == 0
+    *lines, estimate = capsys.readouterr().out.splitlines()[-4:]
+    assert lines == [
+        "reference: numerics 2 cases, timing 2 cases",
+        "torch_sdpa: numerics 2 cases, timing 2 cases",
+        "cases: small/decode, small/prefill",
+    ]
+    assert re.fullmatch(
+        r"time: about \d+ s, an estimate from 2 of 8 checks in kept runs; without starts of processes, and timing",
+        estimate,
+    )
+    assert list((folder / "results").iterdir()) == kept
+    assert not (folder / "tensors").exists()
+
+
+def test_every_suite_is_selected_by_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "cases", "--suite", "all", "--case", "decode.float16"]) == 0
+    suites = {line.partition("/")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"smoke", "sinks"} <= suites <= set(suite_names())
+
+
 def test_colours_are_a_choice(
     here: Attncheck, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,3 +206,41 @@ def test_a_variable_that_a_backend_reads_and_does_not_get_is_named(
     printed = capsys.readouterr()
     assert "flag" in printed.err
     assert "not passed" not in printed.out
+
+
+def test_reports_are_written_at_the_end(
+    here: Attncheck, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(folder / "summary.md"))
+    words = ("./wrong.py:Wrong", "--case", "decode", "--check", "numerics", "--no-output")
+    assert here(*words, "--report", "junit=new/j.xml,github", "--report", "csv=r.csv") == 1
+    assert (folder / "new" / "j.xml").read_text().count("<testcase ") == 1
+    assert (folder / "r.csv").read_text().count("\n") == 2
+    assert (folder / "summary.md").read_text().startswith("## attncheck: failed: 1 backend, 1 case: 1 failed")
+    assert "\n::error " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        (
+            "pdf=a.pdf",
+            snapshot(
+                "error: unknown report format 'pdf' (known: terminal, markdown, html, junit, github, pytest-benchmark, json, csv, audit, audit-json, expect)\n"
+            ),
+        ),
+        ("html", snapshot("error: --report html names no file; give html=FILE\n")),
+    ],
+)
+def test_reports_that_cannot_be_written_are_refused(
+    here: Attncheck, capsys: pytest.CaptureFixture[str], reports: str, message: str
+) -> None:
+    assert here("reference", "--report", reports) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_a_report_that_fails_leaves_the_others(here: Attncheck, folder: Path) -> None:
+    (folder / "file").touch()
+    words = ("reference", "--case", "decode", "--check", "numerics", "--no-output")
+    assert here(*words, "--report", "csv=file/r.csv,json=r.json") == 2
+    assert (folder / "r.json").exists()

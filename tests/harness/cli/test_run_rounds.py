@@ -14,10 +14,11 @@ from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run import ProgressLines, execute_run
+from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.options import OPTIONS, RunOptions
-from attncheck.harness.run.run import Executor, Run
-from attncheck.harness.run.selection import DEFAULT_ROUNDS, Selection
+from attncheck.harness.run.selection import DEFAULT_ROUNDS, RunPlan, Selection
 from attncheck.harness.workers.pool import WorkerPool
+from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Crashed, Record, timing_of
 from attncheck.reports.run_file.store import read_run
 
@@ -224,13 +225,14 @@ def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
 def test_options_reach_the_plan(
     run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[tuple[TimingSettings, int | None]] = []
+    opened: list[tuple[TimingSettings, int]] = []
 
-    def open_run(selection: Selection, options: RunOptions, executor: Executor, timing: Any, **keywords: Any) -> None:
-        opened.append((timing, options.rounds))
+    def begin(self: Any, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+        opened.append((plan.timing, plan.rounds))
         raise SelectionError("enough")
 
-    monkeypatch.setattr(Run, "open", open_run)
+    for kind in (WorkerPool, ThisProcess):
+        monkeypatch.setattr(kind, "begin", begin)
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
     assert cli.main(["time", "--suite", "small.yaml", "--device", "cpu", *words]) == 2
     assert opened == [(settings, rounds)]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import watch
 from attncheck.harness.cli.watch import watch_run
 from attncheck.harness.run.options import RunOptions
@@ -158,4 +157,3 @@ def test_the_option_is_one_of_run(
     monkeypatch.setattr(WorkerProcess, "close", lambda _: None)
     assert run("./mine.py", "--watch") == 1
     assert given[0].backends == ("./mine.py",)
-    assert cli.main(["run", "./mine.py", "--watch", "--in-process"]) == 1

@@ -8,7 +8,7 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.observation import Observation, Raised, capture_exception
+from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
@@ -50,9 +50,9 @@ def run(backend: Any, case: Any) -> Any:
 
 
 def refused(backend: Any, case: Any) -> Raised:
-    """Return what ends the construction of the session."""
+    """Return what a stage raises, of the construction of the session or of its step."""
     with pytest.raises(StageError) as failure:
-        session(backend, case)
+        run(backend, case)
     return failure.value.raised
 
 
@@ -60,7 +60,6 @@ def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
     problem = build_problem(make_case(padding=(1, 2)), 0)
     truth = truth_of(problem, CPU)
     seen = Session(ReferenceBackend, problem, CPU).run()
-    assert isinstance(seen, Observation)
     assert torch.equal(seen.output[:40], truth.out.to(torch.bfloat16))
     assert seen.output.shape == (42, 8, 64)
     assert not seen.unwritten.any()
@@ -102,11 +101,7 @@ def test_rows_come_back_in_the_problems_order_after_reordering(make_case: Any) -
     ],
 )
 def test_whatever_is_raised_comes_back_with_its_stage(make_case: Any, members: Any, stage: str) -> None:
-    try:
-        raised = run(impl(**members), make_case())
-    except StageError as failure:
-        raised = failure.raised
-    assert isinstance(raised, Raised)
+    raised = refused(impl(**members), make_case())
     assert (raised.stage, raised.error_type) == (stage, "ZeroDivisionError")
     assert not raised.is_refusal
     assert "ZeroDivisionError" in raised.trace
@@ -117,7 +112,7 @@ def test_a_refusal_after_writing_is_none(make_case: Any) -> None:
         ReferenceImpl.forward(self, *args, **kwargs)
         raise ValueError("too late")
 
-    raised = run(impl(forward=late), make_case())
+    raised = refused(impl(forward=late), make_case())
     assert raised.touched == ("the output", "the cache")
     assert not raised.is_refusal
 
@@ -126,7 +121,7 @@ def test_an_early_refusal_is_one(make_case: Any) -> None:
     def early(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("not today")
 
-    raised = run(impl(forward=early), make_case())
+    raised = refused(impl(forward=early), make_case())
     assert raised.is_refusal
     assert raised.message == "not today"
 
@@ -259,7 +254,6 @@ def test_cross_attention_writes_first_step_rows_only(make_case: Any) -> None:
     later = RequestSpec(query_len=1, seq_len=9, encoder_len=21)
     problem = build_problem(make_case(first, later, attn_type=AttentionType.ENCODER_DECODER), 0)
     seen = Session(ReferenceBackend, problem, CPU).run()
-    assert isinstance(seen, Observation)
     assert torch.equal(seen.output, truth_of(problem, CPU).out.to(torch.bfloat16))
 
 
@@ -282,7 +276,6 @@ def test_what_is_no_output_is_a_broken_promise_and_not_the_end(make_case: Any, w
 
     tried = session(impl(forward=forward), make_case())
     seen = tried.run()
-    assert isinstance(seen, Observation)
     assert note in seen.protocol[0]
     assert isinstance(tried.run_without_metadata(), torch.Tensor)
 
@@ -335,8 +328,9 @@ def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case: Any) -> No
 
     honest = ReferenceBackend.kv_cache_codec
     backend = variant(kv_cache_codec=staticmethod(lambda layer, cache: Codec(honest(layer, cache))))
-    raised = session(backend, make_case()).run(Fill(poison=float("nan")))
-    assert isinstance(raised, Raised)
+    with pytest.raises(StageError) as failure:
+        session(backend, make_case()).run(Fill(poison=float("nan")))
+    raised = failure.value.raised
     assert (raised.stage, raised.message) == ("cache", "no NaN here")
 
 

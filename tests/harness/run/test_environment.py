@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import attncheck
-from attncheck.harness import host
-from attncheck.harness.host import GpuModes, collect_environment, device_memory, gpu_modes
+from attncheck.harness import device, host
+from attncheck.harness.device import Cuda, GpuModes, accelerator_of, collect_environment
 
 SRC = Path(attncheck.__file__).parents[1]
 
@@ -35,8 +35,8 @@ def test_tools_are_queried_once_and_policies_every_time(monkeypatch: pytest.Monk
 
 
 def test_a_missing_tool_is_none() -> None:
-    assert host._first_line("no-such-tool-at-all") is None
-    assert host._first_line("false") is None
+    assert host.first_line("no-such-tool-at-all") is None
+    assert host.first_line("false") is None
 
 
 def test_a_checkout_that_is_not_installed_has_a_version() -> None:
@@ -70,12 +70,12 @@ def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(
         arguments.extend(words)
         return printed
 
-    monkeypatch.setattr(host, "_first_line", first_line)
+    monkeypatch.setattr(device, "first_line", first_line)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
-    assert gpu_modes("cuda:1") == expected
-    assert "--id=GPU-of cuda:1" in arguments
+    assert Cuda(1).modes() == expected
+    assert "--id=GPU-of 1" in arguments
     assert expected is None or expected.is_shared == (expected.compute == "Default")
 
 
-def test_a_cpu_has_no_modes_and_no_memory_of_its_own() -> None:
-    assert (gpu_modes("cpu"), device_memory("cpu")) == (None, None)
+def test_a_cpu_is_no_accelerator() -> None:
+    assert accelerator_of("cpu") is None

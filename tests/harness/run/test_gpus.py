@@ -7,6 +7,7 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.errors import QuestionError
+from attncheck.harness.device import Cuda
 from attncheck.harness.run.evaluate import environment_of
 from attncheck.harness.run.preparation import gpu_variables, gpus_alike, refuse_other_gpu
 
@@ -25,7 +26,9 @@ from attncheck.harness.run.preparation import gpu_variables, gpus_alike, refuse_
 def test_each_process_sees_one_of_the_gpus_that_are_visible(
     count: int, given: dict[str, str], expected: list[str]
 ) -> None:
-    assert gpu_variables(count, given, is_hip=False) == [{"CUDA_VISIBLE_DEVICES": each} for each in expected]
+    assert gpu_variables(count, given, Cuda.visible_variables()) == [
+        {"CUDA_VISIBLE_DEVICES": each} for each in expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -38,14 +41,16 @@ def test_each_process_sees_one_of_the_gpus_that_are_visible(
     ],
 )
 def test_rocm_gets_both_variables_and_counts_within_those_of_its_runtime(
-    given: dict[str, str], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: list[str]
 ) -> None:
-    found = gpu_variables(2, given, is_hip=True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = gpu_variables(2, given, Cuda.visible_variables())
     assert found == [{"HIP_VISIBLE_DEVICES": each, "CUDA_VISIBLE_DEVICES": each} for each in expected]
 
 
 def gpu(uuid: str, *, name: str = "H100", minor: int = 0, memory: int = 80) -> SimpleNamespace:
-    return SimpleNamespace(name=name, major=9, minor=minor, total_memory=memory * 2**30, uuid=uuid)
+    sizes = {"total_memory": memory * 2**30, "L2_cache_size": 50 * 2**20, "multi_processor_count": 132}
+    return SimpleNamespace(name=name, major=9, minor=minor, uuid=uuid, **sizes)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, *gpus: SimpleNamespace) -> None:

@@ -38,7 +38,9 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lose
 
 
-def records(case: Case, deed: Callable[[], object], **plan: Any) -> list[Record]:
+def records(
+    case: Case, deed: Callable[[], object], checks: tuple[str, ...] = ("numerics", "lse"), **plan: Any
+) -> list[Record]:
     """What becomes of a case whose forward does ``deed`` at its end."""
 
     class Impl(ReferenceImpl):
@@ -53,7 +55,7 @@ def records(case: Case, deed: Callable[[], object], **plan: Any) -> list[Record]
             return Impl
 
     loaded = load_object(Mine)
-    return Examiner(RunPlan((case,), (loaded,), ("numerics", "lse"), **plan)).examine(case, loaded)
+    return list(Examiner(RunPlan((case,), (loaded,), checks, **plan)).records(case, loaded))
 
 
 def crash(case: Case, deed: Callable[[], object], **plan: Any) -> Crashed:
@@ -87,6 +89,21 @@ def test_what_the_backend_raised_names_its_stage(make_case: Any, lose: Callable[
     assert (record.stage, record.cause) == ("check numerics, in forward", LOST)
     assert "test_lost_device.py" in record.output
     assert " in deed" in record.output
+
+
+def test_the_step_that_lost_the_device_is_named_not_a_later_one(make_case: Any, lose: Callable[[], None]) -> None:
+    number = 0
+
+    def deed() -> None:
+        nonlocal number
+        number += 1
+        if number >= 7:
+            lose()
+            raising(ILLEGAL)()
+
+    record = crash(make_case(), deed, checks=("invariance",))
+    assert record.stage.startswith("check invariance, in forward of the step with strides.query: ")
+    assert number == 7
 
 
 def test_an_error_that_a_launch_left_to_the_harness_is_the_backends(

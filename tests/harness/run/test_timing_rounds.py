@@ -19,7 +19,6 @@ from attncheck.harness.run.selection import (
     RoundQuestions,
     RunPlan,
     check_timed,
-    choose_rounds,
     count_questions,
     rotated,
     select_cases,
@@ -73,27 +72,17 @@ def test_every_backend_is_the_first_as_often_as_any_other() -> None:
     ],
 )
 def test_ten_rounds_by_default(wanted: int | None, is_timed: bool, in_process: bool, rounds: int) -> None:
-    assert choose_rounds(wanted, is_timed=is_timed, in_process=in_process) == rounds
+    selection = select_cases(["decode"], (), ["timing" if is_timed else "numerics"])
+    options = RunOptions(backends=("reference",), rounds=wanted, in_process=in_process)
+    assert Run.open(selection, options, FakePool()).plan.rounds == rounds
 
 
-@pytest.mark.parametrize(
-    ("wanted", "is_timed", "in_process", "message"),
-    [
-        (0, True, False, snapshot("0 rounds: give a whole number, 1 or above")),
-        (-1, False, True, snapshot("-1 rounds: give a whole number, 1 or above")),
-        (
-            2,
-            False,
-            False,
-            snapshot("--rounds 2: only the check timing runs in rounds; add --check timing, or leave out --rounds"),
-        ),
-        (2, True, True, snapshot("2 rounds in one process: a round is a process; leave out --in-process or --rounds")),
-    ],
-)
-def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, message: str) -> None:
+def test_rounds_in_one_process_are_refused() -> None:
     with pytest.raises(SelectionError) as refused:
-        choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
-    assert str(refused.value) == message
+        RunOptions(rounds=2, in_process=True)
+    assert str(refused.value) == snapshot(
+        "--rounds 2 in one process: a round is a process; leave out --in-process or --rounds"
+    )
 
 
 class FakePool(WorkerPool):
@@ -112,13 +101,14 @@ class FakePool(WorkerPool):
 def test_settings_of_times_reach_the_plan_the_processes_and_the_header() -> None:
     pool, settings = FakePool(), TimingSettings(limit_s=2.0, warm=True)
     selection = select_cases(["decode"], (), ["timing"])
-    options = RunOptions(backends=("reference",), device="cpu", rounds=4)
-    apart = Run.open(selection, options, pool, timing=settings)
+    options = RunOptions(backends=("reference",), device="cpu", rounds=4, time_limit=2.0, warm_cache=True)
+    apart = Run.open(selection, options, pool)
     assert (apart.plan.rounds, apart.plan.timing, pool.assignment.timing) == (4, settings, settings)
     assert apart.header().rounds == 4
     assert apart.notes == ()
-    here = Run.open(selection, replace(options, rounds=1), ThisProcess(), timing=settings)
-    assert (here.plan.rounds, here.plan.timing) == (1, settings)
+    own = TimingSettings(max_samples=20)
+    here = Run.open(selection, replace(options, rounds=1), ThisProcess(), timing=own)
+    assert (here.plan.rounds, here.plan.timing) == (1, own)
 
 
 def test_a_selection_states_whether_it_is_timed() -> None:

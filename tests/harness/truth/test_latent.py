@@ -12,7 +12,6 @@ from attncheck.backends.candidates.reference_mla import ReferenceMLABackend, Ref
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.harness.checks.interface import dump_case
 from attncheck.harness.driver.construction import KVBProj
-from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import naive_layer, needed_bytes, stored_sizes
@@ -212,7 +211,6 @@ def test_a_layer_is_driven_as_the_contract_requires(make_latent: Any, recorder: 
     mla = replace(SIZES, workspace=24)
     problem = build_problem(make_latent((1, 37), (5, 40), padding=(1, 3), dtype="float16", mla=mla), 0)
     seen = Session(recorder, problem, CPU).run()
-    assert isinstance(seen, Observation)
     assert seen.output.shape == (6 + 3, 3, 24)
     (_, arguments, keywords), weights, (_, call, options) = recorder.seen
     assert arguments == (3, 80, 48**-0.5, 1, None, None, "auto", None, "decoder", None)
@@ -239,7 +237,6 @@ class WithoutCodec(TorchMLABackend):
 def test_a_backend_without_a_codec_is_filled_through_its_own_writer(make_latent: Any) -> None:
     problem = build_problem(make_latent(), 0)
     seen = Session(WithoutCodec, problem, CPU).run(Fill())
-    assert isinstance(seen, Observation)
     assert float(shares(truth_of(problem, CPU), seen.output).max()) <= 1
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attncheck.cases.model import Case
+from attncheck.harness.device import float64_rate
 from attncheck.harness.truth import truth as module
 from attncheck.harness.truth.truth import device_seconds, host_seconds, truth_device, truth_notes
 from attncheck.reference.spec import AttentionType, RequestSpec
@@ -15,7 +16,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def gpu(major: int, minor: int, num_sms: int, **others: int) -> Any:
-    return SimpleNamespace(major=major, minor=minor, multi_processor_count=num_sms, **others)
+    sizes = {"total_memory": 2**34, "L2_cache_size": 2**25, "multi_processor_count": num_sms}
+    return SimpleNamespace(name="GPU", major=major, minor=minor, **sizes, **others)
 
 
 H100, RTX_4090, RTX_3050 = gpu(9, 0, 132), gpu(8, 9, 128, clock_rate=2_520_000), gpu(8, 6, 20)
@@ -62,14 +64,16 @@ def test_the_seconds_are_operations_over_rates(prefill: Case) -> None:
     pairs = sum(range(1, 4097))  # of a causal prefill
     products, values = 2 * 8 * 64 * pairs, 2 * 8 * 64 * pairs
     # An SM of H100 has 64 float64 units; half of their rate is counted on.
-    assert device_seconds(prefill, H100) == pytest.approx((products + 2 * values) / (132 * 64 * 1.5e9))
+    assert device_seconds(prefill, float64_rate(H100)) == pytest.approx((products + 2 * values) / (132 * 64 * 1.5e9))
     copied = 8 * 4096 * 8 * (64 + 4) / 10e9 + 0.0002
     operations = products + 2 * values + (products + values) / 2
     assert host_seconds(prefill, 4) == pytest.approx(operations / (4 * 16e9) + copied)
-    assert device_seconds(prefill, gpu(12, 0, 132)) == pytest.approx(32 * device_seconds(prefill, H100))
+    assert device_seconds(prefill, float64_rate(gpu(12, 0, 132))) == pytest.approx(
+        32 * device_seconds(prefill, float64_rate(H100))
+    )
 
 
 def test_rows_of_an_encoder_decoder_see_the_encoders_keys(make_case: Any) -> None:
     cross = make_case(RequestSpec(query_len=8, seq_len=8, encoder_len=1000), attn_type=AttentionType.ENCODER_DECODER)
     ordinary = make_case((8, 1000), causal=False)
-    assert device_seconds(cross, H100) == device_seconds(ordinary, H100)
+    assert device_seconds(cross, float64_rate(H100)) == device_seconds(ordinary, float64_rate(H100))

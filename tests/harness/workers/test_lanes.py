@@ -13,8 +13,8 @@ from attncheck.harness.run.outcomes import BackendDescription, Circumstances, Pr
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerError
+from attncheck.harness.workers.pool import WorkerError, WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Passed, Record

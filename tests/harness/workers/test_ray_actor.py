@@ -13,7 +13,7 @@ from attncheck.harness.run.run import file_digest
 from attncheck.harness.run.selection import RunPlan, Selection, select_cases
 from attncheck.harness.workers.executor import BackendQuestion
 from attncheck.harness.workers.limits import TimeLimits, WorkerSettings
-from attncheck.harness.workers.process import assignment_of
+from attncheck.harness.workers.pool import assignment_of
 from attncheck.harness.workers.protocol import (
     Assignment,
     ChooseDevice,

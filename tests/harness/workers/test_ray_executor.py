@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from inline_snapshot import snapshot
@@ -13,9 +13,9 @@ from attncheck.harness.run.outcomes import BackendDescription, Circumstances, un
 from attncheck.harness.run.selection import RunPlan
 from attncheck.harness.workers import ray
 from attncheck.harness.workers.executor import BackendQuestion
-from attncheck.harness.workers.process import WorkerError
+from attncheck.harness.workers.pool import WorkerError
 from attncheck.harness.workers.protocol import HarnessFailure, Refused
-from attncheck.harness.workers.ray import Answer, Examined, Lost, Node, RayExecutor
+from attncheck.harness.workers.ray import Answer, Examined, Lost, Node, RayCluster, RayExecutor
 from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Crashed, Record, format_line
 
@@ -64,7 +64,7 @@ class FakeCluster:
 
 def executor(cluster: FakeCluster, *cases: Case, checks: tuple[str, ...] = ("numerics",)) -> RayExecutor:
     plan = RunPlan(cases=cases, checks=checks)
-    return RayExecutor(plan, (BACKEND,), cluster, ENVIRONMENT)
+    return RayExecutor(plan, (BACKEND,), cast(RayCluster, cluster), ENVIRONMENT)
 
 
 def ids(records: list[Record]) -> list[str]:
@@ -134,7 +134,9 @@ def test_a_fault_of_attncheck_on_a_node_ends_the_run(cases: list[Case]) -> None:
 def test_a_blind_case_is_named_once(cases: list[Case]) -> None:
     other = BackendDescription(info=BackendInfo(name="other", ref="other"))
     cluster = FakeCluster(lambda node, question: examined(question, "blind" if question.case.id == "a" else None))
-    head = RayExecutor(RunPlan(cases=tuple(cases), checks=("numerics",)), (BACKEND, other), cluster, ENVIRONMENT)
+    head = RayExecutor(
+        RunPlan(cases=tuple(cases), checks=("numerics",)), (BACKEND, other), cast(RayCluster, cluster), ENVIRONMENT
+    )
     assert len(list(head.run())) == 12
     assert list(map(str, head.blind)) == ["blind"]
 

@@ -17,8 +17,8 @@ from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.executor import Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerError
+from attncheck.harness.workers.pool import WorkerError, WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError
 from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, TimedOut

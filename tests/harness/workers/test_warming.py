@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.host import GpuModes
+from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.run.evaluate import RunPlan
 from attncheck.harness.run.outcomes import ProcessEnd, not_loaded
 from attncheck.harness.run.selection import Question
@@ -289,6 +289,8 @@ def test_as_many_processes_as_the_machine_has_room_for(
     }
     monkeypatch.setattr(pool, "usable_cores", lambda: found["cores"])
     monkeypatch.setattr(pool, "free_host_bytes", lambda: found["host"])
-    monkeypatch.setattr(pool, "device_memory", lambda device: found["memory"])
-    monkeypatch.setattr(pool, "gpu_modes", lambda device: found["modes"])
-    assert most_processes("cuda", found["gpus"]) == expected
+    facts = Facts("H100", "9.0", found["memory"], cache=50 * 2**20)
+    monkeypatch.setattr(Cuda, "facts", lambda _gpu: facts)
+    monkeypatch.setattr(Cuda, "modes", lambda _gpu: found["modes"])
+    device = "cpu" if found["memory"] is None else "cuda"
+    assert most_processes(device, found["gpus"]) == expected

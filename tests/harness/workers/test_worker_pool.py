@@ -18,8 +18,8 @@ from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import limits as limits_module
 from attncheck.harness.workers import pool as workers
 from attncheck.harness.workers.limits import Limit, MemoryLimits, MemoryWatch, WorkerSettings, passed_environment
-from attncheck.harness.workers.pool import WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerError, WorkerProcess
+from attncheck.harness.workers.pool import WorkerError, WorkerPool
+from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,

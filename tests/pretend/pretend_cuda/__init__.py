@@ -23,11 +23,11 @@ __all__ = ["Act", "PretendDevice", "Settings", "present"]
 
 @contextmanager
 def present(settings: Settings = Settings()) -> Iterator[PretendDevice]:  # noqa: B008 (frozen)
-    """Patch torch so that it has a CUDA device, in this thread."""
+    """Patch torch so that it has the device, in this thread."""
     device = PretendDevice(settings)
     with ExitStack() as entered:
         entered.callback(device.close)
-        entered.enter_context(patch.multiple(torch.cuda, create=True, **cuda_names(device)))
+        entered.enter_context(patch.multiple(getattr(torch, settings.type), create=True, **cuda_names(device)))
         entered.enter_context(patch.multiple(torch, Generator=Generator, compile=_uncompiled))
         entered.enter_context(patch.object(torch.profiler, "profile", profiler_of(device)))
         entered.enter_context(patch.object(time, "perf_counter_ns", device.clock.read))

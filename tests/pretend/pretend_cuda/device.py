@@ -19,7 +19,6 @@ from pretend_cuda.clock import BYTES_PER_NS, KERNEL_NS, Event, SimulatedClock, S
 from pretend_cuda.order import Order
 
 T = TypeVar("T")
-CUDA = torch.device("cuda", 0)
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """torch's message if its sync-debug mode forbids a wait."""
 
@@ -33,12 +32,14 @@ _FIRST_SWEEP = 4096
 class Settings:
     """A device and its faults.
 
+    ``type``: as in ``torch.device``; torch's module of this name gets the functions of ``torch.cuda``.
     ``names``: one for each GPU of the machine; the first that ``CUDA_VISIBLE_DEVICES`` selects is the device.
     ``lost_at``: the launch that loses the device, counted from 1, or 0. ``failing_capture``: the capture that fails,
     counted from 1, or 0. ``lock``: a file that a process with a context locks, as in exclusive-process mode, or "".
     ``report``: a folder in which each process writes what it did, or "".
     """
 
+    type: str = "cuda"
     names: tuple[str, ...] = ("Pretend GPU",)
     capability: tuple[int, int] = (9, 0)
     num_sms: int = 132
@@ -64,6 +65,7 @@ class PretendDevice:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.named = torch.device(settings.type, 0)
         self.visible = visible_gpus(len(settings.names))
         self.launches: Counter[str] = Counter()
         self.float8_operators: Counter[str] = Counter()

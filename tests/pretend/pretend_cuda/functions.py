@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pretend_cuda.device import CUDA, PretendDevice, storage_key
+from pretend_cuda.device import PretendDevice, storage_key
 
 CPU = torch.device("cpu")
 _WORDS = (torch.device, str, int)
@@ -20,8 +20,8 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._handlers: dict[Any, Callable[..., object]] = {
-            Tensor.device.__get__: lambda tensor: CUDA if device.holds(tensor) else CPU,
-            Tensor.is_cuda.__get__: device.holds,
+            Tensor.device.__get__: lambda tensor: device.named if device.holds(tensor) else CPU,
+            getattr(Tensor, f"is_{device.named.type}").__get__: device.holds,
             Tensor.is_cpu.__get__: lambda tensor: not device.holds(tensor),
             Tensor.get_device: lambda tensor: 0 if device.holds(tensor) else -1,
             Tensor.cpu: lambda tensor, **_: self._moved(tensor, tensor, is_wanted=False),
@@ -57,10 +57,11 @@ class Functions(TorchFunctionMode):
 
     def _create(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Create a tensor on the device ``kwargs["device"]``, which must be that of the generator."""
-        is_wanted = is_cuda(kwargs["device"])
+        is_wanted = is_gpu(kwargs["device"])
         generator = kwargs.get("generator")
-        if generator is not None and is_cuda(generator.device) != is_wanted:
-            named, found = ("cuda", "cpu") if is_wanted else ("cpu", "cuda")
+        if generator is not None and is_gpu(generator.device) != is_wanted:
+            own = self._device.named.type
+            named, found = (own, "cpu") if is_wanted else ("cpu", own)
             raise RuntimeError(f"Expected a '{named}' device type for generator but found '{found}'")
         if is_wanted:
             self._device.answer()
@@ -88,8 +89,8 @@ class Functions(TorchFunctionMode):
             is_held = self._device.holds(data)
             if is_held and storage_key(out) != storage_key(data):
                 self._device.take(out)
-            return self._moved(data, out, is_wanted=is_held if named is None else is_cuda(named))
-        if named is None or not is_cuda(named):
+            return self._moved(data, out, is_wanted=is_held if named is None else is_gpu(named))
+        if named is None or not is_gpu(named):
             return out
         return self._uploaded(out, f"torch.{func.__name__}", is_alias=not isinstance(data, int | float | list | tuple))
 
@@ -100,7 +101,7 @@ class Functions(TorchFunctionMode):
         )
 
     def _of(self, like: Tensor, named: object) -> object:
-        return named if named is not None else CUDA if self._device.holds(like) else CPU
+        return named if named is not None else self._device.named if self._device.holds(like) else CPU
 
     def _to(self, tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
         rest = list(args)
@@ -113,7 +114,7 @@ class Functions(TorchFunctionMode):
         elif rest and isinstance(rest[0], _WORDS) and not isinstance(rest[0], bool):
             named = rest.pop(0)
         if named is not None:
-            is_wanted = is_cuda(named)
+            is_wanted = is_gpu(named)
         dtype = kwargs.pop("dtype", None) or (
             rest.pop(0) if rest and isinstance(rest[0], torch.dtype) else tensor.dtype
         )
@@ -159,11 +160,9 @@ class Functions(TorchFunctionMode):
         return func(tensor, *args, **kwargs)
 
 
-def is_cuda(named: object) -> bool:
-    """Return whether ``named``, in any form that torch accepts, is the pretend device."""
-    if isinstance(named, torch.device):
-        return named.type == "cuda"
-    return isinstance(named, int) or torch.device(named).type == "cuda"
+def is_gpu(named: object) -> bool:
+    """Return whether ``named``, in any form that torch accepts, is a GPU."""
+    return isinstance(named, int) or torch.device(named).type in {"cuda", "xpu"}
 
 
 def tensors_in(value: object) -> list[Tensor]:

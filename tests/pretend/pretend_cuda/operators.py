@@ -132,7 +132,7 @@ class Operators(TorchDispatchMode):
             )
         if not is_right:
             self._device.note("mixed", name)
-            found = " and ".join(dict.fromkeys("cuda:0" if is_held else "cpu" for is_held in held))
+            found = " and ".join(dict.fromkeys(str(self._device.named) if is_held else "cpu" for is_held in held))
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
 
 

@@ -10,45 +10,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, violation_of
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recording, violation_of
 from pretend_cuda.device import PretendDevice
 
 WARM_UPS = 2
 
 
-class PythonRecording:
-    """Implements the product's ``Recording``."""
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-
-    def replay(self) -> None:
-        self._forward()
-        torch.cuda.current_stream().synchronize()
-
-    def launch(self) -> None:
-        self._forward()
-
-    def reads(self, tensor: Tensor) -> bool | None:
-        return None
-
-    def host_reads(self) -> tuple[str, ...]:
-        return ()
-
-    def hands_out_memory(self) -> bool:
-        return False
-
-    def released(self) -> tuple[Released, ...]:
-        return ()
-
-
 class PythonRecorder:
-    """Implements the product's ``Recorder``, in place of ``CudaRecorder``."""
-
-    name: RecorderName = "cuda"
+    """Implements the product's ``Recorder``, in place of ``DeviceRecorder``."""
 
     def __init__(self, pretend: PretendDevice) -> None:
-        self._pretend = pretend
+        self._pretend, self.name = pretend, pretend.named.type
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -56,17 +28,22 @@ class PythonRecorder:
     def mark_host(self, *tensors: Tensor) -> None:
         pass
 
-    def record(self, prepare: Callable[[], Forward]) -> PythonRecording:
+    def record(self, prepare: Callable[[], Forward]) -> Recording:
         for _ in range(WARM_UPS):
             prepare()()
-        torch.cuda.synchronize()
+        getattr(torch, self.name).synchronize()
         forward = prepare()
         try:
             with self._pretend.capturing():
                 forward()
         except Exception as error:
             raise CaptureError((violation_of(_without_own_frames(error)),)) from error
-        return PythonRecording(forward)
+
+        def replay() -> None:
+            forward()
+            self._pretend.current.synchronize()
+
+        return Recording(replay=replay, launch=forward)
 
 
 def _without_own_frames(error: Exception) -> Exception:

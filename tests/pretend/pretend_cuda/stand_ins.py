@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 
 from pretend_cuda.clock import CYCLES_PER_NS, KERNEL_NS, Stream
-from pretend_cuda.device import CUDA, PretendDevice
-from pretend_cuda.functions import is_cuda
+from pretend_cuda.device import PretendDevice
+from pretend_cuda.functions import is_gpu
 
 
 def cuda_names(device: PretendDevice) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
     ]
 
     def properties_of(named: object = None) -> SimpleNamespace:
-        index = named if isinstance(named, int) else torch.device(named or "cuda").index  # type: ignore[call-overload]
+        index = named if isinstance(named, int) else torch.device(named or device.named).index  # type: ignore[call-overload]
         return properties[index or 0]
 
     def answered(value: Any) -> Any:
@@ -115,7 +115,7 @@ class Generator(torch.Generator):
 
     def __new__(cls, device: object = "cpu") -> Self:
         made = super().__new__(cls, "cpu")
-        made._named = CUDA if is_cuda(device) else torch.device("cpu")
+        made._named = torch.device(torch.device(device).type, 0) if is_gpu(device) else torch.device("cpu")
         return made
 
     @property
@@ -140,7 +140,7 @@ def profiler_of(device: PretendDevice) -> type:
 
         def events(self) -> list[Any]:
             kernel = {
-                "device_type": SimpleNamespace(name="CUDA"),
+                "device_type": SimpleNamespace(name=device.named.type.upper()),
                 "time_range": SimpleNamespace(elapsed_us=lambda: KERNEL_NS / 1000),
             }
             return [SimpleNamespace(name=name, **kernel) for name in self._found.elements()]

@@ -22,6 +22,7 @@ from attncheck.cases.loader import load_suite, select
 from attncheck.harness.checks import cache_write, numerics
 from attncheck.harness.checks.cudagraph import check, play
 from attncheck.harness.checks.cudagraph.play import ProbeProblems
+from attncheck.harness.checks.cudagraph.recorder import Recording
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 
@@ -29,21 +30,8 @@ CHECKS = ("numerics", "cache_write", "cudagraph")
 """Those that launch: others look at the same step, or repeat it with other contents."""
 
 
-class Replay:
-    """A captured graph; replaying one compiles nothing."""
-
-    def replay(self) -> None:
-        pass
-
-    def reads(self, tensor: Any) -> None:
-        return None
-
-    def released(self) -> tuple[()]:
-        return ()
-
-
 class Recorder:
-    """Makes the launches of a capture as ``CudaRecorder`` does."""
+    """Makes the launches of a capture as ``DeviceRecorder`` does."""
 
     name = "cuda"
 
@@ -56,10 +44,10 @@ class Recorder:
     def mark_host(self, *tensors: Any) -> None:
         pass
 
-    def record(self, prepare: Callable[[], Callable[[], object]]) -> Replay:
+    def record(self, prepare: Callable[[], Callable[[], object]]) -> Recording:
         for _ in range(3):
             prepare()()
-        return Replay()
+        return Recording(replay=lambda: None, launch=lambda: None)  # replaying compiles nothing
 
 
 @contextmanager

@@ -19,10 +19,11 @@ from inline_snapshot import snapshot
 from attncheck.harness.checks.cudagraph import recorder as recorder_module
 from attncheck.harness.checks.cudagraph.play import capture_graph, dummy_call
 from attncheck.harness.checks.cudagraph.probes import Bucket
-from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, CaptureError, CudaRecorder, ReleasedMemoryError
+from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, CaptureError, DeviceRecorder, ReleasedMemoryError
+from attncheck.harness.device import Cuda
 from attncheck.harness.problem.problem import build_problem
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = Cuda(0)
 HERE = Path(__file__)
 
 
@@ -139,7 +140,7 @@ def prepared(journal, forward=None):
 
 
 def test_warms_up_on_the_side_rehearses_and_captures_each_with_fresh_metadata(journal):
-    recorder = CudaRecorder(DEVICE)
+    recorder = DeviceRecorder(DEVICE)
     journal.clear()
     recording = recorder.record(prepared(journal))
     side = ["side waits for main", "main waits for side"]
@@ -156,7 +157,7 @@ def test_warms_up_on_the_side_rehearses_and_captures_each_with_fresh_metadata(jo
 
 
 def test_graphs_of_one_recorder_share_its_pool(journal):
-    recorder = CudaRecorder(DEVICE)
+    recorder = DeviceRecorder(DEVICE)
     recorder.record(prepared(journal))
     recorder.record(prepared(journal))
     assert [line for line in journal if line.startswith("begin")] == ["begin in pool 1 on side, syncs pass"] * 2
@@ -168,7 +169,7 @@ def test_what_waits_for_the_device_is_named_with_its_line_before_anything_is_cap
             raise RuntimeError(SYNCHRONISED)
 
     with pytest.raises(CaptureError) as caught:
-        CudaRecorder(DEVICE).record(prepared(journal, forward))
+        DeviceRecorder(DEVICE).record(prepared(journal, forward))
     line = forward.__code__.co_firstlineno + 2
     (violation,) = caught.value.violations
     assert violation.kind == "host read"
@@ -186,14 +187,14 @@ def test_a_backend_that_reads_on_the_host_only_outside_of_capture_is_captured(jo
         if journal.mode == "error" and not capturing[-1]:
             raise RuntimeError(SYNCHRONISED)
 
-    CudaRecorder(DEVICE).record(prepared(journal, forward))
+    DeviceRecorder(DEVICE).record(prepared(journal, forward))
     assert capturing == [False, True, True]
     assert not torch.cuda.is_current_stream_capturing()
 
 
 def test_recorders_of_a_device_share_a_stream(journal):
     for _ in range(2):
-        CudaRecorder(DEVICE).record(prepared(journal))
+        DeviceRecorder(DEVICE).record(prepared(journal))
     assert journal.count("a stream") == 1
 
 
@@ -204,7 +205,7 @@ def test_a_warning_of_the_backend_is_the_backends(journal):
         warnings.warn("no tuned tiles", UserWarning, stacklevel=1)
 
     with pytest.warns(UserWarning, match="no tuned tiles"):
-        CudaRecorder(DEVICE).record(prepared(journal, forward))
+        DeviceRecorder(DEVICE).record(prepared(journal, forward))
 
 
 def test_no_garbage_is_collected_during_a_capture(journal):
@@ -215,7 +216,7 @@ def test_no_garbage_is_collected_during_a_capture(journal):
         if seen[2:]:
             raise ValueError("no such shape")
 
-    recorder = CudaRecorder(DEVICE)
+    recorder = DeviceRecorder(DEVICE)
     with pytest.raises(CaptureError):
         recorder.record(prepared(journal, forward))
     assert seen == [True, True, False]
@@ -240,7 +241,7 @@ def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypat
             raise raises.with_traceback(None)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    recorder = CudaRecorder(DEVICE)
+    recorder = DeviceRecorder(DEVICE)
     call = dummy_call(build_problem(make_case((1, 5)), 0), Bucket(1, 1, 1), 16, longest=False)
     gc.disable()
     try:
@@ -256,7 +257,7 @@ def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypat
 def test_a_graph_whose_capture_cannot_be_ended_outlives_its_recorder(journal, monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(ref(found := Graph(None))) or found)
-    recorder = CudaRecorder(DEVICE)
+    recorder = DeviceRecorder(DEVICE)
     journal.end = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     with pytest.raises(CaptureError):
         recorder.record(prepared(journal))
@@ -272,7 +273,7 @@ def test_what_the_capture_raises_is_a_violation_after_it_was_ended(journal):
             raise ValueError("no such shape\nand more")
 
     with pytest.raises(CaptureError) as caught:
-        CudaRecorder(DEVICE).record(prepared(journal, forward))
+        DeviceRecorder(DEVICE).record(prepared(journal, forward))
     (violation,) = caught.value.violations
     assert (violation.kind, violation.call) == ("error", "ValueError: no such shape")
     assert violation.where.endswith(" in forward")
@@ -284,7 +285,7 @@ def test_after_a_capture_that_cannot_be_ended_the_next_is_made_in_a_pool_of_its_
         if "synchronize" in journal:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    recorder = CudaRecorder(DEVICE)
+    recorder = DeviceRecorder(DEVICE)
     journal.end = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     with pytest.raises(CaptureError) as refused:
         recorder.record(prepared(journal, forward))
@@ -310,7 +311,7 @@ def test_what_prepare_raises_comes_through(journal, broken_run):
         return journal.forward
 
     with pytest.raises(KeyError, match="no buffer"):
-        CudaRecorder(DEVICE).record(prepare)
+        DeviceRecorder(DEVICE).record(prepare)
     assert journal.mode == 0
 
 
@@ -319,13 +320,13 @@ def test_what_the_first_warm_up_raises_comes_through(journal):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        CudaRecorder(DEVICE).record(prepared(journal, forward))
+        DeviceRecorder(DEVICE).record(prepared(journal, forward))
 
 
 def test_memory_let_go_of_since_the_capture_is_spoilt_before_a_replay(journal):
     metadata = SimpleNamespace(lens=torch.ones(2))
     kept, memory = torch.ones(1), metadata.lens.untyped_storage()
-    recording = CudaRecorder(DEVICE).record(lambda: partial(id, (metadata, kept)))
+    recording = DeviceRecorder(DEVICE).record(lambda: partial(id, (metadata, kept)))
     recording.replay()
     assert memory.tolist() == torch.ones(2).untyped_storage().tolist()
     metadata.lens = None
@@ -339,7 +340,7 @@ def test_a_graph_that_writes_to_memory_let_go_of_is_found_out(journal, monkeypat
     memory = metadata.workspace.untyped_storage()
     graph = SimpleNamespace(replay=lambda: memory.fill_(1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    recording = CudaRecorder(DEVICE).record(lambda: partial(id, metadata))
+    recording = DeviceRecorder(DEVICE).record(lambda: partial(id, metadata))
     recording.replay()
     metadata.workspace = None
     with pytest.raises(ReleasedMemoryError) as refused:

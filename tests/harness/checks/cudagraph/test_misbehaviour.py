@@ -11,7 +11,7 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, S
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 CPU = torch.device("cpu")
@@ -85,9 +85,9 @@ def test_what_it_cannot_do_at_all_above_its_level_leaves_the_level_measured():
         def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
             return AttentionCGSupport.UNIFORM_BATCH
 
-    promised = examined(backend_of(Promises))
-    assert isinstance(promised, Raised)
-    assert promised.message == "no drafts"
+    with pytest.raises(StageError) as failure:
+        examined(backend_of(Promises))
+    assert failure.value.raised.message == "no drafts"
 
 
 class Grows(SDPAImpl):
@@ -222,9 +222,13 @@ def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():
             raise RuntimeError("no builder")
 
     check = GraphLevelCheck(0, CPU)
-    first, second = (check.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
-    assert first is second
-    assert first.stage == "builder"
+    backend, raised = backend_of(Builder), []
+    for _ in range(2):
+        with pytest.raises(StageError) as failure:
+            check.examine(backend, CASE)
+        raised.append(failure.value.raised)
+    assert raised[0] is raised[1]
+    assert raised[0].stage == "builder"
     assert len(made) == 1
 
 

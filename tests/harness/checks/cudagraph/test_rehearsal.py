@@ -9,6 +9,7 @@ import torch
 
 from attncheck.harness.checks.cudagraph import recorder
 from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, Violation, rehearse, violation_of
+from attncheck.harness.device import Cuda
 
 HERE = Path(__file__)
 
@@ -35,7 +36,7 @@ def test_what_the_debug_mode_lets_pass_is_named_as_well(gpu, call):
     given = compile(f"def forward():\n    {call}", str(HERE), "exec")
     own = dict(globals())
     exec(given, own)
-    found = rehearse(own["forward"])
+    found = rehearse(own["forward"], Cuda())
     assert (found.kind, found.where) == ("host read", f"{HERE}:2 in forward")
     assert sys.getprofile() is None
 
@@ -46,7 +47,7 @@ def test_another_profiler_is_left_alone(gpu):
 
     sys.setprofile(watch)
     try:
-        assert rehearse(lambda: None) is None
+        assert rehearse(lambda: None, Cuda()) is None
         found = sys.getprofile()
     finally:
         sys.setprofile(None)
@@ -68,7 +69,7 @@ def test_a_copy_to_the_device_is_no_host_read(gpu, monkeypatch, call):
     monkeypatch.setattr(recorder, "SYNCHRONISED", "not compiled with CUDA enabled")
     own = {"torch": torch, "__name__": "backend"}
     exec(compile(f"def forward():\n    {call}", str(HERE), "exec"), own)
-    found = rehearse(own["forward"])
+    found = rehearse(own["forward"], Cuda())
     assert (found.kind, found.where) == ("host copy", f"{HERE}:2 in forward")
 
 
@@ -81,7 +82,7 @@ def test_a_copy_from_the_device_is_a_host_read_though_one_to_it_has_failed_befor
     own = {"torch": torch, "META": torch.ones(2, device="meta"), "__name__": "backend"}
     lines = ["def forward():", "    try:", "        torch.tensor([1], device='hpu')", "    except Exception:"]
     exec(compile("\n".join([*lines, f"        {call}"]), str(HERE), "exec"), own)
-    found = rehearse(own["forward"])
+    found = rehearse(own["forward"], Cuda())
     assert (found.kind, found.where) == ("host read", f"{HERE}:5 in forward")
 
 

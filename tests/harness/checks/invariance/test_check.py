@@ -16,7 +16,7 @@ from attncheck.harness.checks.again import Change, Variation
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.checks.invariance import CHECKS
-from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reports.run_file.causes import UNKNOWN
@@ -114,9 +114,9 @@ def test_an_exception_is_reported_with_the_change(make_case: Any) -> None:
         if metadata.common.max_seq_len > int(metadata.common.seq_lens.max()):
             raise ValueError("max_seq_len must be exact")
 
-    found = examine(with_attend(refuse), make_case())
-    assert isinstance(found, Raised)
-    assert found.stage == "forward of the step with max_seq_len above the batch's"
+    with pytest.raises(StageError) as failure:
+        examine(with_attend(refuse), make_case())
+    assert failure.value.raised.stage == "forward of the step with max_seq_len above the batch's"
 
 
 @pytest.mark.parametrize("is_wrong_at_once", [False, True])

@@ -4,12 +4,13 @@ Work on a stream takes its number of nanoseconds, once it is issued and earlier 
 """
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.harness.checks.timing.clock import DeviceApi, EventClock
+from attncheck.harness.checks.timing.clock import EventClock
 
 US = 1_000
 
@@ -62,7 +63,7 @@ class Simulated:
 
     @property
     def api(self):
-        return DeviceApi(
+        return SimpleNamespace(
             current=lambda: self.stream,
             make_current=self.make_current,
             record=self.record,
@@ -75,7 +76,7 @@ class Simulated:
 
     @property
     def clock(self):
-        return EventClock("cuda", self.api)
+        return EventClock(self.api)
 
 
 class Cached(TorchDispatchMode):

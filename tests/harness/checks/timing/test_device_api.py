@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.timing import clock
 from attncheck.harness.checks.timing.clock import CacheFlush, replaced_clocks
+from attncheck.harness.device import Cuda, Facts, cycles_per_ns
 
 FILE = """
 import time
@@ -91,35 +91,34 @@ class TestCudaApi:
             yield
             taken.append(("leave", index))
 
-        for name, answer in {"_current_stream": "main", "_query": 0, "_elapsed_time": 0.5}.items():
-            monkeypatch.setattr(clock, name, stand_in(name, answer))
-        for name in ("_synchronize", "_set_stream", "_sleep", "_record"):
-            monkeypatch.setattr(clock, name, stand_in(name))
+        answers = {"current_stream": "main", "query": 0, "elapsed_time": 0.5}
+        names = (*answers, "synchronize", "set_stream", "_sleep", "record")
+        references = {name: stand_in(name, answers.get(name)) for name in names}
+        references |= {"device": on_device, "Event": SimpleNamespace}
+        monkeypatch.setattr(Cuda, "references", lambda _device: SimpleNamespace(**references))
         properties = {1: SimpleNamespace(clock_rate=1_600_000)}
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
-        monkeypatch.setattr(clock, "_on_device", on_device)
-        monkeypatch.setattr(clock, "_new_event", SimpleNamespace)
         return taken
 
     def test_every_device_is_its_own(self, journal):
-        api = clock.cuda_api("cuda:1")
+        api = Cuda(1)
         api.synchronize()
         api.hold(1000)
         assert api.current() == "main"
         held = [("enter", 1), ("_sleep", 2000), ("leave", 1)]
-        assert journal == [("_synchronize", 1), *held, ("_current_stream", 1)]
+        assert journal == [("synchronize", 1), *held, ("current_stream", 1)]
 
     def test_events_are_recorded_on_the_stream_they_are_given(self, journal):
-        api = clock.cuda_api("cuda:1")
+        api = Cuda(1)
         event = api.record("side")
-        assert journal == [("_record", event, "side")]
+        assert journal == [("record", event, "side")]
         assert event.enable_timing is True
         assert api.is_done(event) is False
         assert api.elapsed_ms(event, event) == 0.5
 
     def test_a_stream_is_made_current_again(self, journal):
-        clock.cuda_api("cuda:1").make_current("side")
-        assert journal == [("_set_stream", "side")]
+        Cuda(1).make_current("side")
+        assert journal == [("set_stream", "side")]
 
 
 def test_a_cpu_is_not_flushed():
@@ -130,8 +129,8 @@ def test_a_cpu_is_not_flushed():
 
 def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(monkeypatch, device, cached):
     """The call itself takes 50 us; 1 MB of dirty lines would take a millisecond more."""
-    properties, zeros = SimpleNamespace(L2_cache_size=500_000), torch.zeros
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    facts, zeros = Facts("GPU", "9.0", 2**30, cache=500_000), torch.zeros
+    monkeypatch.setattr(Cuda, "facts", lambda _gpu: facts)
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     flush = CacheFlush("cuda")
     assert flush.num_bytes == 1_000_000
@@ -159,6 +158,5 @@ def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(mon
         ({}, 3),
     ],
 )
-def test_a_hold_counts_the_cycles_of_its_device(monkeypatch, properties, cycles):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-    assert clock.cycles_per_ns("cuda:0") == pytest.approx(cycles)
+def test_a_hold_counts_the_cycles_of_its_device(properties, cycles):
+    assert cycles_per_ns(SimpleNamespace(**properties)) == pytest.approx(cycles)

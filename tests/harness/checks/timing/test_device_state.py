@@ -9,7 +9,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from attncheck.harness.checks.timing import clock as device_state_module
-from attncheck.harness.checks.timing.clock import device_state, kernels_of, run_command, state_of, state_under_load
+from attncheck.harness.checks.timing.clock import kernels_of, state_under_load
+from attncheck.harness.device import Cuda
+from attncheck.harness.host import run_command
 from attncheck.reports.run_file.timings import DeviceState, Kernel
 
 GPU = "GPU-0f0f"
@@ -26,9 +28,16 @@ class Driver:
         return None if self.unknown and self.unknown in " ".join(command) else self.line
 
 
+def state_by(driver):
+    """Return the state of the GPU called ``GPU`` as ``driver`` prints it."""
+    gpu = Cuda(0)
+    gpu.properties = SimpleNamespace(uuid=GPU)
+    return gpu.state(driver)
+
+
 def test_a_gpu_that_nothing_holds_back():
     driver = Driver("1980, 1980, 41, 0x0000000000000000\n")
-    assert state_of(GPU, driver) == DeviceState(sm_clock_mhz=1980, max_sm_clock_mhz=1980, temperature_c=41)
+    assert state_by(driver) == DeviceState(sm_clock_mhz=1980, max_sm_clock_mhz=1980, temperature_c=41)
     ((program, chosen, *_),) = driver.commands
     assert (program, chosen) == ("nvidia-smi", "--id=GPU-0f0f")
 
@@ -43,36 +52,30 @@ def test_a_gpu_that_nothing_holds_back():
     ],
 )
 def test_why_it_is_slower_than_it_could_be(mask, reasons):
-    assert state_of(GPU, Driver(f"1200, 1980, 88, {mask}")).throttle_reasons == reasons
+    assert state_by(Driver(f"1200, 1980, 88, {mask}")).throttle_reasons == reasons
 
 
 def test_a_driver_with_the_older_name():
     driver = Driver("1410, 1410, 50, 0x0000000000000080", unknown="clocks_event_reasons")
-    assert state_of(GPU, driver).throttle_reasons == ("hw_power_brake_slowdown",)
+    assert state_by(driver).throttle_reasons == ("hw_power_brake_slowdown",)
     assert len(driver.commands) == 2
 
 
 def test_what_the_driver_does_not_report_is_none():
-    found = state_of(GPU, Driver("[N/A], 1410, [Unknown Error], [Not Supported]"))
+    found = state_by(Driver("[N/A], 1410, [Unknown Error], [Not Supported]"))
     assert found == DeviceState(sm_clock_mhz=None, max_sm_clock_mhz=1410, temperature_c=None)
 
 
 @pytest.mark.parametrize("printed", [None, "", "No devices were found", "1, 2, 3", "1, 2, 3, 4, 5"])
 def test_no_answer_is_no_state(printed):
-    assert state_of(GPU, Driver(printed)) is None
-
-
-def test_a_cpu_has_none():
-    driver = Driver("1980, 1980, 41, 0x0")
-    assert device_state("cpu", driver) is None
-    assert not driver.commands
+    assert state_by(Driver(printed)) is None
 
 
 @pytest.mark.parametrize(("uuid", "name"), [("0f0f", "GPU-0f0f"), ("GPU-0f0f", "GPU-0f0f"), ("MIG-1", "MIG-1")])
 def test_the_gpu_is_named_by_its_uuid(monkeypatch, uuid, name):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": uuid}))
     driver = Driver("1980, 1980, 41, 0x0")
-    assert device_state("cuda:1", driver).temperature_c == 41
+    assert Cuda(1).state(driver).temperature_c == 41
     assert f"--id={name}" in driver.commands[0]
 
 
@@ -179,7 +182,7 @@ def profiler(monkeypatch):
             return events
 
     monkeypatch.setattr(device_state_module, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    monkeypatch.setattr(Cuda, "synchronize", lambda _gpu: order.append("wait"))
     return order
 
 

@@ -83,7 +83,7 @@ class TestOverhead:
     @pytest.fixture
     def gpu(self, monkeypatch, device):
         device.event_ns = 2_000
-        monkeypatch.setattr(check, "cuda_api", lambda _device: device.api)
+        monkeypatch.setattr(check, "accelerator_of", lambda named: device.api if "cuda" in str(named) else None)
         return device
 
     @pytest.fixture

@@ -8,7 +8,7 @@ from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import AttentionCGSupport
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording, Violation
 from attncheck.harness.checks.findings import TimingSettings
 from attncheck.harness.checks.timing import check
 from attncheck.harness.checks.timing.check import (
@@ -48,10 +48,7 @@ class Recorder:
             raise self.refusal
         self.forward = prepare()
         self.forward()
-        return self
-
-    def reads(self, tensor):
-        return None
+        return Recording(replay=self.launch, launch=self.launch)
 
     def launch(self):
         self.launches += 1

@@ -1,5 +1,8 @@
 """The order of a timed step, what its clock sees, and what each call must do."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 from inline_snapshot import snapshot
@@ -7,7 +10,7 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.checks.timing import clock as clock_module
 from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep
-from attncheck.harness.checks.timing.clock import DeviceApi, EventClock
+from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.contents import FreshContents, UntrustworthyTimeError
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
@@ -227,7 +230,7 @@ def test_what_an_empty_pair_of_events_takes_is_no_part_of_a_time(case, device):
 
 
 def test_a_reader_learns_what_the_clock_of_a_device_met(case):
-    api = DeviceApi(
+    api = SimpleNamespace(
         current=lambda: "main",
         make_current=lambda _stream: None,
         record=lambda _stream: None,
@@ -235,8 +238,9 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
         elapsed_ms=lambda _start, _end: 0.5,
         synchronize=lambda: None,
         hold=lambda _ns: None,
+        now_ns=time.perf_counter_ns,
     )
-    clock = EventClock("cuda", api)
+    clock = EventClock(api)
     problem = build_problem(case, 0)
     step = TimedStep(
         "forward",

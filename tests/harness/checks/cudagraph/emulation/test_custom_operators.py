@@ -72,7 +72,7 @@ def test_host_arguments_of_a_hidden_operator_are_frozen_and_reported() -> None:
     recording.replay()
     assert out.tolist() == [1.0] * 3
     assert not recording.reads(twin)
-    (read,) = recording.host_reads()
+    (read,) = recording.host_reads
     assert read.startswith("attncheck_custom.by_address at ")
 
 

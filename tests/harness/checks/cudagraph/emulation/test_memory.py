@@ -8,8 +8,8 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder, EmulatedRecording, HostMemory
-from attncheck.harness.checks.cudagraph.recorder import CaptureError
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder, HostMemory
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording
 
 HERE = Path(__file__)
 
@@ -154,10 +154,10 @@ def test_a_host_read_is_recorded_and_no_violation() -> None:
     recorder, lens, out = EmulatedRecorder(), torch.tensor([2, 5]), torch.zeros(2)
     recorder.mark_host(lens)
     recording = recorder.record(lambda: lambda: out.fill_(int(lens.max())))
-    (host_read,) = recording.host_reads()
+    (host_read,) = recording.host_reads
     assert host_read.startswith("int() at ")
     assert "test_memory.py" in host_read
-    assert recorder.record(lambda: lambda: out.fill_(1)).host_reads() == ()
+    assert recorder.record(lambda: lambda: out.fill_(1)).host_reads == ()
 
 
 def test_memory_used_beside_memory_of_the_host_is_released_with_its_last_holder() -> None:
@@ -175,7 +175,7 @@ def test_memory_used_beside_memory_of_the_host_is_released_with_its_last_holder(
     assert [memory.first_used.partition(" at ")[0] for memory in recording.released()] == ["aten.mul"]
 
 
-def recorded_with(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> EmulatedRecording:
+def recorded_with(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Recording:
     """A recording that reads what ``compute`` made before it, of memory of the device and of the host."""
     device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
     recorder.mark_host(host)
@@ -201,7 +201,7 @@ def recorded_with(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor])
 def test_what_is_made_of_host_memory_before_a_recording_lies_on_the_host(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    (read,) = recorded_with(compute).host_reads()
+    (read,) = recorded_with(compute).host_reads
     assert read.startswith("int() at ")
 
 

@@ -1,4 +1,4 @@
-"""``attncheck recommend``: its words, its exit codes, and JSON."""
+"""``attncheck report --needs``: its words, its exit codes, and JSON."""
 
 import json
 from collections.abc import Callable
@@ -42,12 +42,12 @@ def run(
     )
 
 
-def recommend(*words: str) -> int:
-    return cli.main(["recommend", "run.jsonl", *words])
+def report(*words: str) -> int:
+    return cli.main(["report", "run.jsonl", *words])
 
 
 def test_right_backends_come_first_with_their_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend("--needs", "sinks,block_size=16") == 0
+    assert report("--needs", "sinks,block_size=16") == 0
     wrong, right = capsys.readouterr().out.split("\n\n")[1:]
     assert right.splitlines() == snapshot(
         [
@@ -63,8 +63,8 @@ def test_right_backends_come_first_with_their_time(capsys: pytest.CaptureFixture
 
 
 def test_the_exit_code_states_whether_a_backend_is_right() -> None:
-    assert recommend("--needs", "lse") == 1  # declared by one, measured of none
-    assert recommend("--needs", "sinks", "--needs", "block_size=16") == 0
+    assert report("--needs", "lse") == 1  # declared by one, measured of none
+    assert report("--needs", "sinks", "--needs", "block_size=16") == 0
 
 
 def test_right_for_each_alone_is_not_right_together(
@@ -72,7 +72,7 @@ def test_right_for_each_alone_is_not_right_together(
 ) -> None:
     records = [make_record("passed", case_id=need, needs=(need,)) for need in ("sinks", "lse")]
     write_run(Path("each.jsonl"), header, *records)
-    assert cli.main(["recommend", "each.jsonl", "--needs", "sinks,lse"]) == 1
+    assert cli.main(["report", "each.jsonl", "--needs", "sinks,lse"]) == 1
 
 
 def test_all_files_of_a_device_have_one_answer(
@@ -87,12 +87,20 @@ def test_all_files_of_a_device_have_one_answer(
         later = header.model_copy(update={"started": f"2026-01-02T00:00:0{len(folder)}+00:00"})
         write_run(Path(folder, "run.jsonl"), later, make_record(outcome, backend=name, needs=("sinks",)))
     words = ["--runs", ".", "--needs", "sinks", "--skip", "faults", "--device", "cpu"]
-    assert cli.main(["recommend", *words]) == 0
+    assert cli.main(["report", *words]) == 0
     text = capsys.readouterr().out
     assert text.count("which backend is right") == 1
     assert {"reference: 1 case", "Wrong: 1 case"} <= {line.strip() for line in text.splitlines()}
-    assert cli.main(["recommend", *words[:-1], "A100"]) == 2
+    assert cli.main(["report", *words[:-1], "A100"]) == 2
     assert "--device A100: nothing was measured on it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--needs", "sinks", "--format", "html"], ["--needs", "sinks", "--section", "table"], ["--device", "cpu"]],
+)
+def test_options_that_exclude_each_other_are_refused(words: list[str]) -> None:
+    assert report(*words) == 2
 
 
 @pytest.mark.parametrize(
@@ -108,15 +116,15 @@ def test_all_files_of_a_device_have_one_answer(
 def test_a_need_that_no_case_has_is_a_wrong_question(
     plain: Callable[[str], str], capsys: pytest.CaptureFixture[str], needs: str, words: str
 ) -> None:
-    assert recommend("--needs", needs) == 2
+    assert report("--needs", needs) == 2
     assert plain(capsys.readouterr().err) == words
 
 
 def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend("--needs", "sinks", "--format", "json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["needs"] == ["sinks"]
-    ((liar, good),) = (device["backends"] for device in report["devices"])
+    assert report("--needs", "sinks", "--format", "json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["needs"] == ["sinks"]
+    ((liar, good),) = (device["backends"] for device in answer["devices"])
     assert (good["backend"], good["standing"], good["right"]) == ("Good", "right", 1)
     assert good["median_ns"] == pytest.approx(2e6)
     assert (liar["backend"], liar["standing"], liar["wrong"]) == ("Liar", "wrong", 1)
