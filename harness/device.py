@@ -71,7 +71,6 @@ class Accelerator(ABC):
     ``type``: as in ``torch.device``. ``index``: None for the current device of the kind.
     ``graph_class``: name of the module's class of captured graphs; empty if there are none.
     ``reports_waits``: whether :meth:`waits_raise` has an effect.
-    ``own_functions``: functions of the module that only this kind has and that clocks need.
     ``variables``: patterns of the environment variables that its libraries read.
     ``remedy``: what to do to find the cause of a lost device.
     """
@@ -79,7 +78,6 @@ class Accelerator(ABC):
     type: ClassVar[str]
     graph_class: ClassVar[str] = ""
     reports_waits: ClassVar[bool] = False
-    own_functions: ClassVar[tuple[str, ...]] = ()
     variables: ClassVar[tuple[str, ...]] = ()
     remedy: ClassVar[str]
 
@@ -160,8 +158,8 @@ class Accelerator(ABC):
     def references(cls) -> Any:
         """Return the functions of torch that clocks need, as they are at the first call."""
         module = cls.module()
-        names = ("synchronize", "current_stream", "set_stream", "device", "Event", *cls.own_functions)
-        taken = {name: getattr(module, name) for name in names}
+        names = ("synchronize", "current_stream", "set_stream", "device", "Event", "_sleep")
+        taken = {name: getattr(module, name, None) for name in names}  # only CUDA has _sleep
         return SimpleNamespace(**taken, **{name: getattr(module.Event, name) for name in EVENT_FUNCTIONS})
 
     now_ns = staticmethod(time.perf_counter_ns)
@@ -233,7 +231,6 @@ class Cuda(Accelerator):
     type = "cuda"
     graph_class = "CUDAGraph"
     reports_waits = True
-    own_functions = ("_sleep",)
     variables = ("CUDA*", "CUBLAS*", "CUDNN*", "NVIDIA*", "NV_*", "NSYS_*", "NCCL*", "HIP*", "HSA_*", "ROCM*", "ROCR*")
     remedy = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, FindingError
 from attncheck.harness.checks.numerics import comparable_lse, differing_rows, lse_shares, summarize
-from attncheck.harness.driver.foreign_code import StageError, stage_named
-from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.problem.problem import Arrangement, Problem
 from attncheck.harness.problem.storage import output_error
@@ -28,17 +28,17 @@ _KEPT = "something is kept from an earlier step, of other requests"
 _STATE = "something is kept from an earlier call, or the backend is not deterministic"
 
 
-def failure_of(play: Callable[[], Broken | None]) -> Broken | StageError | None:
+def failure_of(play: Callable[[], Broken | None]) -> Broken | Raised | None:
     """Return what is wrong with the steps that ``play`` runs, or what they raise; None if they are right."""
     try:
         return play()
     except StageError as failure:
-        return failure
+        return failure.raised
 
 
 def least_failing(
     parts: Sequence[T], play: Callable[[Sequence[T]], Broken | None]
-) -> tuple[Broken | StageError, Sequence[T]] | None:
+) -> tuple[Broken | Raised, Sequence[T]] | None:
     """Return what is wrong if ``parts`` are played, and the smallest set of them with which something is wrong.
 
     Return None if nothing is wrong. The set is empty if steps are wrong without any part. ``play`` returns what is
@@ -47,8 +47,8 @@ def least_failing(
     wrong = failure_of(partial(play, parts))
     if wrong is None:
         return None
-    if isinstance(wrong, StageError) and wrong.raised.may_end_the_device:
-        return wrong, tuple(parts)  # a further step could hide this one
+    if isinstance(wrong, Raised) and wrong.may_end_the_device:  # a further step could hide this one
+        return wrong, parts
     unchanged = failure_of(partial(play, ()))
     if unchanged is not None:
         return unchanged, ()
@@ -61,14 +61,8 @@ def least_failing(
     return wrong, needed
 
 
-def later_fault(wrong: Broken | StageError, how: str, meaning: str) -> Broken:
-    """Return the finding of a later step that is ``wrong``, or raise StageError with the step in its stage.
-
-    ``how``: the step in words, such as "when it is repeated".
-    """
-    if isinstance(wrong, StageError):
-        with stage_named(f"of the step {how}"):
-            raise wrong
+def later_fault(wrong: Broken, how: str, meaning: str) -> Broken:
+    """Return the finding of a later step that is ``wrong``. ``how``: the step in words, such as "when repeated"."""
     return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)
 
 
@@ -109,13 +103,14 @@ class Variation(Generic[T]):
         if found is None:
             return None
         wrong, needed = found
+        how = f"with {_listed(needed)}" if needed else "when it is repeated unchanged"
+        if isinstance(wrong, Raised):
+            raise StageError(replace(wrong, stage=f"{wrong.stage} of the step {how}"))
         if not needed:
-            return later_fault(wrong, "when it is repeated unchanged", _STATE)
-        if isinstance(wrong, StageError):
-            return later_fault(wrong, f"with {_listed(needed)}", "")
+            return later_fault(wrong, how, _STATE)
         is_kept = self.afresh is not None and failure_of(partial(self.afresh, self._with(needed))) is None
         meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
-        return later_fault(wrong, f"with {_listed(needed)}", meaning)
+        return later_fault(wrong, how, meaning)
 
     def _with(self, changes: Sequence[Change[T]]) -> T:
         put = self.plain

@@ -400,13 +400,12 @@ class BuilderChecks:
     ) -> None:
         self._backend, self._case, self._seed, self._device, self._reasons = backend, case, seed, device, reasons
 
-    def examine(self, check: str) -> Finding:
-        """Return the finding of one check. Raise StageError if the builder raised."""
+    def find(self, check: str) -> Callable[[], Finding] | NotExamined:
+        """Return the function that runs a check, or why it examines nothing."""
         if self._reasons:
             return NotExamined(self._reasons)
-        if check == "builder":
-            return self._purity()
-        return self._levels() if check == "cudagraph" else NotExamined((_ONLY,), "attncheck")
+        examined = {"builder": self._purity, "cudagraph": self._levels}
+        return examined.get(check, NotExamined((_ONLY,), "attncheck"))
 
     def dump(self, folder: Path, backend: str) -> None:
         """Write nothing, because a batch without keys and values is not a problem that could be repeated."""

@@ -3,9 +3,11 @@
 The module of a check is imported on first use, or by :func:`import_checks`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.cases.model import Case
@@ -50,25 +52,39 @@ def not_applicable(check: str, case: Case, features: frozenset[str]) -> NotExami
     return find_check(check).not_applicable(case, features)
 
 
-class CaseChecks:
-    """The checks of one case of one backend."""
+class Examination(Protocol):
+    """What the checks of one case examine: attention, one function of a backend, or its metadata builder alone."""
+
+    def find(self, check: str) -> Callable[[], Finding] | NotExamined:
+        """Return the function that runs a check, or why it examines nothing."""
+
+    def dump(self, folder: Path, backend: str) -> None:
+        """Write the tensors of the case to a file in ``folder``."""
+
+
+def finding_of(examination: Examination, check: str) -> Finding:
+    """Return the finding of one check. Raise StageError if the backend raised."""
+    run = examination.find(check)
+    if isinstance(run, NotExamined):
+        return run
+    try:
+        return run()
+    except FindingError as ended:
+        return ended.finding
+
+
+class AttentionChecks:
+    """The checks of attention. ``case``: the case on one backend."""
 
     def __init__(self, case: CheckedCase) -> None:
         self._case = case
 
-    def examine(self, check: str) -> Finding:
-        """Return the finding of one check. Raise StageError if the backend raised."""
-        found = find_check(check)
-        if self._case.undeclared and not found.tries_undeclared:
-            return NotExamined(self._case.undeclared)
-        if not self._case.undeclared:
-            skipped = not_applicable(check, self._case.problem.case, self._case.backend.features)
-            if skipped is not None:
-                return skipped
-        try:
-            return found.run(self._case)
-        except FindingError as ended:
-            return ended.finding
+    def find(self, check: str) -> Callable[[], Finding] | NotExamined:
+        """Return the function that runs a check, or why it examines nothing."""
+        case, found = self._case, find_check(check)
+        if case.undeclared:
+            return partial(found.run, case) if found.tries_undeclared else NotExamined(case.undeclared)
+        return not_applicable(check, case.problem.case, case.backend.features) or partial(found.run, case)
 
     def dump(self, folder: Path, backend: str) -> None:
         """Write the case to a file in ``folder``, including the first step if a check needed it."""

@@ -840,37 +840,29 @@ class FunctionChecks:
             self._examination = examination(backend, function, case, seed, device)
             self._later = partial(examination, backend, function, case, seed + 1, device)
 
-    def examine(self, check: str) -> Finding:
-        """Return the finding of one check. Raise StageError if the function raises."""
-        if self._examination is None:
+    def find(self, check: str) -> Callable[[], Finding] | NotExamined:
+        """Return the function that runs a check, or why it examines nothing."""
+        first = self._examination
+        if first is None:
             return NotExamined(self._reasons)
-        if check == "refusals":
-            return self._refusals(self._examination)
-        try:
-            return self._checked(self._examination, check)
-        except FindingError as failure:
-            return failure.finding
+        examined: Mapping[str, Callable[[], Finding]] = {
+            "numerics": partial(self._numerics, first),
+            "lse": first.lse,
+            "cache_write": first.cache_write,
+            "containment": first.containment,
+            "refusals": partial(_refusals, first),
+        }
+        reason = f"the path examines {self._name}, to which {check} does not apply"
+        return examined.get(check, NotExamined((reason,), "attncheck"))
 
     def dump(self, folder: Path, backend: str) -> None:
         """Write arguments, truth and budget to one file."""
         if self._examination is not None:
             dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
 
-    def _checked(self, examination: FunctionUnderTest, check: str) -> Finding:
-        match check:
-            case "numerics":
-                return self._twice(examination.numerics())
-            case "lse":
-                return examination.lse()
-            case "cache_write":
-                return examination.cache_write()
-            case "containment":
-                return examination.containment()
-            case _:
-                return NotExamined((f"the path examines {self._name}, to which {check} does not apply",), "attncheck")
-
-    def _twice(self, first: Finding) -> Finding:
-        """Return ``first``, or a failure if a second call with other numbers in the same shapes is wrong."""
+    def _numerics(self, examination: FunctionUnderTest) -> Finding:
+        """Judge the first call, and a second one with other numbers in the same shapes."""
+        first = examination.numerics()
         if self._later is None or not isinstance(first, Holds):
             return first
         second = self._later().numerics()
@@ -883,12 +875,13 @@ class FunctionChecks:
             second.details,
         )
 
-    def _refusals(self, examination: FunctionUnderTest) -> Finding:
-        """Judge whether an offered function can be called as documented. Other checks judge its result."""
-        try:
-            examination.run()
-        except StageError as failure:
-            return failure_of_declared(failure.raised)
-        except FindingError:
-            pass
-        return Holds()
+
+def _refusals(examination: FunctionUnderTest) -> Finding:
+    """Judge whether an offered function can be called as documented. Other checks judge its result."""
+    try:
+        examination.run()
+    except StageError as failure:
+        return failure_of_declared(failure.raised)
+    except FindingError:
+        pass
+    return Holds()

@@ -13,9 +13,10 @@ from attncheck.cases.consistency import implied_path
 from attncheck.cases.keys import differences
 from attncheck.cases.model import Case
 from attncheck.cases.outline import batch_of
-from attncheck.harness.checks.again import RightRows, failure_of, least_failing
+from attncheck.harness.checks.again import RightRows, least_failing
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
+from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
 from attncheck.harness.problem.pages import PageLayout
 from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
@@ -547,10 +548,10 @@ def check_step(rows: RightRows, session: Session, history: History) -> Broken | 
         return None
     wrong, needed = found
     least = History.joined(needed[::-1])
+    if isinstance(wrong, Raised):
+        raise StageError(replace(wrong, stage=f"{wrong.stage}, {least.in_words}"))
     changes: list[str] = []
-    wrong = failure_of(partial(_played, rows, session, least, changes)) or wrong
-    if isinstance(wrong, StageError):
-        raise StageError(replace(wrong.raised, stage=f"{wrong.raised.stage}, {least.in_words}"))
+    wrong = _played(rows, session, least, changes) or wrong
     beside = bool(least.layers or least.flight)
     return replace(
         wrong,

@@ -15,7 +15,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, FindingError, NotExamined
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.pool import flat_bytes
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
@@ -70,7 +70,7 @@ class CheckedCase:
         self.loaded, self.problem, self.truth, self.device = loaded, problem, truth, device
         self.undeclared, self.shared = undeclared, shared
         self.is_output_explained = False
-        self._first: tuple[Session, Observation] | StageError | None = None
+        self._first: tuple[Session, Observation] | Raised | None = None
 
     @property
     def backend(self) -> type[AttentionBackend]:
@@ -89,9 +89,9 @@ class CheckedCase:
                 session = Session(self.backend, self.problem, self.device)
                 self._first = session, session.run()
             except StageError as failure:
-                self._first = failure
-        if isinstance(self._first, StageError):
-            raise StageError(self._first.raised)
+                self._first = failure.raised  # the error itself would keep the session alive, by its frames
+        if isinstance(self._first, Raised):
+            raise StageError(self._first)
         return self._first
 
 

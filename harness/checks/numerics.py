@@ -1,7 +1,6 @@
 """The checks ``numerics`` and ``lse``: output and log-sum-exp against the float64 truth."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -36,8 +35,8 @@ class NamesRows(Protocol):
         """Return a readable name for a row, for use in messages."""
 
 
-_SEVERAL, _ENOUGH = 2, 2
-"""Cases that a cause must explain to be tried first, and cases without a known cause that refute what was tried."""
+_ENOUGH = 2
+"""Cases without a known cause that refute the faults tried on them."""
 
 
 @dataclass
@@ -59,12 +58,10 @@ class EarlierCauses:
         self, problem: Problem, truth: Truth, output: Tensor, shares: Tensor
     ) -> tuple[str | None, tuple[str, ...]]:
         """Return one line that explains a wrong output, or None, and the features that it concerns."""
-        counts = Counter(map(without_figures, self.named))
-        first = [cause for cause in self.named if counts[without_figures(cause)] >= _SEVERAL]
         kinds = {(request.query_len == 1, request.cached > 0) for request in problem.requests}
         is_bounded = self.unexplained >= _ENOUGH and kinds <= self.kinds
         among = faults_tried(problem, truth) - self.refuted if is_bounded else None
-        meaning = explain(problem, truth, output, shares, first=first, among=among)
+        meaning = explain(problem, truth, output, shares, earlier=self.named, among=among)
         for cause in likely_causes(meaning)[:1]:
             self.named.append(cause)
             words = without_figures(cause)

@@ -278,7 +278,7 @@ class CommandInGroups(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for each in self.get_params(ctx):
             described: Any = each
             record = described.get_help_record(ctx)
@@ -286,8 +286,9 @@ class CommandInGroups(TyperCommand):
                 name = "Arguments" if each.param_type_name == "argument" else described.rich_help_panel or "Options"
                 groups.setdefault(name, []).append(record)
         for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 class _Commands(Mapping[str, Any]):

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.cli.options import Given, read_options, with_options
 from attncheck.harness.recording.traffic import DEFAULT_CASES, RecordingSettings
 from attncheck.reports.analysis.phrases import plural
 
@@ -221,38 +220,26 @@ def _environment(needs: Mapping[str, str]) -> Iterator[None]:
 # `attncheck warm`: compiles the kernels that a run will need, in several processes, into the caches on disk.
 
 
-def warm(
-    backends: arguments.BackendArguments = None,
-    backend: arguments.BackendOptions = None,
-    suite: arguments.Suites = None,
-    settings: arguments.Settings = None,
-    case: arguments.Cases = None,
-    check: arguments.Checks = None,
-    device: arguments.Device = None,
-    pass_env: processes.PassEnv = None,
-    no_cache: processes.NoCache = False,
-) -> int:
+@with_options("backends", "suites", "settings", "cases", "checks", "device", "pass_env", "cache")
+def warm(_context: typer.Context, given: Given) -> int:
     """Compile the kernels of a run in advance.
 
     The cases run in several processes, and the records are discarded. The kernels go to the caches of Triton, Inductor
     and FlashInfer, where a run finds them; `attncheck doctor` lists their folders. A run on a GPU does the same for
     each backend that compiles kernels. Exit code 0, even if cases fail.
     """
-    from attncheck.harness.run.options import split_commas
     from attncheck.harness.run.preparation import first_refs
-    from attncheck.harness.run.selection import select_cases
-    from attncheck.harness.workers.limits import WorkerSettings
+    from attncheck.harness.workers.limits import worker_settings
     from attncheck.harness.workers.pool import WorkerPool
 
-    refs = (*(backends or ()), *(backend or ()))
-    selection = select_cases(suite or (), case or (), check or (), settings or ())
-    with WorkerPool(settings=WorkerSettings(pass_env=split_commas(pass_env or ()))) as pool:
-        pool.start(first_refs(refs, selection.suites))
+    options = read_options(given)
+    selection = options.select()
+    with WorkerPool(settings=worker_settings(options)) as pool:
+        pool.start(first_refs(options.backends, selection.suites))
 
-        from attncheck.harness.run.options import RunOptions
         from attncheck.harness.run.run import Run
 
-        run = Run.open(selection, RunOptions(backends=refs, device=device, cache=not no_cache), pool)
+        run = Run.open(selection, options, pool)
         pool.keep_only(())  # the backends are described; free the memory of these processes
         for each in run.backends:
             if each.is_loaded and not each.unavailable_reasons:

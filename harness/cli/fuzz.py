@@ -16,10 +16,8 @@ from attncheck.cases.loader import load_suite
 from attncheck.cases.yaml_text import case_yaml
 from attncheck.errors import SelectionError, unwritable
 from attncheck.harness.cli import common
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, make_folder
-from attncheck.harness.cli.options import read_options
+from attncheck.harness.cli.options import Given, read_options, with_options
 from attncheck.harness.cli.run_files import kept_folder, run_path
 from attncheck.harness.fuzz.shrink import (
     BackendProcess,
@@ -31,7 +29,8 @@ from attncheck.harness.fuzz.shrink import (
     size_in_words,
 )
 from attncheck.harness.fuzz.stand_alone import write_stand_alone
-from attncheck.harness.run.selection import check_seed, choose_checks
+from attncheck.harness.run.options import RunOptions
+from attncheck.harness.run.selection import check_seed
 from attncheck.harness.workers.limits import worker_settings
 from attncheck.harness.workers.pool import WorkerPool
 from attncheck.reference.spec import DEFAULT_CHECKS
@@ -51,20 +50,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def backend_process(
-    ref: str,
-    *,
-    device: str | None,
-    seed: int,
-    case_timeout: float | None,
-    memory_limit: str | None,
-    pass_env: Sequence[str] | None,
-) -> Iterator[BackendProcess]:
-    """Yield a process of the backend with these options; end it on leaving."""
-    given = {"case_timeout": case_timeout, "memory_limit": memory_limit, "pass_env": pass_env}
-    options = read_options({name: value for name, value in given.items() if value is not None})
+def backend_process(ref: str, options: RunOptions) -> Iterator[BackendProcess]:
+    """Yield a process of the backend, with the limits, the device and the seed of ``options``; end it on leaving."""
     with WorkerPool(settings=worker_settings(options)) as pool:
-        yield BackendProcess(ref, pool, device=device, seed=seed)
+        yield BackendProcess(ref, pool, device=options.device, seed=check_seed(options.seed))
 
 
 def folder_for(output: Path | None, command: str) -> Path:
@@ -136,23 +125,21 @@ OutputFolder = Annotated[
     ),
 ]
 
+_OF_PROCESSES = ("case_timeout", "memory_limit", "pass_env")
+"""Options of the processes of backends."""
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
+@with_options("backends", "seed", "checks", *_OF_PROCESSES, "device")
 def fuzz(
     context: typer.Context,
-    backends: arguments.BackendArguments = None,
-    backend: arguments.BackendOptions = None,
+    given: Given,
+    *,
     budget: Budget = "60s",
-    seed: arguments.Seed = None,
-    check: arguments.Checks = None,
-    device: arguments.Device = None,
     maxfail: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N different failures.")] = 10,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
-    case_timeout: processes.CaseTimeout = None,
-    memory_limit: processes.MemoryLimit = None,
-    pass_env: processes.PassEnv = None,
 ) -> int:
     """Examine a backend with random cases; reduce each failure.
 
@@ -164,26 +151,16 @@ def fuzz(
     """
     context.with_resource(interruptible())
     limit_s = read_time("--budget", budget)
-    refs = (*(backends or ()), *(backend or ()))
+    options = read_options(given)
+    refs, checks = options.backends, _backend_checks(options.checks)
     if len(refs) != 1:
         raise SelectionError(f"fuzz examines one backend, and {len(refs)} are given; name one as in `attncheck run`")
-
-    checks = _backend_checks(choose_checks(check or ()))
     outcomes = Counter[str]()
     with ExitStack() as stack:
-        process = stack.enter_context(
-            backend_process(
-                refs[0],
-                device=device,
-                seed=check_seed(seed or 0),
-                case_timeout=case_timeout,
-                memory_limit=memory_limit,
-                pass_env=pass_env,
-            )
-        )
+        process = stack.enter_context(backend_process(refs[0], options))
         began = time.monotonic()
         ends = began + limit_s
-        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {seed or 0}")
+        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {options.seed}")
         typer.echo(f"{limit_s:g} s for cases and for reducing failures, each for at most {shrink_time:g} s")
 
         def see(_question: "DrawnQuestion", examined: "ExaminedCase") -> None:
@@ -193,7 +170,7 @@ def fuzz(
                 typer.echo(f"\r{plural(outcomes.total(), 'case')} drawn ", err=True, nl=False)
 
         code, shrinker, known = 0, Shrinker(process), dict[str, Path]()
-        for failure in search_failures(process, seed=seed or 0, ends=ends, checks=checks, most=maxfail, see=see):
+        for failure in search_failures(process, seed=options.seed, ends=ends, checks=checks, most=maxfail, see=see):
             folder = next(iter(known.values()), None) or folder_for(output, "fuzz")
             small = shrinker.make_small(failure, min(shrink_time, ends - time.monotonic()))
             if small.small.case.hash not in known:
@@ -239,8 +216,11 @@ def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
 # `attncheck shrink`: reduces a recorded failure to a small case, and writes it to files. Loads no torch.
 
 
+@with_options(*_OF_PROCESSES)
 def shrink(
     context: typer.Context,
+    given: Given,
+    *,
     record: Annotated[
         str,
         typer.Argument(
@@ -260,9 +240,6 @@ def shrink(
     ] = None,
     shrink_time: ShrinkTime = 30.0,
     output: OutputFolder = None,
-    case_timeout: processes.CaseTimeout = None,
-    memory_limit: processes.MemoryLimit = None,
-    pass_env: processes.PassEnv = None,
 ) -> int:
     """Reduce a failure of a run to a small case.
 
@@ -277,14 +254,8 @@ def shrink(
     case_id, _, check = rest.partition("::")
     run = read_run(run_path(word or "last"))
     failure = recorded_failure(run, case_id, check, backend)
-    with backend_process(
-        failure.record.backend_ref,
-        device=run.header.device,
-        seed=failure.record.seed,
-        case_timeout=case_timeout,
-        memory_limit=memory_limit,
-        pass_env=pass_env,
-    ) as process:
+    options = read_options(given, device=run.header.device, seed=failure.record.seed)
+    with backend_process(failure.record.backend_ref, options) as process:
         typer.echo(f"reducing {failure.case.key} {failure.record.check} of {run.path}")
         small = Shrinker(process).make_small(failure, shrink_time)
         if small.shrunk is None:

@@ -50,7 +50,7 @@ _BACKENDS = typer.Argument(
 
 
 def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command the options of these fields; it gets them as :data:`Given`, after its context.
+    """Give a command the options of these fields; it gets them as ``given``, its second parameter.
 
     Backends are given as arguments, too.
     """
@@ -62,14 +62,14 @@ def with_options(*names: str) -> Callable[[Callable[..., int]], Callable[..., in
             taken.insert(0, _keyword("arguments", list[str], _BACKENDS))
 
         @functools.wraps(command)
-        def taking(context: typer.Context, **values: Any) -> int:
-            own_values = {each.name: values.pop(each.name) for each in own}
+        def taking(**values: Any) -> int:
+            others = {each.name: values.pop(each.name) for each in (context, *own)}
             named = [*(values.pop("arguments", None) or ()), *(values.get("backends") or ())]
             values["backends"] = named or None
             given = {name: value for name, value in values.items() if value is not None and value is not False}
             for name in (name for name, value in given.items() if value is True):
                 given[name] = not getattr(RunOptions, name)  # --no-cache sets the field to False
-            return command(context, given, **own_values)
+            return command(given=given, **others)
 
         described: Any = taking
         described.__signature__ = inspect.Signature([context, *taken, *own])
@@ -96,21 +96,14 @@ def read_options(given: Mapping[str, Any], **fixed: Any) -> RunOptions:
 
 # Parameters of commands with few of the options.
 
-BackendArguments = Annotated[list[str] | None, _BACKENDS]
-BackendOptions = Annotated[list[str] | None, parameter("backends")]
 Suites = Annotated[list[str] | None, parameter("suites")]
 Settings = Annotated[list[str] | None, parameter("settings")]
 Cases = Annotated[list[str] | None, parameter("cases")]
 Keywords = Annotated[str | None, parameter("keywords")]
-Checks = Annotated[list[str] | None, parameter("checks")]
 Device = Annotated[str | None, parameter("device")]
 Seed = Annotated[int | None, parameter("seed")]
 Output = Annotated[Path | None, parameter("output")]
-CaseTimeout = Annotated[float | None, parameter("case_timeout")]
-MemoryLimit = Annotated[str | None, parameter("memory_limit")]
-PassEnv = Annotated[list[str] | None, parameter("pass_env")]
 Jobs = Annotated[str | None, parameter("jobs")]
-NoCache = Annotated[bool, parameter("cache")]
 
 # Reads `[tool.attncheck]` of pyproject.toml: values for options that the command line omits.
 
@@ -207,7 +200,7 @@ def _value(path: Path, key: str, value: Any) -> Any:
 
     option, kind = OPTIONS[KEYS[key]], kind_of(KEYS[key])
     typed: Any = str | int if option.read is read_size else kind
-    allowed = Annotated[typed, Field(ge=option.least, strict=kind in (int, bool))]
+    allowed = Annotated[typed, Field(ge=option.least, strict=kind in (int, bool) or None)]
     try:
         return TypeAdapter(allowed).validate_python([value] if kind == list[str] and isinstance(value, str) else value)
     except ValidationError as error:

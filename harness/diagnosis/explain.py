@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -217,7 +217,10 @@ _LSE_SLACK = 4.0
 """Budgets by which an LSE may differ from that of a fault."""
 
 _SAME, _AKIN = 2, 4
-"""Earlier cases with a cause from which on it is tried first: with the same figures, and with any figures."""
+"""Earlier cases with a cause from which on it is tried first: with the same figures, and with any figures.
+
+From ``_SAME`` cases with any figures on, the figures of a fitted cause are fitted first.
+"""
 
 _ALIKE, _MOST = 4.0, 0.75
 """A coarser arithmetic is named if errors agree within the factor ``_ALIKE`` in a share ``_MOST`` of rows and heads."""
@@ -234,15 +237,16 @@ def explain(
     output: Tensor,
     shares: Tensor,
     *,
-    first: Collection[str] = (),
+    earlier: Sequence[str] = (),
     among: Collection[str] | None = None,
 ) -> str | None:
     """Return one line that explains ``output``, or None.
 
     ``output``: ``[T, H, Dv]``, as codes if the layer quantises it. ``shares``: its errors in budgets, ``[T, H]``. If
-    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others. ``first``: causes of
-    earlier cases; if one fits that occurs twice with these figures, or four times with any, or that was fitted, no
-    other is tried. ``among``: the only other faults to try, as :func:`faults_tried` returns them; None for all.
+    some rows and heads hold NaN or Inf, and others are wrong, the line is about the others. ``earlier``: the cause of
+    each earlier case. If one fits that occurs twice with these figures, or four times with any, or twice and was
+    fitted, no other is tried. ``among``: the only other faults to try, as :func:`faults_tried` returns them; None for
+    all.
     """
     values = output_values(output, truth.codes)
     is_finite = torch.isfinite(values).all(dim=-1)
@@ -277,8 +281,9 @@ def explain(
         for nearest in (fitted_sinks, other_heads, other_spans, misplaced, rescaled):
             yield from nearest(problem, truth, values, shares)
 
-    def earlier() -> Iterator[Misfit]:
-        yield from misfits(other_factors(problem, truth, values, shares, first), "number")
+    def repeated() -> Iterator[Misfit]:
+        again = [cause for cause in earlier if without_figures(cause) in wanted]
+        yield from misfits(other_factors(problem, truth, values, shares, again), "number")
         fitted = {cause for cause in wanted if not cause.endswith(FACTOR)}
         for hypothesis in _explanations(problem, truth):
             words = without_figures(hypothesis.meaning)
@@ -289,10 +294,10 @@ def explain(
             yield from misfits(fitted_by_row(), "rows")
             yield from misfits(lost_keys(problem, truth, values, shares), "rows")
 
-    counts, families = Counter(first), Counter(map(without_figures, first))
-    if wanted := set(families):
-        again = (each for each in earlier() if not each.fitted or without_figures(each.meaning) in wanted)
-        found = next((each for each in again if each.explains(shares, shares > 1)), None)
+    counts, families = Counter(earlier), Counter(map(without_figures, earlier))
+    if wanted := {words for words, cases in families.items() if cases >= _SAME}:
+        known = (each for each in repeated() if not each.fitted or without_figures(each.meaning) in wanted)
+        found = next((each for each in known if each.explains(shares, shares > 1)), None)
         if found is not None:
             return best_fit(problem, [found], shares)
     if among is None or among:
@@ -474,7 +479,6 @@ def _lse_error(a: Tensor, b: Tensor, truth: Truth) -> Tensor:
 
 
 def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
-    """Return where NaN or Inf occur, and the likely reasons."""
     # Reading a foreign slot is not a likely reason, because in this step foreign slots hold finite numbers.
     rows_and_heads = (~torch.isfinite(output)).any(dim=-1)
     rows = rows_and_heads.any(dim=1)

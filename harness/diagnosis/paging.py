@@ -64,7 +64,6 @@ def paging_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
 
 
 def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield the faults of reading the slots of this step's keys before they are written."""
     new = problem.new_keys[problem.new_keys >= 0]
     if not len(new):
         return

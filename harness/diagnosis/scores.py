@@ -13,6 +13,7 @@ from attncheck.harness.truth.faults import Hypothesis
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
+from attncheck.reports.analysis.reasons import named
 
 # Faults of scale, soft cap, ALiBi and sinks that change the scores without ignoring the modifier.
 
@@ -205,14 +206,12 @@ def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def _sinks_in_words(found: list[float], right: tuple[float, ...]) -> str:
-    """Return which sinks differ; "" if none does."""
-    named = [
+    others = [
         f"head {head}: {new:.3g}, not {old:.3g}"
         for head, (new, old) in enumerate(zip(found, right, strict=True))
         if abs(new - old) > _LIKE
     ]
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return f"the sinks are others ({', '.join(named[:3])}{more})" if named else ""
+    return f"the sinks are others ({named(others, 3)})" if others else ""
 
 
 # Faults of an online softmax: earlier sums are not rescaled when a tile of keys raises the maximum.

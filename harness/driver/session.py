@@ -294,7 +294,8 @@ class Session:
     def in_place(self, problem: Problem) -> "Session":
         """Return a session for another problem of the same layer and cache, over the same impl, builder and memory."""
         other = copy(self)
-        other.problem, other._known_pool = problem, self.pool and self.pool.beside(problem)
+        other.problem = problem
+        other._known_pool = None if self.pool is None else self.pool.beside(problem)
         other._prepare()
         return other
 

@@ -511,7 +511,6 @@ def _requests(
     lengths: Lengths,
     random: Random,
 ) -> tuple[RequestSpec, ...]:
-    """Return the requests of a batch that suits the path."""
     units = [size for size in (cache.block_size, *layer.key_limits, *lengths.edges) if size > 1]
     uniform = random.choice((2, 3, 4, 8))
     requests: list[RequestSpec] = []
@@ -696,7 +695,6 @@ def declared_axes(reasons_against: ReasonsAgainst, constants: Sequence[int]) -> 
 def _declared_choices(
     axes: Axes, choices: Iterator[dict[str, Any]], reasons_against: ReasonsAgainst
 ) -> Iterator[dict[str, Any]]:
-    """Yield the choices whose plain case the backend declares."""
     while some := list(islice(choices, _AT_ONCE)):
         known = [(choice, case) for choice in some if (case := _plain_batch(axes, choice)) is not None]
         answers = reasons_against([case for _, case in known])

@@ -130,8 +130,6 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The pages of each request, and the size of the pool they are drawn from."""
-
     pages: tuple[tuple[int, ...], ...]
     num_blocks: int
 
@@ -337,5 +335,4 @@ def _longest_shard(length: int, ranks: int, run: int) -> int:
 
 
 def _held(part_of_key: Tensor, lengths: Sequence[int], part: int) -> tuple[int, ...]:
-    """Return the number of keys of each request in a part."""
     return tuple(int((keys == part).sum()) for keys in part_of_key.split(list(lengths)))

@@ -301,7 +301,6 @@ def _sentences(calls: int, cases: int, widening: int, left_out: dict[str, int]) 
 
 
 def _case(suite: str, number: int, counted: Counted) -> Case | str:
-    """Return the case of a distinct batch, or the reason why it has none."""
     layer, cache, batch = counted.kind.layer, counted.kind.cache, counted.batch
     if not batch.causal and layer.is_causal:
         layer = replace(layer, causal=False)

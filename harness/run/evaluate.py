@@ -16,7 +16,7 @@ from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.checks.case_checks import CaseChecks
+from attncheck.harness.checks.case_checks import AttentionChecks, Examination, finding_of
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.device import accelerator_of, collect_environment
@@ -48,8 +48,6 @@ from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
-    from attncheck.harness.checks.builder import BuilderChecks
-    from attncheck.harness.checks.functions import FunctionChecks
     from attncheck.harness.checks.timing.check import TimingCheck
 
 # Process-wide settings during an examination: float32 precision, torch's threads, the current device.
@@ -227,7 +225,7 @@ class Examiner:
                 finding: Finding | Raised | BackendUnavailableError
                 try:
                     with num_threads(self._timing_threads if check == TIMING else self._num_threads):
-                        finding = prepared.examine(check)
+                        finding = finding_of(prepared, check)
                 except StageError as failure:  # checks also call the backend's codec
                     finding = failure.raised
                 except BackendUnavailableError as error:
@@ -253,7 +251,7 @@ class Examiner:
 
     def _prepare(
         self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
-    ) -> "CaseChecks | FunctionChecks | BuilderChecks | list[Record]":
+    ) -> Examination | list[Record]:
         """Return the checks of the case, or their records if no check can run; none if the case itself is at fault."""
 
         def same_for_all(finding: Finding | Raised) -> list[Record]:
@@ -287,7 +285,7 @@ class Examiner:
                 lacking = shortage(case, self.device)
                 if lacking is not None:
                     return gone((lacking,))
-            return self._case_checks(case, backend, reasons)
+            return self._examination(case, backend, reasons)
         except StageError as failure:
             return same_for_all(failure.raised)
         except QuestionError as error:
@@ -301,13 +299,11 @@ class Examiner:
                 raise
             return same_for_all(capture_exception(OURSELVES, error))
 
-    def _dump(
-        self, case_checks: "CaseChecks | FunctionChecks | BuilderChecks", folder: Path, backend: str
-    ) -> tuple[str, ...]:
+    def _dump(self, examination: Examination, folder: Path, backend: str) -> tuple[str, ...]:
         """Write the case to ``folder``. Return a note if writing fails; the verdict does not change."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
-                case_checks.dump(folder, backend)
+                examination.dump(folder, backend)
         except OSError as error:
             return (f"--dump {folder}: {error.strerror or error}; the tensors of this case are not there",)
         return ()
@@ -317,9 +313,7 @@ class Examiner:
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
         return (*everywhere, *unavailable_case_reasons(backend, case, device))
 
-    def _case_checks(
-        self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]
-    ) -> "CaseChecks | FunctionChecks | BuilderChecks":
+    def _examination(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Examination:
         if backend.backend.builder_only:
             from attncheck.harness.checks.builder import BuilderChecks
 
@@ -328,7 +322,7 @@ class Examiner:
             from attncheck.harness.checks.functions import FunctionChecks
 
             return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
-        return CaseChecks(CheckedCase(backend, *self._problem_and_truth(case), self.device, reasons, self._shared))
+        return AttentionChecks(CheckedCase(backend, *self._problem_and_truth(case), self.device, reasons, self._shared))
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:

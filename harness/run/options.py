@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -199,18 +200,26 @@ class Option:
 
 
 def _option(
-    default: Any,
-    names: str,
-    help: str,  # noqa: A002 (as in typer and pytest)
     group: Group,
+    default: Any,
+    typed: str,
+    help: str,  # noqa: A002 (as in typer and pytest)
     *more: Place,
     places: tuple[Place, ...] = RUN,
     **how: Any,
 ) -> Any:
-    """Return a field with this default; ``names``: separated by spaces; ``more``: places besides ``places``."""
-    option = Option(tuple(names.split()), help, group, (*places, *more), **how)
+    """Return a field with this default.
+
+    ``typed``: its names and its metavar, such as ``--jobs -j N|auto``. ``more``: places besides ``places``.
+    """
+    words = typed.split()
+    names = tuple(word for word in words if word.startswith("-"))
+    metavar = words[-1] if len(words) > len(names) else None
+    option = Option(names, help, group, (*places, *more), metavar, **how)
     return field(default=default, metadata={"option": option})
 
+
+_what, _timing, _limits, _output, _machine = (partial(_option, group) for group in Group)
 
 KEEP = 50
 """Default number of run files kept in a folder."""
@@ -240,333 +249,225 @@ class RunOptions:
         SelectionError: a check or pattern examines no backend or provider of the run, or options or limits are invalid.
     """
 
-    backends: tuple[str, ...] = _option(
-        (),
-        "--backend",
-        "A backend, like the argument BACKEND.",
-        Group.WHAT,
-        *_TABLE_AND_PYTEST,
-        metavar="REF",
-        complete="backends",
+    backends: tuple[str, ...] = _what(
+        (), "--backend REF", "A backend, like the argument BACKEND.", *_TABLE_AND_PYTEST, complete="backends"
     )
-    providers: tuple[str, ...] = _option(
+    providers: tuple[str, ...] = _what(
         (),
-        "--provider",
+        "--provider REF",
         "A provider of metadata utilities: vllm, vllm:file.py, a module, or file.py. It is examined alone without "
         "BACKEND.",
-        Group.WHAT,
         places=("run",),
-        metavar="REF",
     )
-    suites: tuple[str, ...] = _option(
+    suites: tuple[str, ...] = _what(
         (),
-        "--suite",
+        "--suite NAME|FILE",
         "Built-in suites, YAML files, or all. Default: smoke, or interpreted where kernels are.",
-        Group.WHAT,
         *_TABLE_AND_PYTEST,
-        metavar="NAME|FILE",
         read=_names,
         complete="suites",
     )
-    settings: tuple[str, ...] = _option(
-        (),
-        "--set",
-        "Replace a default of the suites, such as cache.block_size=32.",
-        Group.WHAT,
-        *_TABLE_AND_PYTEST,
-        metavar="KEY=VALUE",
+    settings: tuple[str, ...] = _what(
+        (), "--set KEY=VALUE", "Replace a default of the suites, such as cache.block_size=32.", *_TABLE_AND_PYTEST
     )
-    cases: tuple[str, ...] = _option(
+    cases: tuple[str, ...] = _what(
         (),
-        "--case",
+        "--case PATTERN",
         "Only cases whose id or suite/id matches this shell pattern; an id without variant selects all its variants. "
         "With --provider also functions, by name.",
-        Group.WHAT,
         "pytest",
-        metavar="PATTERN",
         read=_names,
         complete="cases",
     )
-    keywords: str = _option(
+    keywords: str = _what(
         "",
-        "-k",
+        "-k EXPR",
         "Only cases that match words in suite/id, description and needs, such as 'sinks and not head_size=64'.",
-        Group.WHAT,
-        metavar="EXPR",
     )
-    last_failed: bool = _option(
-        False,
-        "--last-failed --lf",
-        "Only the cases, backends and checks that did not pass in the newest kept run.",
-        Group.WHAT,
+    last_failed: bool = _what(
+        False, "--last-failed --lf", "Only the cases, backends and checks that did not pass in the newest kept run."
     )
     keys: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
-    checks: tuple[str, ...] = _option(
+    checks: tuple[str, ...] = _what(
         (),
-        "--check",
+        "--check NAME",
         "Only these checks: names or shell patterns. Default: all except timing.",
-        Group.WHAT,
         *_TABLE_AND_PYTEST,
         places=("run",),
-        metavar="NAME",
         read=_checks,
         complete="checks",
     )
-    skip: tuple[str, ...] = _option(
-        (),
-        "--skip",
-        "All checks but these.",
-        Group.WHAT,
-        "table",
-        places=("run",),
-        metavar="NAME",
-        read=_checks,
-        complete="checks",
+    skip: tuple[str, ...] = _what(
+        (), "--skip NAME", "All checks but these.", "table", places=("run",), read=_checks, complete="checks"
     )
     functions: tuple[str, ...] = ()
-    shard: "Shard | None" = _option(
+    shard: "Shard | None" = _what(
         None,
-        "--shard",
+        "--shard I/N",
         "Shard I of N of the cases. `attncheck merge` merges the run files of all shards.",
-        Group.WHAT,
-        metavar="I/N",
         read=_shard,
     )
-    seed: int = _option(
-        0, "--seed", "Seed of the inputs. Default: 0.", Group.WHAT, *_TABLE_AND_PYTEST, metavar="N", least=0
+    seed: int = _what(0, "--seed N", "Seed of the inputs. Default: 0.", *_TABLE_AND_PYTEST, least=0)
+    dry_run: bool = _what(
+        False, "--dry-run", "Print which backends, cases and checks would run, and about how long; examine nothing."
     )
-    dry_run: bool = _option(
-        False,
-        "--dry-run",
-        "Print which backends, cases and checks would run, and about how long; examine nothing.",
-        Group.WHAT,
-    )
-    watch: bool = _option(
+    watch: bool = _what(
         False,
         "--watch",
         "Run again after each save of the backend's file, a Python file in its folder, or a case file. q ends it.",
-        Group.WHAT,
         places=("run",),
     )
-    rounds: int | None = _option(
+    rounds: int | None = _timing(
         None,
-        "--rounds",
+        "--rounds N",
         "Measure in N fresh processes of each backend; backends alternate. Default: 10.",
-        Group.TIMING,
         places=("time",),
-        metavar="N",
         least=1,
     )
-    time_limit: float | None = _option(
+    time_limit: float | None = _timing(
         None,
-        "--time-limit",
+        "--time-limit S",
         "Seconds for which each part of a step is sampled in each process. Default: 0.25.",
-        Group.TIMING,
-        places=("time",),
-        metavar="S",
-    )
-    warm_cache: bool = _option(
-        False,
-        "--warm-cache",
-        "Do not flush the GPU's L2 cache before each sample.",
-        Group.TIMING,
         places=("time",),
     )
-    kernels: bool = _option(
-        False,
-        "--kernels",
-        "Record the kernel names of each timed step with the profiler.",
-        Group.TIMING,
-        places=("time",),
+    warm_cache: bool = _timing(
+        False, "--warm-cache", "Do not flush the GPU's L2 cache before each sample.", places=("time",)
     )
-    exitfirst: bool = _option(False, "-x", "Stop at the first record that does not pass: --maxfail 1.", Group.LIMITS)
-    maxfail: int | None = _option(
-        None, "--maxfail", "Stop after N records that did not pass.", Group.LIMITS, metavar="N", least=1
+    kernels: bool = _timing(
+        False, "--kernels", "Record the kernel names of each timed step with the profiler.", places=("time",)
     )
+    exitfirst: bool = _limits(False, "-x", "Stop at the first record that does not pass: --maxfail 1.")
+    maxfail: int | None = _limits(None, "--maxfail N", "Stop after N records that did not pass.", least=1)
     until_failure: Literal["", "check", "backend"] = ""
-    case_timeout: float | None = _option(
+    case_timeout: float | None = _limits(
         None,
-        "--case-timeout",
+        "--case-timeout SECONDS",
         "Time limit for one check of one case, with compilation; then the backend's process is killed. 0: none. "
         "Default: 300, plus 10 times the reference's time.",
-        Group.LIMITS,
         *_TABLE_AND_PYTEST,
-        metavar="SECONDS",
         least=0,
     )
-    backend_timeout: float | None = _option(
+    backend_timeout: float | None = _limits(
         None,
-        "--backend-timeout",
+        "--backend-timeout SECONDS",
         "Time limit for all processes of a backend together; then its remaining cases are timed_out. Default: none.",
-        Group.LIMITS,
         *_TABLE_AND_PYTEST,
-        metavar="SECONDS",
         least=0,
     )
-    memory_limit: int | None = _option(
+    memory_limit: int | None = _limits(
         None,
-        "--memory-limit",
+        "--memory-limit SIZE",
         "Memory of a backend's process and its children, such as 4GiB; one that exceeds it is killed. Default: the "
         "memory of the host, minus a reserve.",
-        Group.LIMITS,
         *_TABLE_AND_PYTEST,
-        metavar="SIZE",
         read=read_size,
     )
-    device_memory_limit: int | None = _option(
+    device_memory_limit: int | None = _limits(
         None,
-        "--device-memory-limit",
+        "--device-memory-limit SIZE",
         "GPU memory that torch may allocate in the process of a backend, such as 40GiB. Default: all.",
-        Group.LIMITS,
         *_TABLE_AND_PYTEST,
-        metavar="SIZE",
         read=read_size,
         hidden=True,
     )
-    deadline: float | None = _option(
+    deadline: float | None = _limits(
         None,
-        "--within",
+        "--within SECONDS",
         "Time limit of the run, of which each backend has an equal part; on a GPU, several run at once. 0: none, but "
         "they share the GPU. Default: backends run one after another, without a limit.",
-        Group.LIMITS,
         places=("run",),
-        metavar="SECONDS",
         read=_deadline,
     )
-    expect: Path | None = _option(
+    expect: Path | None = _output(
         None,
-        "--expect",
+        "--expect FILE",
         "Expected failures: a YAML file, or the name of one that attncheck includes.",
-        Group.OUTPUT,
         *_TABLE_AND_PYTEST,
-        metavar="FILE",
         read=_expectations,
     )
-    strict_expect: bool = _option(
-        False, "--strict-expect", "Fail if an entry of --expect with `says` matches no record.", Group.OUTPUT
+    strict_expect: bool = _output(
+        False, "--strict-expect", "Fail if an entry of --expect with `says` matches no record."
     )
-    output: Path | None = _option(
+    output: Path | None = _output(
         None,
-        "--output",
+        "--output FILE|DIR",
         "The run file to write, which must not exist, or a folder for it. Default: the folder results/ if it exists, "
         "else a folder in the user's cache.",
-        Group.OUTPUT,
-        metavar="FILE|DIR",
     )
-    no_output: bool = _option(False, "--no-output", "Write no run file.", Group.OUTPUT)
-    reports: tuple[str, ...] = _option(
+    no_output: bool = _output(False, "--no-output", "Write no run file.")
+    reports: tuple[str, ...] = _output(
         (),
-        "--report",
+        "--report FORMAT=FILE",
         "Write reports at the end, also after an interruption: html=FILE, junit=FILE and other formats of `attncheck "
         "report`; github needs no file. Separated by commas.",
-        Group.OUTPUT,
-        metavar="FORMAT=FILE",
         read=_names,
     )
-    resume: Path | None = _option(
+    resume: Path | None = _output(
         None,
-        "--resume",
+        "--resume RUN",
         "Continue an incomplete run, and append to its run file. Repeat the other arguments of the first command.",
-        Group.OUTPUT,
-        metavar="RUN",
     )
-    folder: Path | None = _option(
+    folder: Path | None = _output(
         None,
         "",
         "The folder of run files without --output, of which the newest are kept.",
-        Group.OUTPUT,
         "table",
         places=(),
         key="output",
     )
-    keep: int = _option(KEEP, "", "Number of run files kept in the folder.", Group.OUTPUT, "table", places=(), least=1)
-    dump: Path | None = _option(
-        None,
-        "--dump",
-        "Write the tensors of each failing case into this folder.",
-        Group.OUTPUT,
-        "pytest",
-        metavar="DIR",
+    keep: int = _output(KEEP, "", "Number of run files kept in the folder.", "table", places=(), least=1)
+    dump: Path | None = _output(
+        None, "--dump DIR", "Write the tensors of each failing case into this folder.", "pytest"
     )
-    show_output: bool = _option(
-        False,
-        "--show-output -s",
-        "Show the output of backends immediately. Default: its last lines with each failure.",
-        Group.OUTPUT,
+    show_output: bool = _output(
+        False, "--show-output -s", "Show the output of backends immediately. Default: its last lines with each failure."
     )
-    quiet: bool = _option(False, "--quiet -q", "Print only what did not pass, and the summary.", Group.OUTPUT)
-    verbose: bool = _option(
-        False, "--verbose -v", "Print each record to stderr immediately, and the report in full.", Group.OUTPUT
-    )
-    durations: int | None = _option(
-        None,
-        "--durations",
-        "Print the N slowest checks of cases; 0: all.",
-        Group.OUTPUT,
-        metavar="N",
-        least=0,
-    )
+    quiet: bool = _output(False, "--quiet -q", "Print only what did not pass, and the summary.")
+    verbose: bool = _output(False, "--verbose -v", "Print each record to stderr immediately, and the report in full.")
+    durations: int | None = _output(None, "--durations N", "Print the N slowest checks of cases; 0: all.", least=0)
     color: bool = True
     notes: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    device: str | None = _option(
-        None,
-        "--device",
-        "cpu, cuda or cuda:N. Default: cuda if there is a GPU, else cpu.",
-        Group.MACHINE,
-        *_TABLE_AND_PYTEST,
-        metavar="NAME",
+    device: str | None = _machine(
+        None, "--device NAME", "cpu, cuda or cuda:N. Default: cuda if there is a GPU, else cpu.", *_TABLE_AND_PYTEST
     )
-    jobs: int | None = _option(
+    jobs: int | None = _machine(
         None,
-        "--jobs -j",
+        "--jobs -j N|auto",
         "Number of backend processes at once; timing always uses one. Default: auto, which is one per GPU, and on a "
         "CPU as many as cores and memory allow.",
-        Group.MACHINE,
-        metavar="N|auto",
         read=read_jobs,
     )
-    in_process: bool = _option(
+    in_process: bool = _machine(
         False,
         "--in-process",
         "Examine backends in this process, without a progress display: for debuggers, profilers, sanitizers.",
-        Group.MACHINE,
         "pytest",
     )
-    ray: RaySettings | None = _option(
+    ray: RaySettings | None = _machine(
         None,
-        "--executor",
+        "--executor local|ray[:FILE]",
         "local, or ray: the nodes of a Ray cluster. The YAML file may have its address, and resources and runtime_env "
         "of each actor. Default: local.",
-        Group.MACHINE,
         places=("run",),
-        metavar="local|ray[:FILE]",
         read=read_executor,
     )
-    pass_env: tuple[str, ...] = _option(
+    pass_env: tuple[str, ...] = _machine(
         (),
-        "--pass-env",
+        "--pass-env PATTERN",
         "Further environment variables for the processes of backends: names or shell patterns.",
-        Group.MACHINE,
         *_TABLE_AND_PYTEST,
-        metavar="PATTERN",
         read=_names,
     )
-    cache: bool = _option(
+    cache: bool = _machine(
         True,
         "--no-cache",
         "Compute the float64 truth of every case, without the user's cache (see `attncheck doctor`).",
-        Group.MACHINE,
         *_TABLE_AND_PYTEST,
     )
-    warm: bool = _option(
-        True,
-        "--no-warm",
-        "On a GPU, do not compile kernels in advance in other processes.",
-        Group.MACHINE,
-        "table",
-        hidden=True,
+    warm: bool = _machine(
+        True, "--no-warm", "On a GPU, do not compile kernels in advance in other processes.", "table", hidden=True
     )
 
     def __post_init__(self) -> None:

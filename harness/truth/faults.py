@@ -223,7 +223,6 @@ def _altered(meaning: str, rows: UnpagedAttention, params: AttentionParams, *fea
 
 
 def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Yield the faults of ignoring several modifiers of the layer at once, pairs first."""
     off = {modifier.feature: change for modifier, change in _left_out(params)}
     if max(params.window) >= 0:
         off["sliding_window"] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
@@ -409,7 +408,6 @@ def _scaled(meaning: str, params: AttentionParams, rows: UnpagedAttention, name:
 
 
 def _both(meaning: str, params: AttentionParams, rows: UnpagedAttention, key: Tensor, value: Tensor) -> Hypothesis:
-    """Return the fault of multiplying keys and values by one factor each."""
 
     def compute() -> tuple[Tensor, Tensor]:
         device = rows.keys.device
@@ -563,7 +561,6 @@ def latent_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
 def _piece_explanations(
     problem: Problem, params: AttentionParams, rows: UnpagedAttention, size: int
 ) -> Iterator[Hypothesis]:
-    """Yield faults in attending over the context in pieces of ``size`` keys."""
     cached = [request.cached for request in problem.requests]
     starts = [request.first_position for request in problem.requests]
 

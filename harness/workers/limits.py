@@ -118,7 +118,6 @@ class TimeLimits:
         return Limit(min(max(own_s, rest_s - turns * self.backend_s), rest_s), f"{BACKEND_TIME} by --within")
 
     def _given(self, least_s: float = 0.0) -> Limit:
-        """Return the limit of ``--case-timeout``, but at least ``least_s``."""
         given_s = self.case_s or 0.0
         least = f"; the least for loading is {least_s:g} s" if least_s > given_s else ""
         return Limit(max(given_s, least_s), f"--case-timeout {given_s:g}{least}")

@@ -583,7 +583,6 @@ class Warmers:
         return None
 
     def _examine(self, process: WorkerProcess, question: Question) -> bool:
-        """Return whether ``process`` completed the case."""
         case, checks = question
         watch = threading.Timer(self._limit_s, process.kill)
         watch.start()

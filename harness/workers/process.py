@@ -64,8 +64,6 @@ class ChildProcess(Protocol):
 
 @dataclass
 class _Copy:
-    """A fork of this process."""
-
     pid: int
     returncode: int | None = None
 
@@ -646,7 +644,6 @@ class WorkerProcess:
         return ProcessEndedError(ProcessEnd(cause, self.output(), stack, limit_s))
 
     def _wait(self, limit_s: float = math.inf) -> bool:
-        """Wait until the process has ended, for at most ``limit_s`` seconds; return whether it has."""
         deadline, pause = time.monotonic() + limit_s, 0.001
         while not self.has_ended:
             if time.monotonic() >= deadline:
@@ -656,7 +653,6 @@ class WorkerProcess:
         return True
 
     def _cause(self) -> str:
-        """Return in words how the process ended."""
         if not self._wait(_GRACE_S):
             self._kill()
             return "stopped, since it closed attncheck's own pipe"

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from attncheck.reports.analysis.reasons import named
+
 Value = bool | int | float | str | None
 Keys = Mapping[str, Value]
 """The keys of one case; a missing key has the value None, shown as "not given"."""
@@ -115,9 +117,8 @@ class Contrast:
             text += f"; {_listed(others)} in {passing}"
         else:
             text += "; in none that passes" if self.right > 1 else "; not in the one that passes"
-        shown = [str(condition) for condition in self.alternatives[:_SHOWN]]
-        shown += [f"and {more} more"] if (more := len(self.alternatives) - _SHOWN) > 0 else []
-        return f"{text} (other differences: {'; '.join(shown)})" if shown else text
+        alternatives = named([str(condition) for condition in self.alternatives], _SHOWN, "; ")
+        return f"{text} (other differences: {alternatives})" if alternatives else text
 
 
 def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None:

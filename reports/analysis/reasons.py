@@ -1,4 +1,4 @@
-"""Shorten reasons: merge those that differ only in lines of code or in a figure."""
+"""Shorten lists of names, and reasons: merge those that differ only in lines of code or in a figure."""
 
 import re
 from collections.abc import Sequence
@@ -27,6 +27,13 @@ class _ReasonPart:
 
     def __str__(self) -> str:
         return f"{self.what} at {self.file}:{', '.join(self.lines)} in {self.function}" if self.lines else self.what
+
+
+def named(names: Sequence[str], shown: int | None, separator: str = ", ") -> str:
+    """Return the first ``shown`` names (None: all), and how many more there are: ``a, b and 3 more``."""
+    rest = 0 if shown is None else len(names) - shown
+    text = separator.join(names[:shown])
+    return text if rest <= 0 else f"{text}{separator.rstrip(', ')} and {rest} more"
 
 
 def joined(reason: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.analysis.phrases import plural
-from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.analysis.reasons import named, without_figures
 from attncheck.reports.comparison.changes import KINDS
 from attncheck.reports.comparison.compare import OneSidedCases, OutcomeChange, RunComparison, SpeedChange
 from attncheck.reports.comparison.significance import FAMILY_LEVEL, ProcessNoise, smallest_slowdown
@@ -148,7 +148,7 @@ def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
     if item.is_whole:
         return f"backend {item.backend} ({plural(len(item.cases), 'case')})"
     check = f"check {item.check} of " if item.check else ""
-    return f"{check}{plural(len(item.cases), 'case')} of {item.backend}: {named(item.cases, shown=shown)}"
+    return f"{check}{plural(len(item.cases), 'case')} of {item.backend}: {named(item.cases, shown)}"
 
 
 def missing(comparison: RunComparison) -> tuple[str, ...]:
@@ -157,12 +157,6 @@ def missing(comparison: RunComparison) -> tuple[str, ...]:
         f"the end of {side}" for side, run in (("BASE", comparison.base), ("NEW", comparison.new)) if not run.complete
     ]
     return (*(one_sided(item, shown=_SHOWN_LOST) for item in comparison.lost), *cut)
-
-
-def named(cases: Sequence[str], *, shown: int | None = None) -> str:
-    """Return at most ``shown`` names, and the number of further ones."""
-    more = 0 if shown is None else len(cases) - shown
-    return ", ".join(cases[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def change_text(ratio: float) -> str:
@@ -191,9 +185,8 @@ def closing(comparison: RunComparison) -> str:
     outcomes = ", ".join(f"{plural(kinds[kind], 'outcome')} {kind}" for kind in KINDS if kinds[kind])
     parts = [outcomes or "outcomes as before", _speeds_in_words(comparison), _compared(comparison)]
     if lacking := missing(comparison):
-        rest = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         accepted = ", accepted by --allow-missing" if comparison.terms.allow_missing else ""
-        parts.append(f"missing{accepted}: {lacking[0]}{rest}")
+        parts.append(f"missing{accepted}: {named(lacking, 1)}")
     return f"{comparison.verdict}: {'; '.join(parts)}"
 
 

@@ -7,6 +7,7 @@ change are shown.
 from collections.abc import Sequence
 
 from attncheck.reports.analysis.phrases import plural, sentence
+from attncheck.reports.analysis.reasons import named
 from attncheck.reports.comparison import summary
 from attncheck.reports.comparison.compare import RunComparison, SpeedChange
 from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
@@ -53,7 +54,7 @@ def _outcomes(comparison: RunComparison, *, whole: bool) -> list[Block]:
         (
             Span(group.first.kind, is_bold=group.first.kind == "worse", colour=_COLOURS.get(group.first.kind, "")),
             group.first.backend,
-            summary.named(group.cases, shown=None if whole else SHOWN_CASES),
+            named(group.cases, None if whole else SHOWN_CASES),
             ", ".join(group.checks),
             group.step,
             group.what,
@@ -125,6 +126,6 @@ def _differences(comparison: RunComparison, *, whole: bool) -> list[Block]:
         for item in items
     ]
     if changed := comparison.changed_cases:
-        names = summary.named(changed, shown=shown)
+        names = named(changed, shown)
         lines.append(f"{plural(len(changed), 'case')} rewritten, not compared: {names}")
     return [*blocks, Heading(2, "Not in both runs"), *listed(lines)] if lines else blocks

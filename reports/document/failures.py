@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding, by_check, stated_cause
+from attncheck.reports.analysis.reasons import named
 from attncheck.reports.analysis.repro import repro_command, sanitizer_command
 from attncheck.reports.document.blocks import (
     Block,
@@ -79,9 +80,8 @@ def _not_needed(features: Sequence[str], *, whole: bool) -> list[Text]:
     """Return a line on declared features that no examined case needs; [] without any."""
     if not features:
         return []
-    shown = features if whole else features[:SHOWN_FEATURES]
-    more = f" and {len(features) - len(shown)} more" if len(features) > len(shown) else ""
-    return [f"declared, but needed by no examined case: {', '.join(shown)}{more}"]
+    names = named(features, None if whole else SHOWN_FEATURES)
+    return [f"declared, but needed by no examined case: {names}"]
 
 
 def failures(run: RunValues, *, whole: bool) -> list[Block]:
@@ -183,8 +183,7 @@ def _whole_finding(finding: Finding, run: RunValues) -> list[Block]:
     """Return a heading, the facts with at most :data:`SHOWN_CASES` cases, and all details of the example."""
     cases = []
     if len(finding.cases) > 1:
-        more = f" and {len(finding.cases) - SHOWN_CASES} more" if len(finding.cases) > SHOWN_CASES else ""
-        cases.append(Item(f"cases: {', '.join(finding.cases[:SHOWN_CASES])}{more}"))
+        cases.append(Item(f"cases: {named(finding.cases, SHOWN_CASES)}"))
     return [
         Heading(3, f"{finding.backend}: {phrases.cut(finding.title, 200)}"),
         Items(tuple(_facts(finding, run, [_outcome(finding.example)], cases))),

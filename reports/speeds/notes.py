@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.analysis.phrases import one_line
-from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.analysis.reasons import named, without_figures
 from attncheck.reports.run_file.timings import DeviceState
 from attncheck.reports.speeds.speed import Speed, by_backend, mean_ceilings, timings_of
 from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit, suites_of
@@ -176,5 +176,4 @@ def _noted(speeds: Sequence[Speed]) -> Iterator[str]:
 
 def _named(cases: Sequence[str]) -> str:
     once = [one_line(case) for case in dict.fromkeys(cases)]
-    more = len(once) - _SHOWN
-    return "; ".join(once[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return named(once, _SHOWN, "; ")

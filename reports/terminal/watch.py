@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.reasons import named
 from attncheck.reports.document.failures import errors as errors_of
 from attncheck.reports.document.failures import expected, failures, verdict
 from attncheck.reports.document.run_values import RunValues
@@ -55,8 +56,7 @@ def _changes(records: Sequence[Record], before: Sequence[Record], style: Style) 
     lines = []
     for kind, names in groups.items():
         if names:
-            rest = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            text = phrases.one_line(", ".join(names[:_SHOWN]) + rest)
+            text = phrases.one_line(named(names, _SHOWN))
             lines.append(style.wrap(f"{style.paint(kind, _COLORS[kind])}: {text}"))
     return "\n".join(lines)
 

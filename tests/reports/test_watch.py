@@ -34,7 +34,7 @@ def test_many_changes_are_counted_and_one_finding_is_shown(make: Make, header: R
     before = [make("passed", case_id=name) for name in names]
     now = [make("errored", case_id=name, error_type=f"Error{name}") for name in names]
     text = render_round(header, now, before, errors=["an entry is stale"])
-    assert "smoke/case5 numerics, and 2 more" in " ".join(text.split())
+    assert "smoke/case5 numerics and 2 more" in " ".join(text.split())
     assert "finding 1 of 8" in text
     assert "finding 2 of 8" not in text
     assert text.endswith("error: an entry is stale")

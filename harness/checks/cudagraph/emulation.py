@@ -1079,8 +1079,6 @@ class Watch:
 class EmulatedRecorder:
     """Records on the CPU. Use one recorder per backend, since it tracks host memory from its creation."""
 
-    name: str = "emulated"
-
     def __init__(self) -> None:
         self._watch = Watch()
 

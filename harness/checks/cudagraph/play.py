@@ -27,7 +27,7 @@ from attncheck.harness.checks.cudagraph.recorder import (
     Recording,
     Released,
     UnseenError,
-    UnwatchedRecorder,
+    record_unwatched,
 )
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import check_numerics
@@ -50,6 +50,7 @@ from attncheck.harness.problem.problem import Problem, build_problem, place_requ
 from attncheck.harness.truth.truth import Truth, TruthCache
 from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions, StridesSpec
 from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.reasons import named
 from attncheck.reports.run_file.causes import ALTERNATIVE, UNKNOWN, likely_causes
 from attncheck.reports.run_file.graph_levels import PaddingRows, worst_padding
 
@@ -815,10 +816,8 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
     builder = "build_for_drafting" if step.turn.draft_index is not None else "build"
     causes = []
     if moved:
-        more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
-        causes.append(
-            f"{builder} puts {', '.join(moved[:_NAMED])}{more} into new memory; the graph reads the memory of capture"
-        )
+        buffers = named(moved, _NAMED)
+        causes.append(f"{builder} puts {buffers} into new memory; the graph reads the memory of capture")
     if reshaped:
         causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
     if read := graph.recording.host_reads:
@@ -917,7 +916,7 @@ def play_probe(
     for bucket in probe.buckets:
         capture = _captured(session, bucket, turns[0], problems[0])
         if isinstance(capture, UnmeasuredProbe):
-            unwatched = GraphSession(backend, probe, problems, device, UnwatchedRecorder())
+            unwatched = GraphSession(backend, probe, problems, device, Recorder("emulated", record_unwatched))
             return PlayedProbe(_fault_unwatched(unwatched, probe.buckets[: len(captures) + 1]) or capture)
         if not isinstance(capture, CapturedBucket):
             return PlayedProbe(capture)
@@ -1045,9 +1044,7 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
 
 def _in_words(step: DiagnosedStep) -> str:
     requests = step.turn.requests
-    lengths = ", ".join(f"{query_len}/{seq_len}" for query_len, seq_len in requests[:_TOLD])
-    if len(requests) > _TOLD:
-        lengths += f" and {len(requests) - _TOLD} more"
+    lengths = named([f"{query_len}/{seq_len}" for query_len, seq_len in requests], _TOLD)
     bucket = None if step.turn.bucket is None else step.probe.buckets[step.turn.bucket]
     where = "step without a graph, with" if bucket is None else f"graph captured for {bucket}, replayed with"
     draft = "" if step.turn.draft_index is None else f"draft {step.turn.draft_index} by build_for_drafting, "

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -168,53 +168,45 @@ class Recording:
     released: Callable[[], tuple[Released, ...]] = tuple
 
 
-class Recorder(Protocol):
-    """Captures ``forward`` calls on one device. ``name``: the type of the device, or ``emulated``."""
+@dataclass(frozen=True)
+class Recorder:
+    """Captures ``forward`` calls on one device. ``name``: the type of the device, or ``emulated``.
+
+    record: warms up, then captures. Its argument builds fresh metadata and returns the call to capture. It is called
+    again for each warm-up and for the capture, as in a model runner, so that values which a warm-up cached on its
+    metadata are not available to the capture. Raises :class:`CaptureError` or :class:`UnseenError`; exceptions of its
+    argument and of warm-ups propagate.
+
+    The emulation tracks which memory is on the host; of a real device, each tensor shows that itself. watching: returns
+    a context for calls into a backend outside ``record``. mark_host: marks tensors that are on the host by contract
+    (the ``_cpu`` fields), so that reading them is no fault.
+    """
 
     name: str
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a context for calls into a backend outside :meth:`record`; it tracks which memory is on the host."""
-
-    def mark_host(self, *tensors: Tensor) -> None:
-        """Mark tensors that are on the host by contract (the ``_cpu`` fields), so that reading them is no fault."""
-
-    def record(self, prepare: Callable[[], Forward]) -> Recording:
-        """Warm up, then capture. ``prepare`` builds fresh metadata and returns the call to capture.
-
-        It is called again for each warm-up and for the capture, as in a model runner, so that values which a warm-up
-        cached on its metadata are not available to the capture. Raise :class:`CaptureError` or :class:`UnseenError`.
-        Exceptions of ``prepare`` and of warm-ups propagate.
-        """
+    record: Callable[[Callable[[], Forward]], Recording]
+    watching: Callable[[], AbstractContextManager[None]] = nullcontext
+    mark_host: Callable[..., None] = lambda *_tensors: None
 
 
-class UnwatchedRecorder:
-    """A recorder that records nothing: it runs twice what a recorder would run, as the backend runs on its own."""
+def record_unwatched(prepare: Callable[[], Forward]) -> Recording:
+    """Record nothing: run twice what a recorder would run, as the backend runs on its own, then raise UnseenError.
 
-    name: str = "emulated"
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def mark_host(self, *tensors: Tensor) -> None:
-        """Do nothing."""
-
-    def record(self, prepare: Callable[[], Forward]) -> Recording:
-        """Raise UnseenError, after two runs. Exceptions of ``prepare`` and of the runs propagate."""
-        for _ in range(2):
-            prepare()()
-        raise UnseenError("nothing is recorded")
+    Exceptions of ``prepare`` and of the runs propagate.
+    """
+    for _ in range(2):
+        prepare()()
+    raise UnseenError("nothing is recorded")
 
 
 def recorder_for(device: torch.device) -> Recorder:
     """Return a recorder of real graphs for a GPU, or the emulation for other devices."""
     accelerator = accelerator_of(device)
     if accelerator is not None and accelerator.graph_class:
-        return DeviceRecorder(accelerator)
+        return Recorder(accelerator.type, DeviceRecorder(accelerator).record)
     from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
 
-    return EmulatedRecorder()
+    emulated = EmulatedRecorder()
+    return Recorder("emulated", emulated.record, emulated.watching, emulated.mark_host)
 
 
 def count_uses(tensor: Tensor) -> int:
@@ -428,21 +420,14 @@ def capture_stream(kind: type[Accelerator], index: int | None) -> CaptureStream:
 
 
 class DeviceRecorder:
-    """Captures graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
+    """Captures graphs on one device; see :class:`Recorder`."""
 
     def __init__(self, device: Accelerator) -> None:
         gc.collect()  # once, not before each capture: it takes longer than a capture
-        self.name, self._device, self._torch = device.type, device, device.module()
+        self._device, self._torch = device, device.module()
         self._side = capture_stream(type(device), device.index)
         self._pool = self._torch.graph_pool_handle()
         self._memory = HeldMemory()
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, because a tensor's device shows whether it is on the host."""
-        return nullcontext()
-
-    def mark_host(self, *tensors: Tensor) -> None:
-        """Do nothing, because a tensor's device shows whether it is on the host."""
 
     def record(self, prepare: Callable[[], Forward]) -> Recording:
         """Warm up, rehearse and capture, each with a new result of ``prepare`` on the current stream.

@@ -13,6 +13,7 @@ from attncheck.backends.contract import AttentionBackend, AttentionCGSupport, At
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.builder import BuilderChecks
+from attncheck.harness.checks.case_checks import finding_of
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.run.evaluate import Examiner
 from attncheck.harness.run.selection import RunPlan
@@ -100,7 +101,7 @@ def backend_of(builder: type[Builder]) -> type[AttentionBackend]:
 
 
 def found(builder: type[Builder], check: str) -> Any:
-    return BuilderChecks(backend_of(builder), CASE, 0, CPU, ()).examine(check)
+    return finding_of(BuilderChecks(backend_of(builder), CASE, 0, CPU, ()), check)
 
 
 @pytest.mark.parametrize("builder", [Builder, View])

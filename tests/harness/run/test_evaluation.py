@@ -237,7 +237,7 @@ def test_a_check_that_runs_out_of_memory_itself_fails_no_backend(
     def full(*_args: Any, **_options: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr("attncheck.harness.checks.case_checks.CaseChecks.examine", full)
+    monkeypatch.setattr("attncheck.harness.run.evaluate.finding_of", full)
     record = examine(ReferenceBackend, make_case())["numerics"]
     assert (record.outcome, record.by) == ("unsupported", "attncheck")
     assert record.reasons == snapshot(("out of memory during the check: no more",))

@@ -142,7 +142,7 @@ def test_tensors_that_a_lost_device_holds_are_not_dumped(
     make_case: Any, lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = evaluate.Broken("wrong", {})
-    monkeypatch.setattr("attncheck.harness.checks.case_checks.CaseChecks.examine", lambda self, check: wrong)
+    monkeypatch.setattr("attncheck.harness.run.evaluate.finding_of", lambda examination, check: wrong)
     monkeypatch.setattr("attncheck.harness.checks.case_checks.dump_case", raising(ILLEGAL))
     lose()
     assert crash(make_case(), lambda: None, dump=tmp_path).cause == LOST

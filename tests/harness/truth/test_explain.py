@@ -10,7 +10,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks import numerics
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.diagnosis.explain import _explanations, explain
+from attncheck.harness.diagnosis.explain import ZEROS, Misfit, _explanations, best_fit, explain
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth, truth_of
@@ -116,6 +116,16 @@ def test_the_rows_that_fit_are_named(make_case: Any, rows: Any, heads: Any, whic
     assert explanation is not None
     assert explanation.startswith("the soft cap is ignored: a reference with this fault gives the same output in ")
     assert explanation.endswith(which)
+
+
+def test_faults_that_leave_zeros_are_not_named_beside_the_zeros(make_case: Any) -> None:
+    problem = build_problem(make_case(*BATCH), 0)
+    wrong = torch.full((len(problem.query), problem.layer.num_heads), 50.0, dtype=torch.float64)
+    exact = torch.zeros_like(wrong)
+    faults = [Misfit(name, exact, wrong, exact) for name in ("no key is read", ZEROS, "the values are lost")]
+    assert (best_fit(problem, faults, wrong) or "").startswith(ZEROS)
+    assert len(likely_causes(best_fit(problem, faults, wrong))) == 1
+    assert len(likely_causes(best_fit(problem, [faults[0], faults[2]], wrong))) == 2
 
 
 def test_rows_without_context_share_just_that(make_case: Any) -> None:

@@ -4,11 +4,9 @@ A replay returns nothing; the return value of ``forward`` is that of the capture
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recording, violation_of
 from pretend_cuda.device import PretendDevice
@@ -17,16 +15,10 @@ WARM_UPS = 2
 
 
 class PythonRecorder:
-    """Implements the product's ``Recorder``, in place of ``DeviceRecorder``."""
+    """Records in place of the product's ``DeviceRecorder``."""
 
     def __init__(self, pretend: PretendDevice) -> None:
         self._pretend, self.name = pretend, pretend.named.type
-
-    def watching(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def mark_host(self, *tensors: Tensor) -> None:
-        pass
 
     def record(self, prepare: Callable[[], Forward]) -> Recording:
         for _ in range(WARM_UPS):

@@ -9,7 +9,6 @@ class Xpu(Accelerator):
 
     type = "xpu"
     graph_class = "XPUGraph"
-    own_functions = ("_sleep",)
     remedy = "repeat with one kernel at a time"
 
     @classmethod

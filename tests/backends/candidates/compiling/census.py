@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,7 @@ from attncheck.cases.loader import load_suite, select
 from attncheck.harness.checks import cache_write, numerics
 from attncheck.harness.checks.cudagraph import check, play
 from attncheck.harness.checks.cudagraph.play import ProbeProblems
-from attncheck.harness.checks.cudagraph.recorder import Recording
+from attncheck.harness.checks.cudagraph.recorder import Recorder, Recording
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.run.evaluate import Examiner, RunPlan
 
@@ -30,24 +30,11 @@ CHECKS = ("numerics", "cache_write", "cudagraph")
 """Those that launch: others look at the same step, or repeat it with other contents."""
 
 
-class Recorder:
-    """Makes the launches of a capture as ``DeviceRecorder`` does."""
-
-    name = "cuda"
-
-    def __init__(self, device: Any) -> None:
-        pass
-
-    def watching(self) -> Any:
-        return nullcontext()
-
-    def mark_host(self, *tensors: Any) -> None:
-        pass
-
-    def record(self, prepare: Callable[[], Callable[[], object]]) -> Recording:
-        for _ in range(3):
-            prepare()()
-        return Recording(replay=lambda: None, launch=lambda: None)  # replaying compiles nothing
+def launched(prepare: Callable[[], Callable[[], object]]) -> Recording:
+    """Make the launches of a capture as ``DeviceRecorder`` does."""
+    for _ in range(3):
+        prepare()()
+    return Recording(replay=lambda: None, launch=lambda: None)  # replaying compiles nothing
 
 
 @contextmanager
@@ -56,7 +43,7 @@ def judging_nothing() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, value in (
             (interpreter, "unavailable_reasons", lambda device: []),
-            (check, "recorder_for", Recorder),
+            (check, "recorder_for", lambda _device: Recorder("cuda", launched)),
             (play, "step_fault", lambda *seen: None),
             (ProbeProblems, "truth", lambda *given: None),
             (numerics, "check_numerics", lambda *seen, explains=True: Holds({})),
