@@ -109,7 +109,8 @@ Budget = Annotated[
     str,
     typer.Option(
         metavar="TIME",
-        help="Time for cases and for reducing failures, such as 90s, 5m or 1h, once the backend is loaded.",
+        help="Time for cases and for reducing failures, such as 90s, 5m or 1h, once the backend is loaded. Writing the "
+        "stand-alone file of a failure starts torch twice more.",
     ),
 ]
 ShrinkTime = Annotated[
