@@ -77,7 +77,7 @@ def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
         ),
         (
             ["--provider", "vllm", "--shard", "1/2"],
-            snapshot("error: --shard 1/2 divides the cases of backends; examine a provider in a run of its own\n"),
+            snapshot("error: --shard 1/2 cannot be combined with --provider vllm; leave out one of them\n"),
         ),
         (
             ["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"],

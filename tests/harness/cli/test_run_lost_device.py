@@ -124,8 +124,14 @@ def test_a_process_that_hangs_is_killed_at_the_limit_and_the_next_case_is_examin
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--case-timeout", "-1"), snapshot("error: --case-timeout -1: give seconds, or 0 for no limit\n")),
-        (("--case-timeout", "nan"), snapshot("error: --case-timeout nan: give seconds, or 0 for no limit\n")),
+        (
+            ("--case-timeout", "-1"),
+            snapshot("error: --case-timeout: must be at least 0 (found '-1'); see `attncheck run --help`\n"),
+        ),
+        (
+            ("--case-timeout", "nan"),
+            snapshot("error: --case-timeout: must be at least 0 (found 'nan'); see `attncheck run --help`\n"),
+        ),
         (
             ("--case-timeout", "9", "--in-process"),
             snapshot(
