@@ -1,6 +1,8 @@
-"""Turns errors of the option parser into one line, in the style of all other errors.
+"""The command line: registers the commands, and turns every result and exception into an exit code.
 
-The parser's own message names neither the given value nor, for pydantic types, what is allowed.
+0: all as expected. 1: a backend failed. 2: the arguments or input files were invalid. 3: attncheck itself failed or
+cannot write. 130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP. Loads neither torch nor pydantic until a command
+runs.
 """
 
 import errno
@@ -34,9 +36,8 @@ from attncheck.harness.cli.common import (
 from attncheck.harness.cli.options import Given, with_options
 from attncheck.harness.run.options import options_in, split_commas
 
-# Turns errors of the option parser into one line, in the style of all other errors.
-#
-# The parser's own message names neither the given value nor, for pydantic types, what is allowed.
+# Errors of the option parser in one line, in the style of all other errors. The parser's own message names neither the
+# given value nor, for pydantic types, what is allowed.
 
 _INVALID = re.compile(r"Invalid value for '?(?P<name>[^':]+)'?: (?P<reason>.*)", re.DOTALL)
 
@@ -105,12 +106,7 @@ def _reason(error: Any) -> str | None:
     return f"must be {wanted(details)} (found {details['input']!r})" if own is None else str(own).rstrip(".")
 
 
-# The command line: registers the commands, and turns every result and exception into an exit code.
-#
-# 0: all as expected. 1: a backend failed. 2: the arguments or input files were invalid. 3: attncheck itself failed or
-# cannot write. 130, 143, 129: interrupted by SIGINT, SIGTERM, SIGHUP.
-#
-# Loads neither torch nor pydantic until a command runs.
+# Exit codes of results and exceptions.
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
 _SIGNALLED = 128

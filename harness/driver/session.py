@@ -1,4 +1,4 @@
-"""A backend that is driven through steps like by a model runner."""
+"""A backend that is driven through the steps of a model runner."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

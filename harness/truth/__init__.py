@@ -1,5 +1,5 @@
-"""The float64 truth of a problem, the error budget around it, and the wrong outputs that known faults produce.
+"""The float64 truth of a problem, the error budget around it, and references with one fault each.
 
-Begin with ``truth``. ``tolerance`` holds the whole error budget. ``hypotheses`` and the modules named like it compute
-the outputs of faulty backends; ``explain`` compares a wrong output with them.
+Begin with ``truth``. ``unpaged`` holds attention without pages and the whole error budget. ``faults`` computes outputs
+of faulty backends, which ``attncheck.harness.diagnosis`` compares with a wrong output.
 """

@@ -1,4 +1,4 @@
-"""Examine the backends of a run in processes: a schedule of lanes, each of which asks a worker."""
+"""Examine the backends of a run in processes: a schedule, and lanes of one process each."""
 
 import contextlib
 import time

@@ -138,7 +138,7 @@ def read_limit(option: str, seconds: float | None) -> float | None:
 
 # Memory limits of a backend's process, and how the process enforces them itself.
 #
-# The run also watches the process (`memory_watch.py`). Importing this module imports neither torch nor pydantic.
+# The run also watches the process. Importing this module imports neither torch nor pydantic.
 
 _PROCESS_BYTES = 2**30
 """Host memory that a process with a CUDA build of torch may use before its first case; estimated."""

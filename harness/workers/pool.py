@@ -1,4 +1,4 @@
-"""The pool of worker processes, and processes that compile kernels in advance."""
+"""The pool of worker processes, their first messages, and processes that compile kernels in advance."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""A worker process: its start, its output, its first messages, and its end."""
+"""A worker process: its start, what it prints, and its end. Imports neither torch nor pydantic."""
 
 import codecs
 import contextlib
