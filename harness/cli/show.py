@@ -275,7 +275,7 @@ def list_names(
         SchemaSubject, typer.Option("--of", help="The schema of a case file, or of a line of a run file.")
     ] = SchemaSubject.CASES,
 ) -> int:
-    """List the names of backends, suites, cases or checks, or the keys of case files as a JSON schema.
+    """List backends, suites, cases or checks, or print a JSON schema.
 
     `attncheck doctor` shows which backends can run on this machine.
     """
