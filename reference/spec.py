@@ -102,7 +102,7 @@ DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if CHECK
 
 def default_checks(device: str) -> tuple[str, ...]:
     """Return the checks that run on ``device`` if neither the case nor the run names any, in the order of reports."""
-    places = ("everywhere",) if device == "cpu" else ("everywhere", "on CUDA")
+    places = ("everywhere",) if device in ("", "cpu") else ("everywhere", "on CUDA")
     return tuple(name for name in BACKEND_CHECKS if CHECKS[name].by_default in places)
 
 

@@ -52,7 +52,7 @@ def not_applicable(check: str, case: Case, features: frozenset[str]) -> NotExami
     return find_check(check).not_applicable(case, features)
 
 
-class Examination(Protocol):
+class CaseChecks(Protocol):
     """What the checks of one case examine: attention, one function of a backend, or its metadata builder alone."""
 
     def find(self, check: str) -> Callable[[], Finding] | NotExamined:
@@ -62,7 +62,7 @@ class Examination(Protocol):
         """Write the tensors of the case to a file in ``folder``."""
 
 
-def finding_of(examination: Examination, check: str) -> Finding:
+def finding_of(examination: CaseChecks, check: str) -> Finding:
     """Return the finding of one check. Raise StageError if the backend raised."""
     run = examination.find(check)
     if isinstance(run, NotExamined):

@@ -16,7 +16,7 @@ from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.checks.case_checks import AttentionChecks, Examination, finding_of
+from attncheck.harness.checks.case_checks import AttentionChecks, CaseChecks, finding_of
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.device import accelerator_of, collect_environment
@@ -251,7 +251,7 @@ class Examiner:
 
     def _prepare(
         self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
-    ) -> Examination | list[Record]:
+    ) -> CaseChecks | list[Record]:
         """Return the checks of the case, or their records if no check can run; none if the case itself is at fault."""
 
         def same_for_all(finding: Finding | Raised) -> list[Record]:
@@ -299,7 +299,7 @@ class Examiner:
                 raise
             return same_for_all(capture_exception(OURSELVES, error))
 
-    def _dump(self, examination: Examination, folder: Path, backend: str) -> tuple[str, ...]:
+    def _dump(self, examination: CaseChecks, folder: Path, backend: str) -> tuple[str, ...]:
         """Write the case to ``folder``. Return a note if writing fails; the verdict does not change."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
@@ -313,7 +313,7 @@ class Examiner:
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
         return (*everywhere, *unavailable_case_reasons(backend, case, device))
 
-    def _examination(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Examination:
+    def _examination(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> CaseChecks:
         if backend.backend.builder_only:
             from attncheck.harness.checks.builder import BuilderChecks
 

@@ -160,7 +160,7 @@ def _ray_settings(path: Path) -> RaySettings:
 # Declarations.
 
 
-class Group(StrEnum):
+class OptionGroup(StrEnum):
     """A heading of ``attncheck run --help``."""
 
     WHAT = "What runs"
@@ -189,7 +189,7 @@ class Option:
 
     names: tuple[str, ...]
     help: str
-    group: Group
+    group: OptionGroup
     places: tuple[Place, ...]
     metavar: str | None = None
     key: str = ""
@@ -200,7 +200,7 @@ class Option:
 
 
 def _option(
-    group: Group,
+    group: OptionGroup,
     default: Any,
     typed: str,
     help: str,  # noqa: A002 (as in typer and pytest)
@@ -219,7 +219,7 @@ def _option(
     return field(default=default, metadata={"option": option})
 
 
-_what, _timing, _limits, _output, _machine = (partial(_option, group) for group in Group)
+_what, _timing, _limits, _output, _machine = (partial(_option, group) for group in OptionGroup)
 
 KEEP = 50
 """Default number of run files kept in a folder."""

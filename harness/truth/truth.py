@@ -325,7 +325,15 @@ def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, p
 # tolerance, attncheck's sources, torch, machine and number of threads. It holds a checksum and plain float64 numbers,
 # so that loading it executes nothing. Entries that are damaged, or that belong to another user, are not used.
 
-SOURCES = ("cases", "harness/problem", "harness/truth", "reference", "backends/dtypes.py")
+SOURCES = (
+    "cases",
+    "harness/device.py",
+    "harness/host.py",
+    "harness/problem",
+    "harness/truth",
+    "reference",
+    "backends/dtypes.py",
+)
 """Sources that compute truths, relative to the package; an edit to one invalidates all entries."""
 
 

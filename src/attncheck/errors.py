@@ -27,7 +27,7 @@
         |-- StageError               a backend raised: the exception, and the stage of the contract
         |-- CodecError               a cache codec cannot be trusted
         |-- _UnknownLayoutError      the writes of a cache writer fit no layout that can be inferred
-        |-- FormError                an output is not a tensor of the right shape, dtype and device
+        |-- FindingError             ends a check with its finding
         |-- CaptureError             a forward cannot be captured as a CUDA graph
         |-- UnseenError              the graph recorder cannot see what a forward does
         |-- ReleasedMemoryError      a replayed graph wrote to memory that was released

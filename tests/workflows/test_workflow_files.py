@@ -110,7 +110,7 @@ def test_every_step_is_right_as_it_is_written(file):
         (GPU, "-m attncheck report $(ls", "-m atncheck report $(ls"),
         (GPU, "steps.examine.", "steps.exam."),
         (GPU, "$TIME", "$TIMES"),
-        (GPU, "-m attncheck compare base/timing.jsonl", "-m attncheck compare"),
+        (GPU, "-m attncheck compare base/timing.jsonl", "-m attncheck compare --base base/timing.jsonl"),
         (GPU, "          done", "          don"),
         (GPU, "gh run download", "gh download"),
     ],
