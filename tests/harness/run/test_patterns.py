@@ -226,3 +226,8 @@ def test_streams_run_by_default_on_cuda_alone_and_everywhere_by_name(
         plan = RunPlan(selection.cases, checks=selection.checks_on(device), device=device)
         runs[device] = "streams" in plan.checks_of(selection.cases[0])
     assert runs == {"cpu": on_cpu, "cuda": on_cuda}
+
+
+@pytest.mark.parametrize(("device", "has_streams"), [("", False), ("cpu", False), ("cuda", True), ("xpu:1", True)])
+def test_a_check_of_accelerators_is_no_default_elsewhere(device: str, has_streams: bool) -> None:
+    assert ("streams" in default_checks(device)) is has_streams
