@@ -109,7 +109,7 @@ def _run(build: Callable[[], object]) -> None:
 
 # Steps for which several builders build metadata before any of them runs; each must give right outputs.
 #
-# Model runners do this for layer groups and micro-batches, each of which has its own builder.
+# Model runners do this for layer groups and micro-batches. Each has its own builder.
 
 _MEANING = "builders share memory, or one of them keeps for all what it found for its own step"
 

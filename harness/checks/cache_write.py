@@ -397,7 +397,7 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     storages = _storages(problem)
     if storages[0].is_fp8:
         rows = extreme_rows(problem.keys, storages[0]), extreme_rows(problem.values, storages[1])
-        honest, name = honest_rows(rows, storages), "that no code stands for"
+        honest, name = honest_rows(rows, storages), "that no FP8 code represents"
     else:
         rows = _extreme(problem.keys), _extreme(problem.values)
         honest, name = [rows], f"at the limits of {problem.layer.dtype}"

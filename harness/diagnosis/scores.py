@@ -36,7 +36,7 @@ _CAPS = (1.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
 """Soft caps that models use, and that a kernel may hard-code."""
 
 _PARTS = (16, 32, 64, 128, 256, 512)
-"""Numbers of keys in a tile or split, each of which may count the sinks once."""
+"""Numbers of keys in a tile or split. A kernel may count the sinks once in each."""
 
 _LIKE = 0.02
 """Difference of two sinks below which they count as equal."""

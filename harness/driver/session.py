@@ -70,7 +70,7 @@ class OtherLayer:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step and its calls, of which the backend gets copies. ``facts``: the fields of the fill that they depend on."""
+    """A step and its calls, which the backend gets as copies. ``facts``: the fields of the fill that they depend on."""
 
     step: Step
     calls: tuple[ForwardCall, ...]

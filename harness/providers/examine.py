@@ -20,6 +20,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import InternalError, SelectionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver.observation import Raised, capture_exception
+from attncheck.harness.providers import subjects_batch, subjects_other, subjects_v0
 from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches
 from attncheck.harness.providers.provider import (
     AnswerDifference,
@@ -37,11 +38,23 @@ from attncheck.harness.providers.provider import (
     load_provider,
     signature_differences,
 )
-from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome
+
+SUBJECTS: tuple[Subject, ...] = (
+    *subjects_other.CONTRACT,
+    *subjects_batch.UBATCHES,
+    *subjects_batch.ORDER,
+    *subjects_batch.PATHS,
+    *subjects_other.KERNELS,
+    *subjects_other.LAYOUT,
+    *subjects_other.LAYERS,
+    *subjects_v0.V0_SEQUENCES,
+    *subjects_v0.V0_STEPS,
+)
+"""The questions for each function of the reference, in the order of reports."""
 
 # Resolve names and patterns to the questions for each provider.
 

@@ -374,7 +374,7 @@ class RunOptions:
     deadline: float | None = _limits(
         None,
         "--within SECONDS",
-        "Time limit of the run, of which each backend has an equal part; on a GPU, several run at once. 0: none, but "
+        "Time limit of the run; each backend gets an equal part. On a GPU, several run at once. 0: none, but "
         "they share the GPU. Default: backends run one after another, without a limit.",
         places=("run",),
         read=_deadline,
@@ -411,7 +411,7 @@ class RunOptions:
     folder: Path | None = _output(
         None,
         "",
-        "The folder of run files without --output, of which the newest are kept.",
+        "The folder of run files without --output. It keeps the newest.",
         "table",
         places=(),
         key="output",

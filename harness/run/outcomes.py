@@ -263,7 +263,7 @@ class BackendDescription(BaseModel):
     ``failure``: what its own code raised at the import, or how its process ended. The stage of an exception is
     attncheck itself if attncheck raised it, perhaps because the backend left the process broken.
     ``default_suite``: the suite used if the user names none.
-    ``page_sizes``: the page sizes it accepts, in tokens. ``page_multiples``: bases of which it accepts every multiple.
+    ``page_sizes``: the page sizes it accepts, in tokens. ``page_multiples``: it accepts every multiple of these.
     ``layouts``: the cache layouts it accepts. Each of these three is empty if unknown.
     """
 

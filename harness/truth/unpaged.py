@@ -185,7 +185,7 @@ _NARROW = 8
 """Columns of an output from which on the loss of one run predicts that of another."""
 
 _AREA_TOGETHER = 2**14
-"""Rows times keys up to which several requests share one block, most of which pairs rows with other requests' keys."""
+"""Rows times keys up to which several requests share one block. Most of a block pairs rows with keys of others."""
 
 _SCORES_AT_ONCE = 2**22
 """Rows times keys times KV heads up to which a block has more than one row."""

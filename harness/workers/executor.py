@@ -161,7 +161,7 @@ def find_recurrence(
     return Recurrence("after", after, first.records)
 
 
-# The order in which the questions of a run go to lanes, each of which has one process at work.
+# The order in which the questions of a run go to lanes. Each lane has one process at work.
 
 _SMALL = 2**30
 """Bytes up to which a case may run beside one that needs more."""

@@ -79,7 +79,7 @@ def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environm
 def device_chosen_by(
     processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit
 ) -> tuple[DeviceChosen, list[str]]:
-    """Return the first answer of ``processes``, the last of which has no backend.
+    """Return the first answer of ``processes``. The last one has no backend.
 
     Also return the references of the backends in whose processes attncheck failed.
 

@@ -11,9 +11,8 @@ import torch
 import yaml
 
 from attncheck.harness.providers.batches import ALWAYS, drawn_batches
-from attncheck.harness.providers.examine import examine_subject
+from attncheck.harness.providers.examine import SUBJECTS, examine_subject
 from attncheck.harness.providers.provider import SubjectSetting, load_provider
-from attncheck.harness.providers.subjects import SUBJECTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 

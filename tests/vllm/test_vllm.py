@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, drawn_batches
-from attncheck.harness.providers.examine import examine_subject
+from attncheck.harness.providers.examine import SUBJECTS, examine_subject
 from attncheck.harness.providers.provider import SubjectSetting, load_provider
-from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.harness.providers.vllm import DEPARTURES
 from attncheck.reports.run_file.store import read_run
 

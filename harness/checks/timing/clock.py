@@ -377,7 +377,7 @@ def sample(take: Callable[[], int], settings: TimingSettings, now: Callable[[], 
 
 
 def samples_of(taken: list[int], settings: TimingSettings) -> Samples:
-    """Return the statistics of the nanoseconds ``taken``, of which there must be at least one."""
+    """Return the statistics of the nanoseconds ``taken``; at least one."""
     low, high = median_interval(taken)
     return Samples(tuple(taken), float(median(taken)), low, high, _is_settled(taken, settings))
 

@@ -8,9 +8,8 @@ import torch
 
 from attncheck import reference
 from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
-from attncheck.harness.providers.examine import UnfitQuestionError, examine_subject
+from attncheck.harness.providers.examine import SUBJECTS, UnfitQuestionError, examine_subject
 from attncheck.harness.providers.provider import Departure, Departures, Provider, Subject, SubjectSetting, subject_call
-from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.harness.providers.vllm import DEPARTURES
 from attncheck.reference import split_attn_metadata, split_decodes_and_prefills, v0
 

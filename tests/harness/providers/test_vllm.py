@@ -16,9 +16,8 @@ from attncheck import reference
 from attncheck.errors import ProviderLoadError
 from attncheck.harness.providers import vllm
 from attncheck.harness.providers.batches import ALWAYS
-from attncheck.harness.providers.examine import examine_subject
+from attncheck.harness.providers.examine import SUBJECTS, examine_subject
 from attncheck.harness.providers.provider import Departures, SubjectSetting, load_provider
-from attncheck.harness.providers.subjects import SUBJECTS
 
 SETTING = SubjectSetting(ALWAYS, torch.device("cpu"))
 BY_KEY = {subject.key: subject for subject in SUBJECTS}
