@@ -96,7 +96,7 @@ def record_of(
 
     A backend that raised has the outcome ``errored`` whatever the exception, since it had declared to support the case.
     """
-    common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
+    common = identity_of(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
     match finding:
         case Holds(figures, notes):
             return Passed(**common, **_measured(finding), figures=dict(figures), notes=notes)
@@ -126,7 +126,7 @@ def unavailable(
     circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str, reasons: tuple[str, ...]
 ) -> Record:
     """Return the record of a case that cannot run on this machine."""
-    return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
+    return Unavailable(**identity_of(circumstances, case, backend, check), reasons=reasons)
 
 
 def ended(
@@ -138,7 +138,7 @@ def ended(
     end: ProcessEnd,
 ) -> Ended:
     """Return the record of a check without result: the backend's process ended during ``stage`` or before."""
-    who = _identity(circumstances, case, backend, check)
+    who = identity_of(circumstances, case, backend, check)
     if end.limit_s is None:
         return Crashed(**who, stage=stage, **_without_limit(end))
     return TimedOut(**who, stage=stage, **asdict(end))
@@ -159,7 +159,8 @@ def _without_limit(end: ProcessEnd) -> dict[str, Any]:
     return {name: value for name, value in asdict(end).items() if name != "limit_s"}
 
 
-def _identity(circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str) -> dict[str, Any]:
+def identity_of(circumstances: Circumstances, case: RecordedQuestion, backend: "Backend", check: str) -> dict[str, Any]:
+    """Return the fields that name what a record is about, the same in each of its outcomes."""
     return {
         "suite": case.suite,
         "case_id": case.id,

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,36 +22,34 @@ from attncheck.harness.run.outcomes import (
     ProcessEnd,
     absent,
     ended,
+    identity_of,
     record_of,
 )
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
-from attncheck.harness.workers.limits import Limit, TimeLimits
+from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
 from attncheck.harness.workers.pool import WarmingAhead, WorkerError, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, wait_for_answers
 from attncheck.harness.workers.protocol import (
     Begun,
-    Described,
-    DeviceChosen,
     DeviceLost,
     Done,
     Examine,
     HarnessFailure,
-    ProvidersPlanned,
-    Reasons,
-    Refused,
-    Surveyed,
 )
 from attncheck.reports.run_file.causes import cause_of_end
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import EXAMINED, Errored, Failed, Record
+from attncheck.reports.run_file.records import EXAMINED, Errored, Failed, Record, RecordBase
 from attncheck.reports.run_file.timings import TIMING
 
 # Send one request about a case to a backend's process, and collect its records.
 
 WAITING = "the wait for this case"
 """The stage before the process begins the first stage of the case."""
+
+FIRST_STAGES = ("declarations", PREPARATION)
+"""The stages of a case before its checks."""
 
 Work = Generator[WorkerProcess | None, None, None]
 """A generator that yields the process whose answer it waits for, or None after it has made progress."""
@@ -67,33 +65,52 @@ class Stopped:
 
 def request_records(
     process: WorkerProcess,
-    request: Examine,
+    question: "BackendQuestion",
+    circumstances: Circumstances,
     limit_of: Callable[[str, float], Limit],
     take: Callable[[Record], None],
 ) -> Generator[WorkerProcess | None, None, Done | DeviceLost | HarnessFailure | Stopped]:
-    """Send ``request``, call ``take`` with each record, and return the last answer, or how the process ended.
+    """Send ``question``, call ``take`` with each record, and return the last answer, or how the process ended.
 
     Yields as :data:`Work` does. ``limit_of``: returns the time limit of a stage, from its name and the seconds that the
-    reference took for the case.
+    reference took for the case. The backend can write into the pipe, too: an answer out of order, or about something
+    else, ends the process.
     """
-    process.send(request)
+    case, checks, backend = question.case, question.checks, question.backend
+    drawn = case if question.is_drawn else None
+    process.examined.append(question)
+    process.send(Examine(case=case.key, checks=checks, round=circumstances.round, drawn=drawn))
     stage, limit = WAITING, limit_of(WAITING, 0.0)
+    stages = [*FIRST_STAGES, *(f"check {check}" for check in checks)]
+    due = {check: identity_of(circumstances, case, backend, check) for check in checks}
     try:
         while True:
             match answer := process.answer(limit):
                 case None:
                     yield process
-                case Begun():
+                case Begun() if answer.stage in stages:
                     stage, limit = answer.stage, limit_of(answer.stage, answer.reference_s)
-                case Done() | HarnessFailure() | DeviceLost():
+                    del stages[: stages.index(stage) + 1]  # a stage that begins again would renew its limit
+                case HarnessFailure():
                     return answer
-                case DeviceChosen() | Described() | ProvidersPlanned() | Surveyed() | Reasons() | Refused():
-                    raise RuntimeError(f"the process of {process.ref} answered a case by {answer.kind!r}")
-                case record:
-                    take(record)
+                case Done() if not due or (answer.blind is not None and len(due) == len(checks)):
+                    return answer
+                case DeviceLost() if _is_about(answer.record, due):
+                    return answer
+                case RecordBase() if _is_about(answer, due):
+                    del due[answer.check]
+                    take(answer)
                     yield None
+                case _:
+                    process.end_intruded()
     except ProcessEndedError as ended:
         return Stopped(stage, ended.end)
+
+
+def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
+    """Return whether ``record`` has the fields of a check that is due."""
+    fields = due.get(record.check)
+    return fields is not None and all(getattr(record, name) == value for name, value in fields.items())
 
 
 # Find out whether a case that ended its process ends it again: always, only after earlier cases, or not at all.
@@ -106,7 +123,7 @@ _BUDGET_S = 600.0
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of sending requests to a new process.
+    """The result of sending questions to a new process.
 
     ``has_ended``: the last one ended it. ``records``: of the last one.
     """
@@ -115,8 +132,8 @@ class Replayed:
     records: tuple[Record, ...] = ()
 
 
-Replay = Callable[[Sequence[Examine]], Generator[WorkerProcess | None, None, Replayed]]
-"""Sends requests to a new process, one by one; yields as :data:`~attncheck.harness.workers.executor.Work` does."""
+Replay = Callable[[Sequence["BackendQuestion"]], Generator[WorkerProcess | None, None, Replayed]]
+"""Sends questions to a new process, one by one; yields as :data:`~attncheck.harness.workers.executor.Work` does."""
 
 
 @dataclass(frozen=True)
@@ -130,34 +147,34 @@ class Recurrence:
 
 def find_recurrence(
     replay: Replay,
-    request: Examine,
-    earlier: Sequence[Examine],
+    question: "BackendQuestion",
+    earlier: Sequence["BackendQuestion"],
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[WorkerProcess | None, None, Recurrence]:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
-    ``earlier``: the known requests to the process that ended before ``request``. If all of them together make a process
+    ``earlier``: the known questions to the process that ended before ``question``. If all of them together make a process
     end again, a bisection searches for the single one that does so.
 
     Raises:
         QuestionError, OSError: from ``replay``, if no process can be started.
     """
     deadline = clock() + _BUDGET_S
-    first = yield from replay([request])
+    first = yield from replay([question])
     if first.has_ended:
         return Recurrence("always")
     suspects = list(earlier)
-    is_behind = bool(suspects) and (yield from replay([*suspects, request])).has_ended
+    is_behind = bool(suspects) and (yield from replay([*suspects, question])).has_ended
     if not is_behind:
         return Recurrence("flaky", records=first.records)
     is_shown = True
     while len(suspects) > 1 and clock() < deadline:
         middle = len(suspects) // 2
-        is_shown = (yield from replay([*suspects[middle:], request])).has_ended
+        is_shown = (yield from replay([*suspects[middle:], question])).has_ended
         suspects = suspects[middle:] if is_shown else suspects[:middle]
     if len(suspects) == 1 and not is_shown:  # the other half caused no end, which does not prove that this case does
-        is_shown = (yield from replay([*suspects, request])).has_ended
-    after = suspects[0].case if len(suspects) == 1 and is_shown else ""
+        is_shown = (yield from replay([*suspects, question])).has_ended
+    after = suspects[0].case.key if len(suspects) == 1 and is_shown else ""
     return Recurrence("after", after, first.records)
 
 
@@ -560,7 +577,8 @@ class ProcessExaminer:
                 due.remove(record.check)
                 place.records.append(_with_output(record, process, case))
 
-        end = yield from request_records(process, self._request(place, due), partial(self._limit, place), take)
+        question = replace(place.question, checks=tuple(due))
+        end = yield from request_records(process, question, self.circumstances, partial(self._limit, place), take)
         if isinstance(end, Done):
             place.blind = end.blind
             due.clear()
@@ -579,7 +597,7 @@ class ProcessExaminer:
         return None
 
     def _settle(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine], *, goes_on: bool
+        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion], *, goes_on: bool
     ) -> Work:
         """Add the record of the check that ended the process, and of the remaining ones unless the case ``goes_on``.
 
@@ -599,7 +617,7 @@ class ProcessExaminer:
                 self._end(place, stopped, [check])
 
     def _recurrence(
-        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine]
+        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion]
     ) -> Generator[WorkerProcess | None, None, Recurrence | None]:
         """Try the case again; return None if it is not tried, or no process can be started."""
         ref, end = place.question.backend.ref, stopped.end
@@ -610,33 +628,25 @@ class ProcessExaminer:
         self._tried.add(finding)
         replay = partial(self._replay, place, workers)
         with suppress(QuestionError, OSError):  # the next case reports it
-            return (yield from find_recurrence(replay, self._request(place, place.question.checks), earlier))
+            return (yield from find_recurrence(replay, place.question, earlier))
         return None
 
     def _replay(
-        self, place: Place, workers: WorkerPool, requests: Sequence[Examine]
+        self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]
     ) -> Generator[WorkerProcess | None, None, Replayed]:
-        """Send ``requests`` to a new process; see :mod:`attncheck.harness.workers.executor`."""
+        """Send ``questions`` to a new process; see :mod:`attncheck.harness.workers.executor`."""
         ref = place.question.backend.ref
         workers.discard(ref)
         process = yield from start(workers, ref)
         records: list[Record] = []
-        for request in requests:
+        limit_of = partial(self._limit, place)
+        for question in questions:
             records.clear()
-            end = yield from request_records(process, request, partial(self._limit, place), records.append)
+            end = yield from request_records(process, question, self.circumstances, limit_of, records.append)
             if not isinstance(end, Done):
                 workers.discard(ref)
-                return Replayed(request is requests[-1] and not isinstance(end, HarnessFailure))
+                return Replayed(question is questions[-1] and not isinstance(end, HarnessFailure))
         return Replayed(False, tuple(_with_output(record, process, place.question.case) for record in records))
-
-    def _request(self, place: Place, checks: Sequence[str]) -> Examine:
-        question, number = place.question, self.circumstances.round
-        return Examine(
-            case=question.case.key,
-            checks=tuple(checks),
-            round=number,
-            drawn=question.case if question.is_drawn else None,
-        )
 
     def _left(self, place: Place) -> Limit:
         """Return what is left of the time of the backend."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NoReturn, Protocol, Self
 
 from attncheck.errors import InternalError
 from attncheck.harness.host import free_host_bytes, oom_kills
@@ -28,7 +28,8 @@ from attncheck.harness.workers.limits import Limit, passed_environment
 
 if TYPE_CHECKING:
     from attncheck.harness.run.outcomes import ProcessEnd
-    from attncheck.harness.workers.protocol import Answer, Examine, Prepare, Request
+    from attncheck.harness.workers.executor import BackendQuestion
+    from attncheck.harness.workers.protocol import Answer, Prepare, Request
 
 # Start a worker, end it with all its children, and find out what it was doing. Imports neither torch nor pydantic.
 
@@ -423,7 +424,7 @@ _GRACE_S = 5.0
 """Seconds that a process may take to end after a request to end, or after it closed its pipe."""
 
 MOST_EARLIER = 64
-"""Maximum number of requests about cases that are remembered."""
+"""Maximum number of questions that are remembered."""
 
 _INTRUDED = "stopped, since it wrote into attncheck's own pipe"
 _LONGEST_ANSWER = 2**24
@@ -443,7 +444,7 @@ class WorkerProcess:
 
     ``inherited``: the variables it gets from this process's environment, by ``pass_env`` of :func:`passed_environment`.
     ``environment``: additional variables, also an attribute. ``show``: gets what the process prints. ``start``: starts
-    it. ``ref``: of its backend; "" before :meth:`load`. ``examined``: its latest requests about cases. It must be
+    it. ``ref``: of its backend; "" before :meth:`load`. ``examined``: the latest questions to it. It must be
     closed; a context manager does so.
     """
 
@@ -467,7 +468,7 @@ class WorkerProcess:
         self._ended_for = ""
         self._oom_kills = oom_kills()
         self._end: ProcessEndedError | None = None
-        self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
+        self.examined: deque[BackendQuestion] = deque(maxlen=MOST_EARLIER)
         self._mark = secrets.token_hex(16)
         started = start({**self.inherited, **self.environment, MARK: self._mark})
         self._process, self._writing, self._reading = started.process, started.writing, started.reading
@@ -518,8 +519,6 @@ class WorkerProcess:
         """Send one request. If the process has ended, :meth:`receive` reports it."""
         from attncheck.harness.workers.protocol import format_message
 
-        if request.kind == "examine":
-            self.examined.append(request)
         rest = memoryview(format_message(request))
         with contextlib.suppress(BrokenPipeError):
             while rest:
@@ -561,8 +560,7 @@ class WorkerProcess:
         is_late = self._is_late(limit)
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_ANSWER:
-                self._kill()
-                raise self._ended(_INTRUDED)
+                self.end_intruded()
             is_over = self.has_ended  # before the pipe is polled, so that no later answer can be missed
             has_more = bool(self._poll.poll(0))
             if has_more:
@@ -580,8 +578,13 @@ class WorkerProcess:
         try:
             return parse_answer(bytes(line))
         except ValidationError:
-            self._kill()
-            raise self._ended(_INTRUDED) from None
+            self.end_intruded()
+
+    def end_intruded(self) -> NoReturn:
+        """Kill the process, since something else than attncheck wrote into its pipe. Raises ProcessEndedError."""
+        self._kill()
+        self._end = self._ended(_INTRUDED)
+        raise self._end
 
     def output(self, case: str | None = None, limit: int = KEPT) -> str:
         """Return the end of what was printed since ``case`` (None: the latest) began; see :class:`PrintedOutput`."""

@@ -6,12 +6,20 @@ from typing import Any, cast
 import pytest
 from inline_snapshot import snapshot
 
+import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.evaluate import RunPlan, environment_of
-from attncheck.harness.run.outcomes import BackendDescription, Circumstances, ProcessEnd, not_loaded, unavailable
+from attncheck.harness.run.outcomes import (
+    BackendDescription,
+    Circumstances,
+    ProcessEnd,
+    identity_of,
+    not_loaded,
+    unavailable,
+)
 from attncheck.harness.run.preparation import Gpu
-from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.executor import BackendQuestion, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerError, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError
@@ -26,14 +34,6 @@ def known(ref: str) -> BackendDescription:
     return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def passed(ref: str, key: str, check: str) -> Passed:
-    suite, _, case = key.partition("/")
-    who = {"suite": suite, "case_id": case, "case_hash": "0" * 12, "seed": 0, "backend": ref, "backend_ref": ref}
-    return Passed.model_validate(
-        who | {"check": check, "backend_version": "", "environment": "e" * 12, "attncheck_version": "0.1.0"}
-    )
-
-
 class FakeProcess:
     """Passes each case, each answer after ``pause`` looks in vain; dies of the cases in ``deadly``."""
 
@@ -42,16 +42,20 @@ class FakeProcess:
         self.pause = pool.pauses.get(ref, 0)
         self._pool, self._ref = pool, ref
         self._answers: list[Answer | Exception | None] = []
-        self.examined: list[Examine] = []
+        self.examined: list[BackendQuestion] = []
 
     def send(self, request: Examine) -> None:
         assert not self._answers, "sent before it has answered"
         self._pool.log.append(f"{self._pool.name}{self._ref} begins {request.case.partition('/')[2]}")
-        case, check = request.case, request.checks[0]
+        check = request.checks[0]
         if request.case in self._pool.deadly:
             self._answers = [Begun(stage=f"check {check}"), ProcessEndedError(ProcessEnd("killed by SIGSEGV", ""))]
         else:
-            self._answers = [*[None] * self.pause, passed(self._ref, case, check), Done()]
+            self._answers = [*[None] * self.pause, self._passed(check), Done()]
+
+    def _passed(self, check: str) -> Passed:
+        question, now = self.examined[-1], Circumstances(0, ENVIRONMENT.digest, attncheck.__version__)
+        return Passed(**identity_of(now, question.case, question.backend, check))
 
     def answer(self, limit: Limit | None = None) -> Answer | None:
         answer = self._answers.pop(0)

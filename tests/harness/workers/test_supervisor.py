@@ -7,21 +7,29 @@ from typing import Any, cast
 import pytest
 from inline_snapshot import snapshot
 
+import attncheck
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, ProcessEnd, not_loaded
+from attncheck.harness.run.outcomes import (
+    OURSELVES,
+    BackendDescription,
+    Circumstances,
+    ProcessEnd,
+    identity_of,
+    not_loaded,
+)
 from attncheck.harness.run.run import Run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.executor import Supervisor
+from attncheck.harness.workers.executor import BackendQuestion, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerError, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError
-from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure
+from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure, Refused
 from attncheck.reports.run_file.header import BackendInfo
-from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, TimedOut
+from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record, RecordBase, TimedOut
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -42,7 +50,8 @@ class FakePool:
         self.sent: list[Examine] = []
         self.unshared: list[str] = []
         self.limits = TimeLimits()
-        self.examined: list[Examine] = []
+        self.examined: list[BackendQuestion] = []
+        self.changed: dict[str, object] = {}
 
     def stop_sharing_probes(self, ref: str) -> None:
         self.unshared.append(ref)
@@ -74,20 +83,31 @@ class FakeProcess:
     def __init__(self, pool: FakePool, ref: str) -> None:
         self._script, self.has_ended = pool.scripts[ref], False
         self._sent, self.examined = pool.sent, pool.examined
+        self._changed = pool.changed
 
     def output(self, case: str | None = None, limit: int = 0) -> str:
         return f"printed in {case}\n"
 
     def send(self, request: Examine) -> None:
         self._sent.append(request)
-        self.examined.append(request)
         self._answers = iter(self._script.pop(0))
 
     def answer(self, limit: Limit | None = None) -> Answer:
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        if isinstance(answer, DeviceLost):
+            return DeviceLost(record=self._of_question(answer.record))
+        return self._of_question(answer) if isinstance(answer, RecordBase) else answer
+
+    def end_intruded(self) -> None:
+        raise ProcessEndedError(ProcessEnd("intruded"))
+
+    def _of_question(self, record: Any) -> Any:
+        """The record, about the question that the process got last."""
+        question, now = self.examined[-1], Circumstances(0, ENVIRONMENT.digest, attncheck.__version__)
+        who = identity_of(now, question.case, question.backend, record.check)
+        return record.model_copy(update=who | self._changed)
 
 
 def passed(check: str) -> Passed:
@@ -185,6 +205,50 @@ def test_printed_output_is_recorded_with_a_failure_and_an_error_alone(make_case:
     assert second.output == "printed in made/case\n"
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [Refused(reason="")],
+        [Done()],
+        [passed("numerics"), Done()],
+        [passed("numerics"), Done(blind="too weak")],
+        [passed("numerics"), passed("numerics")],
+        [passed("cache_write")],
+        [Begun(stage="check lse"), Begun(stage="check numerics")],
+        [Begun(stage="check numerics"), Begun(stage="check numerics")],
+        [Begun(stage="a nap")],
+    ],
+    ids=lambda lines: " ".join(getattr(each, "stage", each.kind).replace(" ", "_") for each in lines),
+)
+def test_a_line_out_of_order_ends_the_process(make_case: Any, lines: list[Answer | Exception]) -> None:
+    records = list(supervisor(FakePool(a=[lines, lines[:]]), make_case()).run())
+    assert {record.cause for record in records if isinstance(record, Crashed)} == {"intruded"}
+    assert [record.check for record in records] == list(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    {
+        "backend": "torch_sdpa",
+        "backend_ref": "torch_sdpa",
+        "backend_version": "2",
+        "suite": "smoke",
+        "case_id": "next",
+        "case_hash": "1" * 12,
+        "seed": 7,
+        "round": 1,
+        "environment": "f" * 12,
+        "attncheck_version": "0.0.1",
+        "needs": ("head_size=1",),
+    }.items(),
+)
+def test_a_record_of_something_else_ends_the_process(make_case: Any, field: str, value: object) -> None:
+    workers = FakePool(a=[[passed("numerics"), passed("lse"), Done()]] * 2)
+    workers.changed = {field: value}
+    records = list(supervisor(workers, make_case()).run())
+    assert {record.cause for record in records if isinstance(record, Crashed)} == {"intruded"}
+
+
 def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
     records = list(supervisor(FakePool(a=[[DEATH], [DEATH]]), make_case()).run())
     assert outcomes(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
@@ -253,7 +317,7 @@ FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")
 
 
 def test_a_fault_in_a_spoilt_process_does_not_recur_in_a_fresh_one(make_case: Any) -> None:
-    workers = FakePool(a=[[passed("numerics"), FAULT], WELL, WELL])
+    workers = FakePool(a=[[passed("numerics"), FAULT], [passed("lse"), Done()], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert outcomes(records) == [("numerics", "passed"), ("lse", "passed")] * 2
 
