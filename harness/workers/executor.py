@@ -153,7 +153,7 @@ def find_recurrence(
 ) -> Generator[WorkerProcess | None, None, Recurrence]:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
-    ``earlier``: the known questions to the process that ended before ``question``. If all of them together make a process
+    ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
     end again, a bisection searches for the single one that does so.
 
     Raises:
