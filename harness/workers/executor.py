@@ -93,7 +93,7 @@ def request_records(
                     del stages[: stages.index(stage) + 1]  # a stage that begins again would renew its limit
                 case HarnessFailure():
                     return answer
-                case Done() if not due or (answer.blind is not None and len(due) == len(checks)):
+                case Done() if not due or (answer.blind is not None and stage in FIRST_STAGES):
                     return answer
                 case DeviceLost() if _is_about(answer.record, due):
                     return answer

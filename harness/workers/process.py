@@ -16,15 +16,15 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, Self
 
 from attncheck.errors import InternalError
 from attncheck.harness.host import free_host_bytes, oom_kills
-from attncheck.harness.workers.limits import Limit, passed_environment
+from attncheck.harness.workers.limits import Limit, children, descendants, passed_environment
 
 if TYPE_CHECKING:
     from attncheck.harness.run.outcomes import ProcessEnd
@@ -48,10 +48,15 @@ STACK_SIGNAL = signal.SIGUSR2
 MARK = "ATTNCHECK_WORKER"
 """Environment variable whose value marks a worker and all its descendants."""
 
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+
 _STACK = "(most recent call first):"
 _STACK_S = 2.0
 """Seconds that a worker may take to print its stacks."""
 _NATIVE_STACK_S = 20.0
+_GENERATIONS = 8
+"""How often orphans are looked for, since the end of one makes orphans of its children."""
+
 _TERM_S, _KILL_S = 1.0, 10.0
 """Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
 
@@ -229,16 +234,63 @@ def end_group(pid: int, wait: Callable[[float], bool], *, politely: bool = False
     ``wait``: waits up to the given seconds for the process, and returns whether it has ended. ``politely``: send
     SIGTERM first.
     """
-    for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
-        if number == signal.SIGTERM and not politely:
-            continue
+    if politely:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)
-        if wait(seconds) and number == signal.SIGTERM:
-            with suppress(ProcessLookupError, PermissionError):  # its children may ignore SIGTERM
-                os.killpg(pid, signal.SIGKILL)
-            return True
-    return wait(0)
+            os.killpg(pid, signal.SIGTERM)
+        wait(_TERM_S)
+    strays = strays_of(pid)  # before it ends: then they have another parent
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    end_strays(strays)
+    return wait(_KILL_S)
+
+
+def strays_of(pid: int) -> dict[int, str]:
+    """Return the descendants of the process ``pid`` outside of its group, each with the time of its start."""
+    found: dict[int, str] = {}
+    for each in descendants(pid):
+        with suppress(OSError):  # it has ended
+            if os.getpgid(each) != pid:
+                found[each] = _start_of(each)
+    return found
+
+
+def end_strays(strays: Mapping[int, str]) -> None:
+    """Kill the processes of :func:`strays_of`. One that has ended meanwhile may have left its id to another."""
+    for pid, began in strays.items():
+        with suppress(OSError):
+            if _start_of(pid) == began:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _start_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()[19]
+
+
+@contextmanager
+def ending_orphans() -> Iterator[None]:
+    """Become the parent of each descendant whose parent ends, and kill those of other sessions at the end.
+
+    For a process that itself starts no process in another session. Linux only.
+    """
+    known = children(os.getpid())
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        for _ in range(_GENERATIONS):
+            for pid in children(os.getpid()) - known:
+                with suppress(OSError):  # it has ended, or belongs to another user
+                    if os.getsid(pid) != os.getsid(0):
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)  # its children are orphans now
+        adopt_orphans(is_on=False)
+
+
+def adopt_orphans(*, is_on: bool = True) -> None:
+    """Make this process the parent of each descendant whose own parent ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
 
 
 def end_marked(mark: str) -> None:
@@ -420,6 +472,9 @@ StartWorker = Callable[[Mapping[str, str]], StartedWorker]
 
 _LOOK_EVERY_MS = 200
 """Milliseconds between checks of a silent process."""
+_LONGEST_PAUSE_S = 1.0
+"""Seconds between two looks at a clock that may count: several times what a busy machine needs."""
+
 _GRACE_S = 5.0
 """Seconds that a process may take to end after a request to end, or after it closed its pipe."""
 
@@ -437,6 +492,23 @@ class ProcessEndedError(InternalError):
     def __init__(self, end: "ProcessEnd") -> None:
         self.end = end
         super().__init__(end.cause)
+
+
+class Clock:
+    """Counts the seconds in which this process looked at it again and again.
+
+    Of a longer pause only the first second counts: the processes were stopped together, or the machine slept.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        self._read, self._seconds, self._latest = read, 0.0, read()
+
+    def now(self) -> float:
+        """Return the seconds so far."""
+        read = self._read()
+        self._seconds += min(read - self._latest, _LONGEST_PAUSE_S)
+        self._latest = read
+        return self._seconds
 
 
 class WorkerProcess:
@@ -460,7 +532,9 @@ class WorkerProcess:
         self.environment = dict(environment or {})
         self._is_prepared = False
         self._finishing_since: float | None = None
+        self._strays: dict[int, str] = {}
         self._received = bytearray()
+        self._clock = Clock()
         self._waiting_since: float | None = None
         self._is_closed = False
         self._reaping = threading.Lock()
@@ -594,6 +668,7 @@ class WorkerProcess:
         """Close the pipe for requests, so that the process ends by itself; it is closed later."""
         if self._finishing_since is None:
             self._finishing_since = time.monotonic()
+            self._strays = strays_of(self._process.pid)
             os.close(self._writing)
 
     def close(self, *, at_once: bool = False) -> None:
@@ -623,14 +698,16 @@ class WorkerProcess:
     def _kill(self, *, politely: bool = False) -> bool:
         """End the process with its children; return False if it cannot be ended."""
         has_ended = end_group(self._process.pid, self._wait, politely=politely)
+        end_strays(self._strays)
         end_marked(self._mark)
         return has_ended
 
     def _is_late(self, limit: "Limit | None") -> bool:
         """Return whether the process exceeds ``limit``; the first call starts the clock."""
+        now = self._clock.now()
         if self._waiting_since is None:
-            self._waiting_since = time.monotonic()
-        return limit is not None and time.monotonic() - self._waiting_since > limit.seconds
+            self._waiting_since = now
+        return limit is not None and now - self._waiting_since > limit.seconds
 
     def _timed_out(self, limit: "Limit") -> ProcessEndedError:
         """Kill the process that exceeded ``limit``; return how it ended, with what it was doing."""

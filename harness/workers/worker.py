@@ -21,7 +21,7 @@ from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.device import accelerators_in_use
 from attncheck.harness.run.preparation import gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.limits import MemoryLimits, keep_within, with_limit_named
-from attncheck.harness.workers.process import STACK_SIGNAL, flush_c_streams, mark_of
+from attncheck.harness.workers.process import STACK_SIGNAL, adopt_orphans, flush_c_streams, mark_of
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -119,6 +119,7 @@ def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], No
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a killed run cannot end this process, which may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    adopt_orphans()  # so that all that the backend starts stays below this process, and is found
     if os.getppid() != run:
         return  # the run was killed before the line above
     # Print a stack if a kernel kills the process, even if the backend has closed stderr.

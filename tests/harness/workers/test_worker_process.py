@@ -14,7 +14,7 @@ from inline_snapshot import snapshot
 
 from attncheck.harness.workers import process as process_module
 from attncheck.harness.workers.limits import Limit
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess
+from attncheck.harness.workers.process import Clock, ProcessEndedError, WorkerProcess, ending_orphans
 from attncheck.harness.workers.protocol import Examine
 
 
@@ -297,3 +297,41 @@ def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) 
     finally:
         run.kill()
         run.communicate()
+
+
+STRAYS = """
+import ctypes, subprocess, time
+fields = {"env": {}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+started = [subprocess.Popen(["sleep", "60"], start_new_session=True, **fields).pid]
+started += [subprocess.Popen(["sleep", "60"], process_group=0, **fields).pid]
+hidden = os.fork()
+if not hidden:
+    os.setsid()
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+    os.execve("/bin/sleep", ["sleep", "60"], {})
+print(*started, hidden, flush=True)
+"""
+"""Starts processes that have neither its environment nor its process group."""
+
+
+@pytest.mark.parametrize(
+    ("then", "are_adopted"),
+    [("time.sleep(60)", False), ("os.read(int(sys.argv[1]), 1)", False), ("os._exit(1)", True)],
+    ids=["killed", "finished", "ends"],
+)
+def test_no_process_outlives_its_worker(monkeypatch: pytest.MonkeyPatch, then: str, are_adopted: bool) -> None:
+    with ending_orphans():
+        process = start(monkeypatch, STRAYS + then)
+        assert wait_for(lambda: process.output().endswith("\n"))
+        strays = [int(word) for word in process.output().split()]
+        if "read" in then:
+            process.finish()
+        process.close()
+        assert are_adopted or wait_for(lambda: all(map(ended, strays)))
+    assert wait_for(lambda: all(map(ended, strays)))
+
+
+def test_a_pause_of_the_machine_does_not_count() -> None:
+    readings = iter([0.0, 0.2, 0.4, 9.4, 9.6])
+    clock = Clock(lambda: next(readings))
+    assert [clock.now() for _ in range(4)] == pytest.approx([0.2, 0.4, 1.4, 1.6])
