@@ -3,7 +3,7 @@
 This module joins the packages ``providers`` and ``workers``, which do not import each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Self
@@ -24,19 +24,8 @@ from attncheck.harness.run.outcomes import BackendDescription, Circumstances, en
 from attncheck.harness.run.run import DeviceChooser
 from attncheck.harness.workers.executor import WAITING
 from attncheck.harness.workers.limits import worker_settings
-from attncheck.harness.workers.pool import WorkerError, chosen_device_of
-from attncheck.harness.workers.process import ProcessEndedError, Show, WorkerProcess, fork_worker
-from attncheck.harness.workers.protocol import (
-    Begun,
-    ChooseDevice,
-    Done,
-    ExamineProviders,
-    HarnessFailure,
-    PlanProviders,
-    ProvidersPlanned,
-    Refused,
-)
-from attncheck.harness.workers.worker import WorkerPipes, next_request, serve
+from attncheck.harness.workers.process import ProcessEndedError, RefusedError, Show, WorkerProcess, fork_worker
+from attncheck.harness.workers.worker import Server, Stage, serve
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import UTILITIES, Record
 
@@ -48,7 +37,7 @@ class ProviderExaminer:
         self._options, self._cases, self._show = options, cases, show
         self._limits = worker_settings(options).limits
         self._process: WorkerProcess | None = None
-        self._request: PlanProviders | None = None
+        self._device = ""
         self._planned = PlannedProviders()
 
     def __enter__(self) -> Self:
@@ -69,9 +58,7 @@ class ProviderExaminer:
             QuestionError: the device that the user named is not there.
             WorkerError: attncheck itself failed in the process.
         """
-        process = self._started()
-        process.send(ChooseDevice(wanted=wanted, wishes=tuple(wishes)))
-        chosen = chosen_device_of(process, self._limits.of_loading)
+        chosen = self._started().call(self._limits.of_loading, ProviderServer.choose_device, wanted, tuple(wishes))
         return chosen.device, chosen.notes, chosen.environment
 
     def plan(self, cases: Sequence[Case], device: str) -> PlannedProviders:
@@ -84,7 +71,7 @@ class ProviderExaminer:
         if cases != self._cases:
             self._cases = cases
             self._close()
-        self._request = PlanProviders(device=device, seed=self._options.seed)
+        self._device = device
         self._planned = self._plan()
         return self._planned
 
@@ -101,17 +88,14 @@ class ProviderExaminer:
             if self._process is None:
                 self._plan()
             process, stage = self._started(), WAITING
-            process.send(ExamineProviders(first=first, environment=circumstances.environment))
+            process.send(ProviderServer.examine, first, circumstances.environment)
             try:
-                while not isinstance(answer := process.receive(self._limits.of_function), Done):
-                    match answer:
-                        case Begun():
-                            stage = answer.stage
-                        case HarnessFailure():
-                            raise WorkerError(process.ref, answer)
-                        case _ if answer.kind == "record":
-                            yield answer
-                            first += 1
+                while not isinstance(answer := process.receive(self._limits.of_function), int):
+                    if isinstance(answer, Stage):
+                        stage = answer.name
+                    else:
+                        yield answer
+                        first += 1
             except ProcessEndedError as stopped:
                 info, subject = pairs[first]
                 identity, backend = SubjectIdentity(subject), BackendDescription(info=info)
@@ -121,29 +105,18 @@ class ProviderExaminer:
 
     def _plan(self) -> PlannedProviders:
         process, refs = self._started(), ", ".join(self._options.providers)
-        if self._request is None:
-            raise RuntimeError("plan() comes before run()")
-        process.send(self._request)
         try:
-            answer = process.receive(self._limits.of_loading)
+            return process.call(self._limits.of_loading, ProviderServer.plan, self._device, self._options.seed)
         except ProcessEndedError as stopped:
             self._close()
             reason = f"its process ended while it was imported: {stopped.end.cause}"
             raise ProviderLoadError(refs, reason) from None
-        match answer:
-            case ProvidersPlanned():
-                return PlannedProviders(answer.infos, answer.subjects, answer.known, answer.notes)
-            case Refused():
-                raise QuestionError(answer.reason)
-            case HarnessFailure():
-                raise WorkerError(refs, answer)
-            case _:
-                raise RuntimeError(f"the process of {refs} planned by {answer.kind!r}")
 
     def _started(self) -> WorkerProcess:
         if self._process is None:
-            work = partial(_serve_providers, self._options, self._cases)
-            self._process = WorkerProcess(show=self._show, start=lambda _: fork_worker(partial(serve, work=work)))
+            server = ProviderServer(self._options, self._cases)
+            make = partial(serve, make=lambda _: server)
+            self._process = WorkerProcess(show=self._show, start=lambda _: fork_worker(make))
             self._process.ref = self._process.printed.label = ", ".join(self._options.providers)
         return self._process
 
@@ -179,27 +152,31 @@ def providers_of(
     return nullcontext(InProcessProviders(options)) if options.in_process else ProviderExaminer(options, cases, show)
 
 
-def _serve_providers(options: RunOptions, cases: Sequence[Case], pipes: WorkerPipes) -> None:
-    """Import the providers and examine them, on request of the run; the main function of the process."""
-    request = next_request(pipes)
-    if not isinstance(request, PlanProviders):
-        return
-    seed = request.seed
-    try:
-        plan = plan_providers(options.providers, options.functions, cases, request.device, seed)
-    except QuestionError as error:
-        pipes.send(Refused(reason=str(error)))
-        return
-    described = describe_plan(plan)
-    pipes.send(
-        ProvidersPlanned(
-            infos=described.infos, subjects=described.subjects, known=described.known, notes=described.notes
-        )
-    )
-    request = pipes.receive()
-    if not isinstance(request, ExamineProviders):
-        return
-    circumstances = Circumstances(seed, request.environment, attncheck.__version__)
-    for record in examine_providers(plan, circumstances, request.first, lambda stage: pipes.send(Begun(stage=stage))):
-        pipes.send(record)
-    pipes.send(Done())
+class ProviderServer(Server):
+    """Imports the providers of ``options`` and examines them."""
+
+    def __init__(self, options: RunOptions, cases: Sequence[Case]) -> None:
+        self._options, self._cases = options, cases
+        self._plan, self._seed = ProviderPlan(), 0
+
+    def plan(self, device: str, seed: int) -> PlannedProviders:
+        """Import the providers, to examine them on ``device``."""
+        options = self._options
+        try:
+            self._plan = plan_providers(options.providers, options.functions, self._cases, device, seed)
+        except QuestionError as error:
+            raise RefusedError(str(error)) from error
+        self._seed = seed
+        return describe_plan(self._plan)
+
+    def examine(self, first: int, environment: str, emit: Callable[[Stage | Record], None]) -> int:
+        """Examine all functions of all providers, from index ``first`` on; return how many.
+
+        ``environment``: the run's digest. The events are stages that begin, and records.
+        """
+        circumstances = Circumstances(self._seed, environment, attncheck.__version__)
+        count = 0
+        for record in examine_providers(self._plan, circumstances, first, lambda stage: emit(Stage(name=stage))):
+            emit(record)
+            count += 1
+        return count

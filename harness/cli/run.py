@@ -48,7 +48,7 @@ from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.limits import only_passed, passed_environment, variables_read, worker_settings
-from attncheck.harness.workers.pool import WorkerPool, preparation_of
+from attncheck.harness.workers.pool import WorkerPool, imports_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
@@ -281,18 +281,18 @@ def open_executor(options: RunOptions, selection: Selection, spare: WorkerProces
 
         yield ThisProcess()
         return
-    prepare, settings = preparation_of(selection), worker_settings(options)
+    imports, settings = imports_of(selection), worker_settings(options)
     settings = replace(settings, limits=replace(settings.limits, sampling_s=timing.limit_s))
     if options.ray is not None:
         if selection.is_timed:
             reason = f"the check {TIMING} compares times of one device, and a cluster has many"
             raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
         with RayCluster(
-            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
+            options.ray, imports, _note, device=options.device, jobs=options.jobs, workers=settings
         ) as cluster:
             yield cluster
         return
-    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
+    with WorkerPool(show_printed if options.show_output else None, spare, imports, settings) as pool:
         if options.backend_refs is not None:
             pool.start(first_refs(options.backend_refs, selection.suites))
         yield pool

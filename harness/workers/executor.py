@@ -28,19 +28,28 @@ from attncheck.harness.run.outcomes import (
 from attncheck.harness.run.run import Costs
 from attncheck.harness.run.selection import RoundQuestions, RunPlan, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.limits import PREPARATION, Limit, TimeLimits
-from attncheck.harness.workers.pool import WarmingAhead, WorkerError, WorkerPool
-from attncheck.harness.workers.process import ProcessEndedError, WorkerProcess, wait_for_answers
-from attncheck.harness.workers.protocol import (
-    Begun,
-    DeviceLost,
-    Done,
-    Examine,
-    HarnessFailure,
+from attncheck.harness.workers.pool import WarmingAhead, WorkerPool
+from attncheck.harness.workers.process import (
+    ProcessEndedError,
+    RefusedError,
+    WorkerError,
+    WorkerProcess,
+    wait_for_answers,
 )
+from attncheck.harness.workers.worker import CaseServer, Examined, Stage
 from attncheck.reports.run_file.causes import cause_of_end
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import EXAMINED, Errored, Failed, Record, RecordBase
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    Unavailable,
+    Unsupported,
+)
 from attncheck.reports.run_file.timings import TIMING
 
 # Send one request about a case to a backend's process, and collect its records.
@@ -69,7 +78,7 @@ def request_records(
     circumstances: Circumstances,
     limit_of: Callable[[str, float], Limit],
     take: Callable[[Record], None],
-) -> Generator[WorkerProcess | None, None, Done | DeviceLost | HarnessFailure | Stopped]:
+) -> Generator[WorkerProcess | None, None, Examined | WorkerError | Stopped]:
     """Send ``question``, call ``take`` with each record, and return the last answer, or how the process ended.
 
     Yields as :data:`Work` does. ``limit_of``: returns the time limit of a stage, from its name and the seconds that the
@@ -79,7 +88,7 @@ def request_records(
     case, checks, backend = question.case, question.checks, question.backend
     drawn = case if question.is_drawn else None
     process.examined.append(question)
-    process.send(Examine(case=case.key, checks=checks, round=circumstances.round, drawn=drawn))
+    process.send(CaseServer.examine, case.key, checks, circumstances.round, drawn)
     stage, limit = WAITING, limit_of(WAITING, 0.0)
     stages = [*FIRST_STAGES, *(f"check {check}" for check in checks)]
     due = {check: identity_of(circumstances, case, backend, check) for check in checks}
@@ -88,23 +97,25 @@ def request_records(
             match answer := process.answer(limit):
                 case None:
                     yield process
-                case Begun() if answer.stage in stages:
-                    stage, limit = answer.stage, limit_of(answer.stage, answer.reference_s)
-                    del stages[: stages.index(stage) + 1]  # a stage that begins again would renew its limit
-                case HarnessFailure():
-                    return answer
-                case Done() if not due or (answer.blind is not None and stage in FIRST_STAGES):
-                    return answer
-                case DeviceLost() if _is_about(answer.record, due):
-                    return answer
-                case RecordBase() if _is_about(answer, due):
+                case Stage(name=name) if name in stages:
+                    stage, limit = name, limit_of(name, answer.reference_s)
+                    del stages[: stages.index(name) + 1]  # a stage that begins again would renew its limit
+                case Passed() | Failed() | Errored() | Unsupported() | Unavailable() if _is_about(answer, due):
                     del due[answer.check]
                     take(answer)
                     yield None
+                case Examined(lost=Crashed() as record) if _is_about(record, due):
+                    return answer
+                case Examined(lost=None) if not due or (answer.blind is not None and stage in FIRST_STAGES):
+                    return answer
                 case _:
-                    process.end_intruded()
+                    raise process.intruded()
     except ProcessEndedError as ended:
         return Stopped(stage, ended.end)
+    except RefusedError:  # a case is never refused
+        return Stopped(stage, process.intruded().end)
+    except WorkerError as error:
+        return error
 
 
 def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
@@ -528,13 +539,13 @@ class ProcessExaminer:
         place.began = time.monotonic()
         if backend.ref not in self._unstartable:
             try:
-                fault = yield from self._examine(place, workers)
-            except (QuestionError, OSError) as error:
-                cause = f"its process has ended, and no other could be started: {error}"
+                error = yield from self._examine(place, workers)
+            except (QuestionError, OSError) as refused:
+                cause = f"its process has ended, and no other could be started: {refused}"
                 self._unstartable[backend.ref] = cause
             else:
-                if fault is not None:
-                    raised = Raised(OURSELVES, WorkerError.__name__, fault.error, fault.traceback)
+                if error is not None:
+                    raised = Raised(OURSELVES, WorkerError.__name__, error.fault.error, error.fault.traceback)
                     for check in place.due:
                         place.records.append(record_of(self.circumstances, case, backend, check, raised, 0.0))
                     place.due.clear()
@@ -542,9 +553,7 @@ class ProcessExaminer:
             self._end(place, Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
         self._spent[backend.ref] += time.monotonic() - place.began
 
-    def _examine(
-        self, place: Place, workers: WorkerPool
-    ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
+    def _examine(self, place: Place, workers: WorkerPool) -> Generator[WorkerProcess | None, None, WorkerError | None]:
         """Make the checks that are due; return the failure of attncheck if it failed in two processes.
 
         A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
@@ -553,7 +562,7 @@ class ProcessExaminer:
         Raises:
             QuestionError, OSError: a new process is needed and cannot be started.
         """
-        faults: list[HarnessFailure] = []
+        faults: list[WorkerError] = []
         while place.due and len(faults) < _TRIES:
             fault = yield from self._examine_once(place, workers)
             if fault is not None:
@@ -562,7 +571,7 @@ class ProcessExaminer:
 
     def _examine_once(
         self, place: Place, workers: WorkerPool
-    ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
+    ) -> Generator[WorkerProcess | None, None, WorkerError | None]:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
@@ -579,16 +588,16 @@ class ProcessExaminer:
 
         question = replace(place.question, checks=tuple(due))
         end = yield from request_records(process, question, self.circumstances, partial(self._limit, place), take)
-        if isinstance(end, Done):
-            place.blind = end.blind
-            due.clear()
-            return None
-        goes_on = isinstance(end, DeviceLost)  # a new process makes the remaining checks
-        if isinstance(end, DeviceLost):
-            record = end.record
+        goes_on = False
+        if isinstance(end, Examined):
+            if (record := end.lost) is None:
+                place.blind = end.blind
+                due.clear()
+                return None
+            goes_on = True  # a new process makes the remaining checks
             end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
         workers.discard(ref)
-        if isinstance(end, HarnessFailure):
+        if isinstance(end, WorkerError):
             return end
         if end.stage.startswith(f"check {CUDAGRAPH}"):
             workers.stop_sharing_probes(ref)
@@ -643,9 +652,9 @@ class ProcessExaminer:
         for question in questions:
             records.clear()
             end = yield from request_records(process, question, self.circumstances, limit_of, records.append)
-            if not isinstance(end, Done):
+            if not isinstance(end, Examined) or end.lost is not None:
                 workers.discard(ref)
-                return Replayed(question is questions[-1] and not isinstance(end, HarnessFailure))
+                return Replayed(question is questions[-1] and not isinstance(end, WorkerError))
         return Replayed(False, tuple(_with_output(record, process, place.question.case) for record in records))
 
     def _left(self, place: Place) -> Limit:

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from attncheck.errors import InternalError
+from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.host import free_host_bytes, oom_kills
 from attncheck.harness.workers.limits import Limit, children, descendants, passed_environment
 
 if TYPE_CHECKING:
     from attncheck.harness.run.outcomes import ProcessEnd
     from attncheck.harness.workers.executor import BackendQuestion
-    from attncheck.harness.workers.protocol import Answer, Prepare, Request
+    from attncheck.harness.workers.protocol import HarnessFailure
 
 # Start a worker, end it with all its children, and find out what it was doing. Imports neither torch nor pydantic.
 
@@ -271,17 +271,20 @@ def _start_of(pid: int) -> str:
 def ending_orphans() -> Iterator[None]:
     """Become the parent of each descendant whose parent ends, and kill those of other sessions at the end.
 
-    For a process that itself starts no process in another session. Linux only.
+    For a process that itself starts no process in another session meanwhile. Linux only.
     """
-    known = children(os.getpid())
+    if sys.platform != "linux":
+        yield
+        return
+    began = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
     adopt_orphans()
     try:
         yield
     finally:
         for _ in range(_GENERATIONS):
-            for pid in children(os.getpid()) - known:
+            for pid in children(os.getpid()):
                 with suppress(OSError):  # it has ended, or belongs to another user
-                    if os.getsid(pid) != os.getsid(0):
+                    if os.getsid(pid) != os.getsid(0) and int(_start_of(pid)) >= int(began):
                         os.kill(pid, signal.SIGKILL)
                         os.waitpid(pid, 0)  # its children are orphans now
         adopt_orphans(is_on=False)
@@ -494,6 +497,26 @@ class ProcessEndedError(InternalError):
         super().__init__(end.cause)
 
 
+class WorkerError(InternalError):
+    """attncheck itself failed in the process of a backend; exit code 3, as for a failure in the run's own process."""
+
+    def __init__(self, ref: str, fault: "HarnessFailure") -> None:
+        self.fault = fault
+        super().__init__(f"{fault.error} (in the process of {ref})")
+        self.add_note(fault.traceback)
+
+
+class RefusedError(QuestionError):
+    """A process refused a call. ``raised``: type of the exception that the backend raised as it was loaded, or ""."""
+
+    def __init__(self, reason: str, raised: str = "") -> None:
+        self.raised = raised
+        super().__init__(reason)
+
+
+Result = TypeVar("Result")
+
+
 class Clock:
     """Counts the seconds in which this process looked at it again and again.
 
@@ -512,11 +535,11 @@ class Clock:
 
 
 class WorkerProcess:
-    """A process that imports torch, and then waits for the backend to load; see ``protocol.py``.
+    """A process that serves calls; see ``protocol.py`` and ``worker.py``.
 
     ``inherited``: the variables it gets from this process's environment, by ``pass_env`` of :func:`passed_environment`.
     ``environment``: additional variables, also an attribute. ``show``: gets what the process prints. ``start``: starts
-    it. ``ref``: of its backend; "" before :meth:`load`. ``examined``: the latest questions to it. It must be
+    it. ``ref``: of its backend, set by its owner. ``examined``: the latest questions to it. It must be
     closed; a context manager does so.
     """
 
@@ -530,7 +553,6 @@ class WorkerProcess:
         self.ref = ""
         self.inherited = passed_environment(os.environ, pass_env)
         self.environment = dict(environment or {})
-        self._is_prepared = False
         self._finishing_since: float | None = None
         self._strays: dict[int, str] = {}
         self._received = bytearray()
@@ -543,7 +565,9 @@ class WorkerProcess:
         self._oom_kills = oom_kills()
         self._end: ProcessEndedError | None = None
         self.examined: deque[BackendQuestion] = deque(maxlen=MOST_EARLIER)
+        self._method: Callable[..., Any] | None = None
         self._mark = secrets.token_hex(16)
+        self._token = secrets.token_hex(8).encode()
         started = start({**self.inherited, **self.environment, MARK: self._mark})
         self._process, self._writing, self._reading = started.process, started.writing, started.reading
         self.printed = PrintedOutput(started.printed, "", show)
@@ -576,30 +600,28 @@ class WorkerProcess:
                     self._peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             return self._process.returncode is not None
 
-    def prepare(self, request: "Prepare") -> None:
-        """Make the process import what it will need. It sends no answer; only the first call has an effect."""
-        if not self._is_prepared:
-            self._is_prepared = True
-            self.send(request)
+    def send(self, method: Callable[..., Any], *arguments: Any) -> None:
+        """Call a method of the server in the process; :meth:`receive` returns its events and its result.
 
-    def load(self, ref: str) -> None:
-        """Make the process load the backend ``ref``. It sends no answer."""
-        from attncheck.harness.workers.protocol import Load
+        If the process has ended, :meth:`receive` reports it.
+        """
+        from attncheck.harness.workers.protocol import signature_of, write_call
 
-        self.ref = self.printed.label = ref
-        self.send(Load(ref=ref))
-
-    def send(self, request: "Request") -> None:
-        """Send one request. If the process has ended, :meth:`receive` reports it."""
-        from attncheck.harness.workers.protocol import format_message
-
-        rest = memoryview(format_message(request))
+        if signature_of(method).is_answered:
+            self._method = method
+        rest = memoryview(write_call(self._token, method, arguments))
         with contextlib.suppress(BrokenPipeError):
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
 
-    def receive(self, limit: "Limit | None" = None) -> "Answer":
-        """Wait for the next answer, and return it; see :meth:`answer`."""
+    def call(self, limit: "Limit | None", method: Callable[..., Result], *arguments: Any) -> Result:
+        """Return what a method without events returns; raises like :meth:`answer`."""
+        self.send(method, *arguments)
+        result: Result = self.receive(limit)
+        return result
+
+    def receive(self, limit: "Limit | None" = None) -> Any:
+        """Wait for the next event or the result, and return it; see :meth:`answer`."""
         while (answer := self.answer(limit)) is None:
             wait_for_answers([self])
         return answer
@@ -609,12 +631,14 @@ class WorkerProcess:
         is_there = b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
         return is_there or self._is_late(limit)
 
-    def answer(self, limit: "Limit | None" = None) -> "Answer | None":
-        """Return the next answer, or None if there is none yet.
+    def answer(self, limit: "Limit | None" = None) -> Any:
+        """Return the next event of the latest call, or its result; None if there is none yet.
 
         A process that exceeds ``limit``, counted from the first call without an answer, is killed with its children.
 
         Raises:
+            RefusedError: the call was wrong.
+            WorkerError: attncheck itself failed in the process.
             ProcessEndedError: the process ended, closed its pipe, or was killed, and no answer is left. Later calls
                 raise it again.
         """
@@ -624,17 +648,15 @@ class WorkerProcess:
             self._end = ended
             raise
 
-    def _answer(self, limit: "Limit | None") -> "Answer | None":
-        from pydantic import ValidationError
-
-        from attncheck.harness.workers.protocol import parse_answer
+    def _answer(self, limit: "Limit | None") -> Any:
+        from attncheck.harness.workers.protocol import EVENT, RESULT, HarnessFailure, read_answer
 
         if self._end is not None:
             raise self._end
         is_late = self._is_late(limit)
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_ANSWER:
-                self.end_intruded()
+                raise self.intruded()
             is_over = self.has_ended  # before the pipe is polled, so that no later answer can be missed
             has_more = bool(self._poll.poll(0))
             if has_more:
@@ -649,16 +671,23 @@ class WorkerProcess:
                 return None
         line, _, self._received = self._received.partition(b"\n")
         self._waiting_since = None
+        if self._method is None:
+            raise self.intruded()
         try:
-            return parse_answer(bytes(line))
-        except ValidationError:
-            self.end_intruded()
+            kind, value = read_answer(self._token, self._method, bytes(line))
+        except ValueError:
+            raise self.intruded() from None
+        if kind in (EVENT, RESULT):
+            return value
+        if isinstance(value, HarnessFailure):
+            raise WorkerError(self.ref, value)
+        raise RefusedError(value.reason, value.raised)
 
-    def end_intruded(self) -> NoReturn:
-        """Kill the process, since something else than attncheck wrote into its pipe. Raises ProcessEndedError."""
+    def intruded(self) -> ProcessEndedError:
+        """Kill the process, since something else than attncheck wrote into its pipe; return how it ended."""
         self._kill()
         self._end = self._ended(_INTRUDED)
-        raise self._end
+        return self._end
 
     def output(self, case: str | None = None, limit: int = KEPT) -> str:
         """Return the end of what was printed since ``case`` (None: the latest) began; see :class:`PrintedOutput`."""

@@ -23,7 +23,8 @@ from attncheck.harness.workers.executor import BackendQuestion, Supervisor
 from attncheck.harness.workers.limits import Limit, TimeLimits
 from attncheck.harness.workers.pool import WorkerError, WorkerPool
 from attncheck.harness.workers.process import ProcessEndedError
-from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
+from attncheck.harness.workers.protocol import HarnessFailure
+from attncheck.harness.workers.worker import Examined, Stage
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Passed, Record
 
@@ -41,27 +42,27 @@ class FakeProcess:
         self.has_ended = False
         self.pause = pool.pauses.get(ref, 0)
         self._pool, self._ref = pool, ref
-        self._answers: list[Answer | Exception | None] = []
+        self._answers: list[Any | None] = []
         self.examined: list[BackendQuestion] = []
 
-    def send(self, request: Examine) -> None:
+    def send(self, method: Any, key: str, checks: tuple[str, ...], *_: Any) -> None:
         assert not self._answers, "sent before it has answered"
-        self._pool.log.append(f"{self._pool.name}{self._ref} begins {request.case.partition('/')[2]}")
-        check = request.checks[0]
-        if request.case in self._pool.deadly:
-            self._answers = [Begun(stage=f"check {check}"), ProcessEndedError(ProcessEnd("killed by SIGSEGV", ""))]
+        self._pool.log.append(f"{self._pool.name}{self._ref} begins {key.partition('/')[2]}")
+        check = checks[0]
+        if key in self._pool.deadly:
+            self._answers = [Stage(name=f"check {check}"), ProcessEndedError(ProcessEnd("killed by SIGSEGV", ""))]
         else:
-            self._answers = [*[None] * self.pause, self._passed(check), Done()]
+            self._answers = [*[None] * self.pause, self._passed(check), Examined()]
 
     def _passed(self, check: str) -> Passed:
         question, now = self.examined[-1], Circumstances(0, ENVIRONMENT.digest, attncheck.__version__)
         return Passed(**identity_of(now, question.case, question.backend, check))
 
-    def answer(self, limit: Limit | None = None) -> Answer | None:
+    def answer(self, limit: Limit | None = None) -> Any:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        if isinstance(answer, Done):
+        if isinstance(answer, Examined):
             self._pool.log.append(f"{self._pool.name}{self._ref} is done")
         return answer
 
