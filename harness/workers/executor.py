@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 import attncheck
 from attncheck.cases.model import Case
@@ -52,16 +52,17 @@ from attncheck.reports.run_file.records import (
 )
 from attncheck.reports.run_file.timings import TIMING
 
-# Send one request about a case to a backend's process, and collect its records.
-
 WAITING = "the wait for this case"
 """The stage before the process begins the first stage of the case."""
 
 FIRST_STAGES = ("declarations", PREPARATION)
 """The stages of a case before its checks."""
 
-Work = Generator[WorkerProcess | None, None, None]
+T = TypeVar("T")
+Waiting = Generator[WorkerProcess | None, None, T]
 """A generator that yields the process whose answer it waits for, or None after it has made progress."""
+
+Work = Waiting[None]
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,11 @@ def request_records(
     circumstances: Circumstances,
     limit_of: Callable[[str, float], Limit],
     take: Callable[[Record], None],
-) -> Generator[WorkerProcess | None, None, Examined | WorkerError | Stopped]:
+) -> Waiting[Examined | WorkerError | Stopped]:
     """Send ``question``, call ``take`` with each record, and return the last answer, or how the process ended.
 
-    Yields as :data:`Work` does. ``limit_of``: returns the time limit of a stage, from its name and the seconds that the
-    reference took for the case. The backend can write into the pipe, too: an answer out of order, or about something
-    else, ends the process.
+    ``limit_of``: returns the time limit of a stage, from its name and the seconds that the reference took for the case.
+    The backend can write into the pipe, too: an answer out of order, or about something else, ends the process.
     """
     case, checks, backend = question.case, question.checks, question.backend
     drawn = case if question.is_drawn else None
@@ -119,13 +119,10 @@ def request_records(
 
 
 def _is_about(record: Record, due: Mapping[str, Mapping[str, object]]) -> bool:
-    """Return whether ``record`` has the fields of a check that is due."""
     fields = due.get(record.check)
     return fields is not None and all(getattr(record, name) == value for name, value in fields.items())
 
 
-# Find out whether a case that ended its process ends it again: always, only after earlier cases, or not at all.
-#
 # A kernel may corrupt memory long before its process dies, so that a later case seems to be the cause.
 
 _BUDGET_S = 600.0
@@ -143,8 +140,8 @@ class Replayed:
     records: tuple[Record, ...] = ()
 
 
-Replay = Callable[[Sequence["BackendQuestion"]], Generator[WorkerProcess | None, None, Replayed]]
-"""Sends questions to a new process, one by one; yields as :data:`~attncheck.harness.workers.executor.Work` does."""
+Replay = Callable[[Sequence["BackendQuestion"]], Waiting[Replayed]]
+"""Sends questions to a new process, one by one; yields as :data:`Waiting` does."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def find_recurrence(
     question: "BackendQuestion",
     earlier: Sequence["BackendQuestion"],
     clock: Callable[[], float] = time.monotonic,
-) -> Generator[WorkerProcess | None, None, Recurrence]:
+) -> Waiting[Recurrence]:
     """Try the case again, first alone in a new process; if that succeeds, after the earlier cases.
 
     ``earlier``: the known questions to the process that ended before ``question``. If all together make a process
@@ -188,8 +185,6 @@ def find_recurrence(
     after = suspects[0].case.key if len(suspects) == 1 and is_shown else ""
     return Recurrence("after", after, first.records)
 
-
-# The order in which the questions of a run go to lanes. Each lane has one process at work.
 
 _SMALL = 2**30
 """Bytes up to which a case may run beside one that needs more."""
@@ -328,12 +323,8 @@ class Schedule:
             del self._began[ref]
 
     def _open(self, ref: str, lane: int) -> list[int]:
-        """Return the remaining questions that are not reserved for another lane."""
         waiting = self._waiting.get(ref, ())
         return [index for index in waiting if self._owners.get(self._questions[index].group, lane) == lane]
-
-
-# Lanes: processes that examine questions in parallel, while records are yielded in the order of the questions.
 
 
 @dataclass
@@ -480,7 +471,7 @@ class Lanes:
         lane.ref = None
 
 
-def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None, WorkerProcess]:
+def start(workers: WorkerPool, ref: str) -> Waiting[WorkerProcess]:
     """Start a process of ``ref``, wait until it has described the backend, and return it.
 
     Raises:
@@ -493,8 +484,6 @@ def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None
     return workers.restart(ref)
 
 
-# Examine questions one after another, each through the process of its backend.
-#
 # If the process ends, the checks of the case without a record are `crashed` or `timed_out`, unless they do not apply,
 # and a new process takes the following cases. First, the case is tried again, to find out what caused the end. After
 # the loss of the device, a new process makes the remaining checks. If attncheck itself fails in a process, a new one is
@@ -553,7 +542,7 @@ class ProcessExaminer:
             self._end(place, Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
         self._spent[backend.ref] += time.monotonic() - place.began
 
-    def _examine(self, place: Place, workers: WorkerPool) -> Generator[WorkerProcess | None, None, WorkerError | None]:
+    def _examine(self, place: Place, workers: WorkerPool) -> Waiting[WorkerError | None]:
         """Make the checks that are due; return the failure of attncheck if it failed in two processes.
 
         A process that lost the device is replaced for the remaining checks. A process in which attncheck failed is
@@ -569,9 +558,7 @@ class ProcessExaminer:
                 faults.append(fault)
         return faults[-1] if place.due else None
 
-    def _examine_once(
-        self, place: Place, workers: WorkerPool
-    ) -> Generator[WorkerProcess | None, None, WorkerError | None]:
+    def _examine_once(self, place: Place, workers: WorkerPool) -> Waiting[WorkerError | None]:
         """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
 
         Raises:
@@ -627,7 +614,7 @@ class ProcessExaminer:
 
     def _recurrence(
         self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[BackendQuestion]
-    ) -> Generator[WorkerProcess | None, None, Recurrence | None]:
+    ) -> Waiting[Recurrence | None]:
         """Try the case again; return None if it is not tried, or no process can be started."""
         ref, end = place.question.backend.ref, stopped.end
         finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
@@ -640,9 +627,7 @@ class ProcessExaminer:
             return (yield from find_recurrence(replay, place.question, earlier))
         return None
 
-    def _replay(
-        self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]
-    ) -> Generator[WorkerProcess | None, None, Replayed]:
+    def _replay(self, place: Place, workers: WorkerPool, questions: Sequence[BackendQuestion]) -> Waiting[Replayed]:
         """Send ``questions`` to a new process; see :mod:`attncheck.harness.workers.executor`."""
         ref = place.question.backend.ref
         workers.discard(ref)
@@ -658,7 +643,6 @@ class ProcessExaminer:
         return Replayed(False, tuple(_with_output(record, process, place.question.case) for record in records))
 
     def _left(self, place: Place) -> Limit:
-        """Return what is left of the time of the backend."""
         at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
         return self._limits.of_backend(self._spent[place.question.backend.ref] + at_work_s, len(self._spent))
 
@@ -670,7 +654,6 @@ class ProcessExaminer:
         return Limit(max(left.seconds, 0.0), words)
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
-        """Add records for ``checks``, which ``stopped`` prevented."""
         place.records += ended_records(self.circumstances, place.question, tuple(checks), stopped)
         place.due[:] = [check for check in place.due if check not in checks]
 
@@ -696,8 +679,6 @@ def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
     return record.model_copy(update={"output": process.output(case.key, _OUTPUT_BYTES)})
 
 
-# Examine the cases of every backend of a run, each backend in processes of its own, several of them in parallel.
-#
 # Records are yielded in the order of a run with a single process. The check `timing` comes last, in rounds: while one
 # process takes its times, the run has no other process.
 
@@ -811,7 +792,6 @@ class Supervisor:
                 self.blind.append(QuestionError(place.blind))
 
     def _miss(self, place: Place) -> None:
-        """Add the records of a backend that was not loaded."""
         backend, case, circumstances = place.question.backend, place.question.case, self._examiner.circumstances
         for check in place.due:
             place.records.append(absent(circumstances, case, backend, check))

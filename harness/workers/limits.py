@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.cases.model import Case
     from attncheck.reports.run_file.records import Record
 
-# Time limits of a backend: for loading it, for each stage of a case, and for all its cases together.
-
 FLOOR_S = 300.0
 """Seconds that each stage gets by default. They include compiling a kernel, which takes minutes with autotuning."""
 
@@ -136,10 +134,6 @@ def read_limit(option: str, seconds: float | None) -> float | None:
     return seconds or math.inf
 
 
-# Memory limits of a backend's process, and how the process enforces them itself.
-#
-# The run also watches the process. Importing this module imports neither torch nor pydantic.
-
 _PROCESS_BYTES = 2**30
 """Host memory that a process with a CUDA build of torch may use before its first case; estimated."""
 
@@ -190,9 +184,6 @@ def with_limit_named(record: "Record", limits: MemoryLimits) -> "Record":
     return record.model_copy(update={"message": f"{record.message} ({option}: {size_in_words(limit)})"})
 
 
-# Settings of every backend process of a run.
-
-
 @dataclass(frozen=True)
 class WorkerSettings:
     """``pass_env``: patterns of environment variables that a process gets in addition to the default ones."""
@@ -212,11 +203,9 @@ def worker_settings(options: RunOptions) -> WorkerSettings:
     )
 
 
-# Watch the memory of a run's processes, and kill one that uses too much. Importing it does not import torch.
-#
-# The memory of a backend's process is the resident memory of its session; pages shared within a session count once. If
-# the host runs short, the largest session is killed before the kernel swaps or kills something else. Only Linux
-# provides these figures; elsewhere nothing is watched.
+# The memory of a backend's process is that of its session, and of all that it started elsewhere; pages that processes
+# share count once. If the host runs short, the largest session is killed before the kernel swaps or kills something
+# else. Only Linux provides these figures; elsewhere nothing is watched.
 
 _FASTEST = 4 * 2**30
 """Maximum bytes of new memory that a process is expected to fill per second."""
@@ -408,10 +397,6 @@ def _figure(process: int, file: str, name: str) -> int:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
     return 0
 
-
-# Select the environment variables that a backend gets: those it may need, and no secrets.
-#
-# Imports no torch.
 
 DEFAULT = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "PWD", "TMPDIR", "TMP", "TEMP", "XDG_*"),

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from attncheck.harness.run.selection import Selection
     from attncheck.harness.workers.executor import Supervisor
 
-# The messages between a run and a backend's process before the first case: the device, the run, the backend.
-
 
 def imports_of(selection: "Selection", libraries: Sequence[str] = ()) -> Imports:
     """Return what a backend's process imports before the backend.
@@ -105,8 +103,6 @@ def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
     return found
 
 
-# The processes of a run's backends, one each: start them, describe the backends, restart them.
-#
 # If the host has memory for all of them, they start together, and import torch while the run does. Otherwise only a few
 # exist at a time: a process ends once it has described its backend, and starts again while the previous one is at work.
 
@@ -408,13 +404,10 @@ class WorkerPool:
 
 
 def _load(process: WorkerProcess, ref: str) -> None:
-    """Make the process load the backend ``ref``."""
     process.ref = process.printed.label = ref
     process.send(CaseServer.load, ref)
 
 
-# Warmers: processes that examine cases ahead of the run, so that kernels are already compiled when it reaches them.
-#
 # Compiling a kernel at its first call takes seconds on one core, while the GPU waits. A warmer is one more process of
 # the backend under examination. It gets the next questions of the run, so that it compiles the same kernels, and leaves
 # them in the caches on disk. Its records are dropped: nothing that happens in it is a finding.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from attncheck.harness.workers.executor import BackendQuestion
     from attncheck.harness.workers.protocol import HarnessFailure
 
-# Start a worker, end it with all its children, and find out what it was doing. Imports neither torch nor pydantic.
-
 _START = """\
 import sys
 sys.path[:] = sys.argv.pop().split(chr(10))
@@ -308,8 +306,6 @@ def end_marked(mark: str) -> None:
                 os.kill(int(place.name), signal.SIGKILL)
 
 
-# Read what a backend's process prints, and keep the end of it for each case.
-#
 # The process writes into a pipe that a thread empties, so that no file is needed and the process never blocks. The
 # worker marks in the stream where a case begins, since it may be some cases ahead of the run that reads. Output of a
 # case beyond 64 MiB is read, since a full pipe would stop the backend, but not shown.
@@ -464,10 +460,7 @@ def flush_c_streams() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-# Control the process of one backend from the run: start it, exchange messages, and find out how it ended.
-#
-# Importing this module imports neither torch nor pydantic, so that a process can be started before anything else. The
-# process leads a session of its own: Ctrl-C does not reach it, and its children can be ended with it. Its end is
+# The process leads a session of its own: Ctrl-C does not reach it, and its children can be ended with it. Its end is
 # detected from the process itself as well as from its pipe, since a copy that the backend made may hold the pipe open.
 
 StartWorker = Callable[[Mapping[str, str]], StartedWorker]
@@ -725,7 +718,6 @@ class WorkerProcess:
                 end_group(self._process.pid, lambda _: False)
 
     def _kill(self, *, politely: bool = False) -> bool:
-        """End the process with its children; return False if it cannot be ended."""
         has_ended = end_group(self._process.pid, self._wait, politely=politely)
         end_strays(self._strays)
         end_marked(self._mark)

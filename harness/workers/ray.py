@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from attncheck.harness.run.run import Run
     from attncheck.harness.run.selection import Selection
 
-# The actor on a node of a Ray cluster, which starts the processes of the backends that it examines.
-#
 # Each node has a supervisor, so that a crash, a hang or a limit is handled where it happens. The run exchanges only
 # questions and records with it. This module does not import ray.
 
@@ -140,8 +138,6 @@ class RayActor:
         return "" if found == backend else f"backend {backend.ref!r} is another one there"
 
 
-# The actors of a run on a Ray cluster: connect, choose the device, describe the backends, send questions.
-#
 # This is the only module that calls ray, which is imported on connecting. A lost node is replaced by a new actor, which
 # waits until the cluster has room for it.
 
@@ -305,7 +301,6 @@ class RayCluster:
         return answers
 
     def _ready(self) -> list[Any]:
-        """Wait for an answer, and return the references of all there are."""
         references = list(self._pending)
         is_at_work = any(node.chosen for node in self._pending.values())
         try:
@@ -373,7 +368,6 @@ class RayCluster:
 
 
 def _connected(name: str, settings: RaySettings) -> Any:
-    """Return the module ray, connected to the cluster ``name``."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else it prints the log of a lost node to stdout
     try:
         import ray
@@ -401,10 +395,8 @@ def _cause(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-# Distribute the questions of a run over a Ray cluster, and yield the records in the order of a serial run.
-#
-# The supervisor examines in processes of one machine; :mod:`~attncheck.harness.workers.ray` returns answers in
-# any order. Questions that share a CUDA-graph level go to one node. The questions of a lost node go to another one.
+# Answers arrive in any order, and records are yielded in that of a serial run. Questions that share a CUDA-graph level
+# go to one node. The questions of a lost node go to another one.
 
 _TRIES = 3
 """Nodes that may be lost at one question before its checks are ``crashed``."""
