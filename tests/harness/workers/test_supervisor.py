@@ -442,16 +442,18 @@ ENDS = {
 
 
 @pytest.mark.parametrize("before", [[], ["reference"]])  # which is examined while the other starts ahead
-@pytest.mark.parametrize("rows", [(11, 12), (13, 14), (15, 16), (17, 18)])
-def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, ...], before: list[str]) -> None:
-    patterns = [f"rows{number}" for number in (*rows, 19)]
-    records = examine([*before, f"{PROCESSES}:Deadly"], patterns, ["numerics", "containment"])
-    assert [record.outcome for record in records[: 6 * len(before)]] == ["passed"] * 6 * len(before)
-    records = records[6 * len(before) :]
-    for record, number in zip(records, (rows[0], rows[0], rows[1], rows[1]), strict=False):
-        assert isinstance(record, Crashed)
-        cause, printed = ENDS[number]
-        assert (record.case_id, record.stage) == (f"rows{number}", "check numerics")
-        assert record.cause.partition(";")[0] == cause
-        assert printed in record.output
-    assert [(record.case_id, record.outcome) for record in records[4:]] == [("rows19", "passed")] * 2
+def test_what_ends_a_process_costs_one_case(deeds: list[int], before: list[str]) -> None:
+    records = examine([*before, f"{PROCESSES}:Deadly"], [], ["numerics", "containment"])
+    num_before = 2 * len(deeds) * len(before)
+    assert {record.outcome for record in records[:num_before]} <= {"passed"}
+    found = iter(records[num_before:])
+    for number in deeds:
+        for record in (next(found), next(found)):
+            if number not in ENDS:
+                assert (record.case_id, record.outcome) == (f"rows{number}", "passed")
+                continue
+            cause, printed = ENDS[number]
+            assert isinstance(record, Crashed)
+            assert (record.case_id, record.stage) == (f"rows{number}", "check numerics")
+            assert record.cause.partition(";")[0] == cause
+            assert printed in record.output

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,26 @@ def test_a_description_has_the_required_environment_and_why_it_cannot_run(folder
         with pytest.raises(ProcessEndedError) as refused:
             process.receive()
         assert str(refused.value) == snapshot("exited with code 0")
+
+
+DAEMON = '''
+import subprocess, sys
+from attncheck.backends.candidates.reference import ReferenceBackend as Mine
+
+code = """from subprocess import DEVNULL, Popen
+print(Popen(["sleep", "60"], env={}, start_new_session=True, stdout=DEVNULL, stderr=DEVNULL).pid)"""
+print(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True).stdout, flush=True)
+'''
+"""Starts a process whose parent has ended, in a session of its own and without an environment."""
+
+
+def test_a_process_whose_parent_has_ended_ends_with_the_worker(folder: Path) -> None:
+    (folder / "daemon.py").write_text(DAEMON)
+    with loading("daemon.py:Mine") as process:
+        described(process, assignment())
+        daemon = int(process.output().split()[-1])
+        assert Path(f"/proc/{daemon}").exists()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{daemon}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{daemon}/exe").exists()
