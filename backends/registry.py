@@ -169,7 +169,7 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
             except ValueError as error:
                 raise BackendLoadError(ref, str(error)) from error
             except Exception as error:
-                raise BackendLoadError(ref, import_failure(error)) from error
+                raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
         return _checked(ref, full_name, found, origin)
     except ImportError as error:
         raise BackendUnavailableError(full_name, [f"{target} cannot be imported: {error}"]) from error
@@ -200,7 +200,7 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
     except ImportError as error:  # factories import their library when called, as they should
         raise BackendUnavailableError(name, [f"its library cannot be imported: {error}"]) from error
     if problems:
-        raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}")
+        raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}", raised=BackendLoadError.__name__)
     return LoadedBackend(name=name, ref=ref, backend=found, version=found.version(), origin=origin)
 
 

@@ -20,9 +20,9 @@ from attncheck.harness.driver.foreign_code import (
     unavailable_case_reasons,
     unsupported_reasons,
 )
-from attncheck.harness.driver.observation import printable
+from attncheck.harness.driver.observation import Raised, printable
 from attncheck.harness.run.evaluate import Examiner, environment_of
-from attncheck.harness.run.outcomes import Backend, BackendDescription, missing_variables, not_loaded
+from attncheck.harness.run.outcomes import IMPORT, Backend, BackendDescription, missing_variables, not_loaded
 from attncheck.harness.run.preparation import suite_device
 from attncheck.harness.run.selection import DEFAULT_SUITES, RunPlan, Selection
 from attncheck.reference.spec import BACKEND_CHECKS
@@ -125,7 +125,7 @@ def is_mla(backend: LoadedBackend) -> bool:
     """
     answer = _declared(backend, "is_mla", backend.backend.is_mla)
     if not isinstance(answer, bool):
-        raise BackendLoadError(backend.ref, f"is_mla answered {answer!r}, neither True nor False")
+        raise _fault(backend, f"is_mla answered {answer!r}, neither True nor False")
     return answer
 
 
@@ -137,7 +137,7 @@ def default_suite(backend: LoadedBackend, device: str) -> str:
     """
     answer = _declared(backend, "default_suite", lambda: backend.backend.default_suite(device))
     if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
-        raise BackendLoadError(backend.ref, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
+        raise _fault(backend, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
     return answer
 
 
@@ -149,7 +149,7 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
     """
     required = _declared(backend, "required_environment", lambda: backend.backend.required_environment(device))
     if not isinstance(required, dict) or not all(map(_is_variable, required.items())):
-        raise BackendLoadError(backend.ref, f"required_environment answered {required!r}, no dict of names to texts")
+        raise _fault(backend, f"required_environment answered {required!r}, no dict of names to texts")
     return required
 
 
@@ -157,7 +157,11 @@ def _declared(backend: LoadedBackend, name: str, call: Callable[[], object]) -> 
     try:
         return call_backend(name, call)
     except StageError as failure:
-        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+        raise _fault(backend, failure.raised.in_words, failure.raised.error_type) from failure
+
+
+def _fault(backend: LoadedBackend, reason: str, raised: str = BackendLoadError.__name__) -> BackendLoadError:
+    return BackendLoadError(backend.ref, reason, raised=raised)
 
 
 def _is_variable(pair: tuple[object, object]) -> bool:
@@ -221,5 +225,7 @@ class ThisProcess:
             if ref not in self._loaded:
                 self._loaded[ref] = load_backend(ref)
             return _described_here(self._loaded[ref], self._device)
+        except BackendLoadError as error:
+            return not_loaded(ref, Raised(IMPORT, error.raised, str(error))) if error.raised else error
         except QuestionError as error:
             return error
