@@ -176,7 +176,7 @@ def test_a_kept_run_that_others_may_write_names_no_code_to_execute(
     folder = kept_folder()
     (name,) = runs(folder, 1)
     (folder / name if given == "the file" else folder).chmod(0o777)
-    with pytest.raises(RunFileError, match="written by every user|other users may write in it"):
+    with pytest.raises(RunFileError, match=r"written by every user|other users may write in it"):
         run_path("last")
 
 
