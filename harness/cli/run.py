@@ -55,7 +55,7 @@ from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
 from attncheck.reports.run_file.store import Run as StoredRun
-from attncheck.reports.run_file.store import count_outcomes, now
+from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
@@ -637,7 +637,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         finished.header,
         finished.records,
         errors=errors,
-        complete=finished.ended_by is None,
+        complete=finished.stored.complete,
         color=color,
         width=terminal_width(),
         quiet=quiet,
@@ -691,6 +691,8 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         return 1
     if finished.blind:
         raise SelectionError("some cases are too weak to detect the feature they test; fix them (see the errors above)")
+    if finished.stored.lacking:
+        raise SelectionError(f"the run is incomplete: {lacking_in_words(finished.stored)}; complete it by --resume")
     if not finished.header.shard:  # other shards may have cases to examine
         _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0

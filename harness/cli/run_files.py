@@ -280,9 +280,9 @@ def read_part(path: Path, header: RunHeader) -> Run:
         raise RunFileError(str(path), "cannot be resumed: its name does not end in .jsonl")
     if lacks_header(path):
         print_stderr(f"note: {path}: its header was cut off; the run starts from the beginning")
-        return Run(str(path), header, ())
+        return Run(str(path), header, (), size=path.stat().st_size)
     run = read_run(path)
-    if not run.complete and not path.read_bytes().endswith(b"\n"):
+    if run.footer is None and run.size > run.end:
         if not run.cut_line:  # its last record has no end of line, and is examined again
             run = replace(run, records=run.records[:-1])
         print_stderr(f"note: {path}: the last line was cut off, and is written again")

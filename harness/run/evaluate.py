@@ -289,8 +289,9 @@ class Examiner:
         except StageError as failure:
             return same_for_all(failure.raised)
         except QuestionError as error:
-            self._faults[case] = error.with_traceback(None)  # its frames would keep the case's tensors alive
-            self.blind.append(error)
+            fault = error if case.key in str(error) else QuestionError(f"case {case.key}: {error}")
+            self._faults[case] = fault.with_traceback(None)  # its frames would keep the case's tensors alive
+            self.blind.append(fault)
             return []
         except (MemoryError, RuntimeError) as error:  # the declarations ran before and may have lost the device
             if is_refused_memory(type(error).__name__, str(error)):

@@ -484,7 +484,7 @@ def expectations_text(run: Run) -> str:
     day = run.header.started[:10]
     opening = [f"# Expected failures, from {one_line(run.path)}: {plural(len(found), 'finding')}."]
     if not run.complete:
-        opening.append("# The run was cut off: a whole run may find more.")
+        opening.append("# The run is incomplete: a whole run may find more.")
     # An entry without `says` needs a matching record. An earlier entry with `says` could consume that record.
     placed = sorted(((group, _is_place(group, ways)) for group in found), key=lambda each: not each[1])
     entries = [_entry(group, day, is_place=is_place) for group, is_place in placed]

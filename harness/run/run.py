@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from attncheck.cases.model import Case
 from attncheck.cases.outline import keys_of, shape_of
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import TimingSettings
@@ -175,7 +176,7 @@ class Run:
             selection = selection.of_suites(suites.values(), frozenset().union(*chosen.values()))
             plan = replace(plan, cases=selection.cases, chosen=chosen)
         if options.shard is not None:
-            plan = replace(plan, shard=str(options.shard), shard_keys=options.shard.cases(selection.cases))
+            plan = replace(plan, shard=options.shard, shards=options.shard.numbers(selection.cases))
         return cls(options, selection, plan, environment, backends, notes, choice_notes)
 
     @property
@@ -200,27 +201,31 @@ class Run:
                 SuiteInfo(name=suite.name, ref=ref, cases=counts[suite.name], digest=suite.hash)
                 for suite, ref in zip(selection.suites, selection.refs, strict=True)
             ),
-            cases=tuple(
-                CaseInfo(
-                    suite=c.suite,
-                    id=c.id,
-                    shape=shape_of(c),
-                    description=c.description,
-                    keys=keys_of(c),
-                    weight=c.weight,
-                )
-                for c in plan.cases
-            ),
+            cases=tuple(map(self._case_info, plan.cases)),
             checks=checks,
             device=plan.device,
             seed=plan.seed,
             rounds=plan.rounds,
-            shard=plan.shard,
+            shard="" if plan.shard is None else str(plan.shard),
             backends=tuple(each.info.model_copy(update={"digest": file_digest(each.ref)}) for each in self.backends),
             surveyed=tuple(surveyed),
             options=options,
             command=self.options.command,
             notes=(*(self.notes if notes is None else notes), *suite_notes),
+        )
+
+    def _case_info(self, case: Case) -> CaseInfo:
+        names = tuple(each.name for each in self.backends if self.plan.includes(each.ref, case))
+        return CaseInfo(
+            suite=case.suite,
+            id=case.id,
+            shape=shape_of(case),
+            description=case.description,
+            keys=keys_of(case),
+            weight=case.weight,
+            checks=() if self.plan.until_failure else self.plan.checks_of(case),
+            backends=() if len(names) == len(self.backends) else names,
+            shard=self.plan.shards.get(case.key, 0),
         )
 
     def expectations(

@@ -87,6 +87,40 @@ def test_a_cut_at_any_byte_of_the_last_two_lines_costs_only_what_it_tears(header
         assert read_run(path).complete
 
 
+def test_a_run_file_has_one_writer(plain, header, make_record, tmp_path):
+    path = tmp_path / "live.jsonl"
+    with RunWriter(path, header) as live:
+        live.add(make_record("passed", case_id="a"))
+        early = read_part(path, header)
+        with pytest.raises(RunFileError) as refused, RunWriter(path, header, early):
+            pass
+        assert plain(str(refused.value)) == snapshot(
+            "TMP/live.jsonl: another run writes this file; wait until it has ended"
+        )
+        live.add(make_record("passed", case_id="b"))
+    with pytest.raises(RunFileError) as refused, RunWriter(path, header, early):
+        pass
+    assert plain(str(refused.value)) == snapshot("TMP/live.jsonl: another run has written it in the meantime")
+    assert [each.case_id for each in read_run(path).records] == ["a", "b"]
+
+
+def test_a_run_that_lacks_records_is_incomplete_until_it_is_resumed(cut, whole, capsys):
+    header, *lines, footer = whole.splitlines(keepends=True)
+    counts = json.loads(footer)
+    counts["counts"][json.loads(lines[4])["outcome"]] -= 1
+    path = cut(0, "".join([header, *lines[:4], *lines[5:], json.dumps(counts), "\n"]))
+    assert cli.main(["report", "cut.jsonl"]) == 0
+    printed = capsys.readouterr().out
+    assert "cut.jsonl is incomplete: 1 of 5 cases lack records, such as smoke/" in printed
+    assert printed.splitlines()[-1].startswith("unfinished: ")
+    Path("whole.jsonl").write_text(whole)
+    assert cli.main(["compare", "whole.jsonl", "cut.jsonl"]) == 1
+    assert "NEW is incomplete: 1 of 5 cases lack records" in capsys.readouterr().out
+    assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
+    assert sorted(map(str, records(path.read_text()))) == sorted(map(str, records(whole)))
+    assert read_run(path).complete
+
+
 def test_a_file_that_was_cut_within_its_header_is_begun_anew(plain, header, make_record, write_run, tmp_path, capsys):
     record = make_record("passed")
     path = write_run(tmp_path / "cut.jsonl", header, record)
