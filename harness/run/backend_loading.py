@@ -2,10 +2,14 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from sysconfig import get_path
 from typing import TYPE_CHECKING
 
+import attncheck
 from attncheck.backends import registry
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.registry import LoadedBackend
@@ -24,6 +28,7 @@ from attncheck.harness.driver.observation import Raised, printable
 from attncheck.harness.run.evaluate import Examiner, environment_of
 from attncheck.harness.run.outcomes import IMPORT, Backend, BackendDescription, missing_variables, not_loaded
 from attncheck.harness.run.preparation import suite_device
+from attncheck.harness.run.run import digest_of
 from attncheck.harness.run.selection import DEFAULT_SUITES, RunPlan, Selection
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, Environment
@@ -31,6 +36,9 @@ from attncheck.reports.run_file.header import BackendInfo, Environment
 if TYPE_CHECKING:
     from attncheck.harness.checks.timing.check import TimingCheck
     from attncheck.harness.run.run import Run
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Names of folders of installed packages."""
 
 
 def load_backend(ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True) -> Backend:
@@ -68,6 +76,7 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
         conventions=asdict(declared.conventions),
         features=tuple(sorted(declared.features)),
         required_environment=required_environment(backend, device),
+        files=loaded_files(),
     )
     return BackendDescription(
         info=info,
@@ -78,6 +87,31 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
         layouts=layouts,
         unavailable_reasons=unavailable_reasons(backend, device),
     )
+
+
+def loaded_files() -> dict[str, str]:
+    """Return the digests of the files whose code this process has loaded, and of compiled libraries beside them.
+
+    Files of installed packages, Python and attncheck are left out, as are those that a backend imports later. A file is
+    named by its path below the folder of ``sys.path`` that it was found in, so that the names are equal elsewhere.
+    """
+    own = (str(Path(attncheck.__file__).parent), get_path("stdlib"), get_path("platstdlib"))
+    files = set()
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if name == "__main__" or not isinstance(place, str) or place.startswith(own):
+            continue
+        file = Path(place)
+        if _INSTALLED.isdisjoint(file.parts) and file.is_file():
+            files.add(file.resolve())
+    for folder in {file.parent for file in files}:
+        files.update(folder.glob("*.so"))
+    return {_name_on_path(file): digest_of(file) for file in sorted(files)}
+
+
+def _name_on_path(file: Path) -> str:
+    roots = [root for root in (Path(each).resolve() for each in sys.path) if file.is_relative_to(root)]
+    return file.relative_to(max(roots, key=lambda root: len(root.parts), default=file.parent)).as_posix()
 
 
 def _pages_of(backend: LoadedBackend) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:

@@ -188,7 +188,7 @@ class Run:
         """Return the header of the run file. ``notes``: None for those of the run; notes of the suites are appended."""
         plan, selection, expect = self.plan, self.selection, self.options.expect
         checks = plan.checks or _checks_of(plan)
-        options = RecordOptions(expect="" if expect is None else _digest_of(expect))
+        options = RecordOptions(expect="" if expect is None else digest_of(expect))
         if TIMING in checks:
             times = {"time_limit": plan.timing.limit_s, "warm_cache": plan.timing.warm, "kernels": plan.timing.kernels}
             options = options.model_copy(update=times)
@@ -207,7 +207,7 @@ class Run:
             seed=plan.seed,
             rounds=plan.rounds,
             shard="" if plan.shard is None else str(plan.shard),
-            backends=tuple(each.info.model_copy(update={"digest": file_digest(each.ref)}) for each in self.backends),
+            backends=tuple(each.info.model_copy(update={"files": _files_of(each)}) for each in self.backends),
             surveyed=tuple(surveyed),
             options=options,
             command=self.options.command,
@@ -315,12 +315,19 @@ def _checks_of(plan: RunPlan) -> tuple[str, ...]:
     return tuple(check for check in BACKEND_CHECKS if check in {*default_checks(plan.device), *named})
 
 
+def _files_of(backend: BackendDescription) -> dict[str, str]:
+    """Return the digests of the files of a backend; if it was not loaded, of the file that its reference names."""
+    digest = file_digest(backend.ref)
+    named = {Path(backend.ref.rpartition(":")[0] or backend.ref).name: digest} if digest else {}
+    return backend.info.files or named
+
+
 def file_digest(ref: str) -> str:
-    """Return the first 12 hex digits of the SHA-256 of the .py file in a backend reference; empty if it names none."""
+    """Return the digest of the .py file in a backend reference; empty if it names none."""
     file = Path(ref.rpartition(":")[0] or ref)
-    return _digest_of(file) if file.suffix == ".py" else ""
+    return digest_of(file) if file.suffix == ".py" else ""
 
 
-def _digest_of(file: Path) -> str:
+def digest_of(file: Path) -> str:
     """Return the first 12 hex digits of the SHA-256 of ``file``; empty if it is not a file."""
     return sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""

@@ -58,8 +58,9 @@ class Environment(RunFileValue):
 class BackendInfo(RunFileValue):
     """A backend of the run: its conventions are allowed differences, shown beside its name.
 
-    ``required_environment``: the environment variables its process was started with, as it requires. ``digest``: 12 hex
-    digits of the SHA-256 of its file; empty where ``ref`` names no file.
+    ``required_environment``: the environment variables its process was started with, as it requires. ``files``: 12 hex
+    digits of the SHA-256 of each file of its code, except those of installed packages, Python and attncheck.
+    ``digest``: in older files, that of the file that ``ref`` names; not written any more.
     """
 
     name: str
@@ -68,7 +69,8 @@ class BackendInfo(RunFileValue):
     conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     features: tuple[str, ...] = ()
     required_environment: dict[str, str] = Field(default_factory=dict)
-    digest: str = ""
+    files: dict[str, str] = Field(default_factory=dict)
+    digest: str = Field(default="", exclude=True)
 
 
 class SurveyedBackend(RunFileValue):

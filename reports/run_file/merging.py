@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RecordKey
 from attncheck.reports.run_file.store import Run, lacking_in_words
 
 _OF_ONE_RUN = frozenset({"started", "command", "notes"})
 """Header fields that may differ between parts of one run, in addition to ``shard``."""
+
+_SHOWN = 3
+"""Number of changed files of a backend that a message names."""
 
 _OF_ONE_TIME = frozenset({"duration_s"})
 """Record fields that may differ between two records of the same check."""
@@ -78,11 +81,28 @@ def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[s
         was, now = getattr(one, name), getattr(other, name)
         if was == now:
             continue
-        if isinstance(was, BaseModel) and isinstance(now, BaseModel):
+        if name == "backends" and len(was) == len(now):
+            found += _backend_differences(was, now)
+        elif isinstance(was, BaseModel) and isinstance(now, BaseModel):
             found += [f"{name}.{each}" for each in _differences(was, now, ())]
         else:
             is_short = not isinstance(was, tuple | dict) and not isinstance(now, tuple | dict)
             found.append(f"{name} ({was!r} and {now!r})" if is_short else name)
+    return found
+
+
+def _backend_differences(were: Sequence[BackendInfo], are: Sequence[BackendInfo]) -> list[str]:
+    """Return the changed files of the backends, or ``backends`` if they differ otherwise."""
+    if [each.model_copy(update={"files": {}}) for each in were] != [
+        each.model_copy(update={"files": {}}) for each in are
+    ]:
+        return ["backends"]
+    found = []
+    for was, now in zip(were, are, strict=True):
+        changed = sorted({name for name, _ in was.files.items() ^ now.files.items()})
+        found += [f"the file {name} of backend {was.name}" for name in changed[:_SHOWN]]
+        if len(changed) > _SHOWN:
+            found.append(f"{len(changed) - _SHOWN} more files of backend {was.name}")
     return found
 
 

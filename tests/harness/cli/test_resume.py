@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -226,21 +227,54 @@ def test_times_taken_otherwise_are_another_question(tmp_path, monkeypatch, words
     assert capsys.readouterr().err == reason
 
 
-def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
+CODE = {
+    "mine.py": """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+from resume_helper import SCALE
+
+class Mine(SDPABackend):
+    pass
+""",
+    "resume_helper.py": "SCALE = 1.0\n",
+    "kernel.so": "not loaded yet",
+    "resume_pkg/__init__.py": "",
+    "resume_pkg/back.py": """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+from .scales import SCALE
+
+class Packed(SDPABackend):
+    pass
+""",
+    "resume_pkg/scales.py": "SCALE = 1.0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("ref", "file", "named"),
+    [
+        ("./mine.py:Mine", "mine.py", "mine.py of backend Mine"),
+        ("./mine.py", "resume_helper.py", "resume_helper.py of backend Mine"),
+        ("./mine.py", "kernel.so", "kernel.so of backend Mine"),
+        ("./resume_pkg/back.py", "resume_pkg/scales.py", "scales.py of backend Packed"),
+        ("resume_pkg.back:Packed", "resume_pkg/scales.py", "resume_pkg/scales.py of backend Packed"),
+    ],
+)
+def test_an_edited_file_of_a_backend_is_another_question(tmp_path, monkeypatch, capsys, ref, file, named):
     monkeypatch.chdir(tmp_path)
-    source = (
-        "from attncheck.backends.candidates.torch_sdpa import SDPABackend\n\n\nclass Mine(SDPABackend):\n    pass\n"
-    )
-    (tmp_path / "mine.py").write_text(source)
-    words = ["./mine.py:Mine", "--suite", "smoke", "--case", "decode.*", "--check", "cache_write", "--in-process", "-q"]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("resume_helper", "resume_pkg", "resume_pkg.back", "resume_pkg.scales"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if ref.startswith("resume_pkg"):
+        monkeypatch.syspath_prepend(tmp_path)
+    for name, text in CODE.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    words = [ref, "--suite", "smoke", "--case", "decode.float16", "--check", "cache_write", "--in-process", "-q"]
     assert run(*words, "--output", "run.jsonl") == 0
-    lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "cut.jsonl").write_text("".join(lines[:2]))
-    (tmp_path / "mine.py").write_text(f"{source}\n# edited\n")
+    Path("cut.jsonl").write_text(Path("run.jsonl").read_text().splitlines(keepends=True)[0])
+    Path(file).write_text(f"{CODE[file]}# edited\n")
     assert run(*words, "--resume", "cut.jsonl") == 2
-    assert capsys.readouterr().err == snapshot(
-        "error: cut.jsonl: this command differs from that of the run in backends; repeat the command of the run\n"
-    )
+    assert f"that of the run in the file {named}; repeat the command of the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
