@@ -43,7 +43,7 @@ from attncheck.harness.cli.run_files import (
     read_part,
 )
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
+from attncheck.harness.run.outcomes import Circumstances, DeviceLostError, RecordedQuestion
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
@@ -60,7 +60,6 @@ from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
-    from attncheck.harness.run.expectations import HasNames
 
 # Expands references such as `vllm:*` to the backends of the library that can run here.
 
@@ -425,7 +424,7 @@ class _Execution:
         one_process = (_ONE_PROCESS,) if self._is_timed and options.in_process else ()
         notes = (*run.notes, *one_process, *run.choice_notes, *survey_notes(surveyed), *options.notes)
         self._header = run.header(notes, surveyed)
-        names: list[tuple[HasNames, ...]] = []
+        names: list[tuple[RecordedQuestion, ...]] = []
         if functions is not None:
             from attncheck.harness.providers.examine import SubjectIdentity, header_with_providers
 

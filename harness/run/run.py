@@ -18,7 +18,7 @@ from attncheck.cases.model import Case
 from attncheck.cases.outline import keys_of, shape_of
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import TimingSettings
-from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError
+from attncheck.harness.run.outcomes import BackendDescription, DeviceLostError, RecordedQuestion
 from attncheck.harness.run.preparation import choose_backends, refuse_unavailable
 from attncheck.harness.run.selection import (
     DEFAULT_ROUNDS,
@@ -45,7 +45,7 @@ from attncheck.reports.run_file.store import now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
-    from attncheck.harness.run.expectations import Expectations, HasNames
+    from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.options import RunOptions
 
 Costs = Mapping[tuple[str, str, str], float]
@@ -229,7 +229,7 @@ class Run:
         )
 
     def expectations(
-        self, header: RunHeader, known: Sequence["HasNames"] = (), selected: Sequence["HasNames"] = ()
+        self, header: RunHeader, known: Sequence[RecordedQuestion] = (), selected: Sequence[RecordedQuestion] = ()
     ) -> "Expectations | None":
         """Return the expectations of the option ``expect``, with the records so far, or None without that option.
 
