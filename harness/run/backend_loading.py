@@ -62,12 +62,18 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
     """Return the description of ``backend`` for a run on ``device``.
 
     Raises:
-        BackendLoadError: ``required_environment`` is not a dict of strings, ``is_mla`` is not a bool, or
-            ``default_suite`` is not one of :data:`DEFAULT_SUITES`.
+        BackendLoadError: ``required_environment``, ``is_mla`` or ``default_suite`` raises, or returns no dict of valid
+            names and values, no bool, or none of :data:`DEFAULT_SUITES`.
     """
     if isinstance(backend, BackendDescription):
         return backend
     declared = backend.backend
+    is_mla = _declared(backend, "is_mla", declared.is_mla)
+    if not isinstance(is_mla, bool):
+        raise _fault(backend, f"is_mla answered {is_mla!r}, neither True nor False")
+    suite = _declared(backend, "default_suite", lambda: declared.default_suite(device))
+    if not isinstance(suite, str) or suite not in DEFAULT_SUITES:
+        raise _fault(backend, f"default_suite answered {suite!r}, none of {', '.join(DEFAULT_SUITES)}")
     page_sizes, page_multiples, layouts = _pages_of(backend)
     info = BackendInfo(
         name=backend.name,
@@ -80,8 +86,8 @@ def describe_backend(backend: Backend, device: str) -> BackendDescription:
     )
     return BackendDescription(
         info=info,
-        is_mla=is_mla(backend),
-        default_suite=default_suite(backend, device),
+        is_mla=is_mla,
+        default_suite=suite,
         page_sizes=page_sizes,
         page_multiples=page_multiples,
         layouts=layouts,
@@ -138,41 +144,16 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
 
 def reasons_against(backend: Backend, device: str, cases: Iterable[Case]) -> tuple[tuple[str, ...], ...]:
     """Return, for each case, why the backend refuses it on ``device``; empty if it accepts or a declaration raises."""
-    return tuple(_reasons_against(backend, device, case) for case in cases)
-
-
-def _reasons_against(backend: Backend, device: str, case: Case) -> tuple[str, ...]:
     if isinstance(backend, BackendDescription):
-        return backend.unavailable_reasons
-    try:
-        absent = unavailable_case_reasons(backend.backend, case, device)
-        return absent or unsupported_reasons(backend.backend, case)
-    except StageError:
-        return ()
-
-
-def is_mla(backend: LoadedBackend) -> bool:
-    """Return whether the backend implements latent attention.
-
-    Raises:
-        BackendLoadError: its ``is_mla`` raises, or returns no bool.
-    """
-    answer = _declared(backend, "is_mla", backend.backend.is_mla)
-    if not isinstance(answer, bool):
-        raise _fault(backend, f"is_mla answered {answer!r}, neither True nor False")
-    return answer
-
-
-def default_suite(backend: LoadedBackend, device: str) -> str:
-    """Return the suite for this backend if the user names none.
-
-    Raises:
-        BackendLoadError: its ``default_suite`` raises, or returns none of :data:`DEFAULT_SUITES`.
-    """
-    answer = _declared(backend, "default_suite", lambda: backend.backend.default_suite(device))
-    if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
-        raise _fault(backend, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
-    return answer
+        return tuple(backend.unavailable_reasons for _ in cases)
+    found = []
+    for case in cases:
+        try:
+            absent = unavailable_case_reasons(backend.backend, case, device)
+            found.append(absent or unsupported_reasons(backend.backend, case))
+        except StageError:
+            found.append(())
+    return tuple(found)
 
 
 def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """From findings to records: outcomes, descriptions of backends, and lost devices."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from attncheck.backends.declarations import needs_of
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.errors import AttncheckError, BackendUnavailableError, QuestionError
+from attncheck.errors import AttncheckError, BackendUnavailableError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.device import KINDS, accelerators_in_use
 from attncheck.harness.driver.observation import Raised
@@ -321,7 +321,3 @@ def not_loaded(ref: str, why: Sequence[str] | ProcessEnd | Raised, name: str = "
 def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``required`` that ``environment`` lacks or has with another value."""
     return {name: value for name, value in required.items() if environment.get(name) != value}
-
-
-DescribeBackends = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
-"""Function from references to descriptions, in order; a QuestionError if a reference names no backend to examine."""

@@ -47,17 +47,6 @@ def choose_checks(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
-def matching_cases(cases: Sequence[Case], pattern: str, refs: Sequence[str], named: str) -> Sequence[Case]:
-    """Return the cases that match ``pattern``. ``refs``: the suites they are from; ``named``: as the user named them.
-
-    Raises:
-        SelectionError: no case matches; the message suggests a pattern that does.
-    """
-    if found := select(cases, [pattern]):
-        return found
-    raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
-
-
 def _advice(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> str:
     """Suggest a similar name of one of ``cases``, a built-in suite with a match, or a command that lists the ids."""
     if note := _why_left_out(pattern, refs):
@@ -369,8 +358,10 @@ def select_cases(
             raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
     cases = tuple(case for suite in loaded for case in suite.cases if not keys or case.key in keys)
     if patterns := split_commas(patterns):
-        chosen = {case.key for pattern in patterns for case in matching_cases(cases, pattern, refs, named)}
-        cases = tuple(case for case in cases if case.key in chosen)
+        for pattern in patterns:
+            if not select(cases, [pattern]):
+                raise SelectionError(f"no case of {named} matches {pattern!r}; {_advice(cases, pattern, refs)}")
+        cases = tuple(select(cases, patterns))
     if keywords:
         cases = cases_by_keywords(cases, keywords)
     if wanted is not None:
