@@ -108,7 +108,6 @@ def test_an_unavailable_backend_requested_by_name_is_refused_with_the_reasons() 
     with pytest.raises(SelectionError) as refused:
         refuse_unavailable(backends)
     assert str(refused.value) == snapshot("backend 'flex_attention' is unavailable here: no library")
-    assert "'flex_attention'" in str(refused.value)
     refuse_unavailable(backends[:1])
 
 
@@ -125,7 +124,6 @@ def test_two_backends_of_one_name_are_refused() -> None:
             ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [not_loaded(ref, (), "mine") for ref in refs]
         )
     assert str(refused.value) == snapshot("two of the backends are called 'mine'; examine them in two runs")
-    assert "'mine'" in str(refused.value)
 
 
 @pytest.mark.parametrize("failure", [ProcessEnd("killed by SIGSEGV"), Raised(IMPORT, "ImportError", "no module")])
@@ -157,7 +155,6 @@ def test_wishes_of_a_suite(plain: Callable[[str], str]) -> None:
     assert plain(backends[1].unavailable_reasons[0]) == snapshot(
         "backend 'trt:FMHA': importing it raised ModuleNotFoundError: No module named 'trt'; registered names are ..."
     )
-    assert "'trt'" in backends[1].unavailable_reasons[0]
     assert notes == ()
 
 

@@ -89,7 +89,6 @@ def test_a_process_on_another_gpu_or_in_another_environment_is_refused(monkeypat
     with pytest.raises(QuestionError) as refused:
         refuse_other_gpu("cuda", "a", here.model_copy(update={"driver": "570.1"}))
     assert str(refused.value) == snapshot("driver on GPU a is None, and '570.1' in the run")
-    assert "'570.1'" in str(refused.value)
     machine(monkeypatch, gpu("a"), gpu("b"))
     with pytest.raises(QuestionError) as refused:
         refuse_other_gpu("cuda", "a", here)

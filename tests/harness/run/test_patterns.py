@@ -49,16 +49,12 @@ def test_a_pattern_of_no_check_is_an_error_with_a_suggestion(plain: Callable[[st
     with pytest.raises(UnknownNameError) as refused:
         choose_checks(["lse,numeric"])
     assert plain(str(refused.value)) == snapshot("unknown check 'numeric'; did you mean 'numerics'? (known: ...)")
-    assert "'numeric'" in str(refused.value)
-    assert "'numerics'" in str(refused.value)
     with pytest.raises(UnknownNameError) as refused:
         choose_checks(["zz*"])
     assert plain(str(refused.value)) == snapshot("unknown check 'zz*' (known: ...)")
-    assert "'zz*'" in str(refused.value)
     with pytest.raises(SelectionError) as refused:
         choose_checks(["!cudagraph"])
     assert plain(str(refused.value)) == snapshot("check '!cudagraph': to leave a check out, give --skip cudagraph")
-    assert "--skip" in str(refused.value)
 
 
 def test_skip_leaves_checks_out() -> None:
@@ -70,7 +66,6 @@ def test_skip_leaves_checks_out() -> None:
     assert str(refused.value) == snapshot(
         "--skip lse removes every selected check; leave out --skip, or select more with --check"
     )
-    assert "--skip" in str(refused.value)
 
 
 def test_commas_within_brackets_and_in_names_of_files_separate_nothing(tmp_path: Path) -> None:

@@ -91,7 +91,6 @@ def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[s
     with pytest.raises(SelectionError) as refused:
         opened(select_cases([], ["decode.float16"]), refs)
     assert str(refused.value) == snapshot("no such case in interpreted, the default suite; give --suite smoke")
-    assert "--suite" in str(refused.value)
 
 
 def test_a_run_that_names_nothing_is_short() -> None:
@@ -110,11 +109,6 @@ def test_a_run_that_names_nothing_is_short() -> None:
     assert note == snapshot(
         "reference, torch_sdpa, flex_attention, torch_varlen, flash_attn, flashinfer: suite smoke; triton_unified, xformers: 9 of 79 cases of suite interpreted; reference_mla, torch_mla: 2 of 78 cases of suite smoke; triton_mla: 1 of 79 cases of suite interpreted; --case '*' selects all"
     )
-    assert "reference_mla" in note
-    assert "torch_mla" in note
-    assert "78" in note
-    assert "--case" in note
-    assert "'*'" in note
 
 
 def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
@@ -138,7 +132,6 @@ def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
     with pytest.raises(SelectionError) as refused:
         opened(selection, ["gone"], here)
     assert str(refused.value) == snapshot("backend 'gone' is unavailable here: no library")
-    assert "'gone'" in str(refused.value)
     prepared = opened(selection, ["gone"], here, keeps_unavailable=True)
     assert [each.unavailable_reasons for each in prepared.backends] == [("no library",)]
     assert here.examiner(prepared).plan.backends == (gone,)
@@ -161,8 +154,6 @@ def test_a_default_suite_is_one_of_the_two(plain: Callable[[str], str], slow: st
     assert plain(str(refused.value)) == snapshot(
         "backend 'TMP/slow.py:Odd': default_suite answered 'decode', none of smoke, interpreted"
     )
-    assert "default_suite" in str(refused.value)
-    assert "'decode'" in str(refused.value)
     assert DEFAULT_SUITES == ("smoke", "interpreted")
 
 
@@ -193,9 +184,6 @@ def test_a_named_backend_is_examined_on_pages_that_it_takes(tmp_path: Path) -> N
     assert prepared.notes[0] == snapshot(
         "suite smoke: cache.block_size=48 instead of 16, cache.layout=HND instead of NHD, for Picky; --set chooses others"
     )
-    assert "block_size" in prepared.notes[0]
-    assert "48" in prepared.notes[0]
-    assert "16" in prepared.notes[0]
 
 
 def test_declarations_that_raise_choose_no_pages(tmp_path: Path) -> None:
