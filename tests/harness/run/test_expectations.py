@@ -87,6 +87,7 @@ FIGURES = {"finite_budget_share": 29.5, "rows_wrong": 4, "heads_wrong": 2, "rows
         ({"within": {"budgets": 30}}, "failed", {"figures": {"budget_share": 12.0}}, "xfailed"),
         ({"within": {"budgets": 30}}, "failed", {"figures": {"budget_share": 31.0}}, "failed"),
         ({"until": "2026-11-22"}, "failed", {}, "xfailed"),
+        ({"until": "2026-11-21"}, "failed", {}, "failed"),
     ],
 )
 def test_an_entry_is_about_these_records_and_no_others(
