@@ -23,10 +23,9 @@ from tabulate import tabulate
 
 from attncheck.backends.mutants.catalogue import PREFIX, Mutant, catalogue
 from attncheck.errors import BackendUnavailableError, QuestionError, SelectionError
-from attncheck.harness.cli import options as arguments
-from attncheck.harness.cli import options as processes
 from attncheck.harness.cli.common import interruptible, print_stderr
-from attncheck.harness.run.options import RunOptions, read_jobs, split_commas
+from attncheck.harness.cli.options import Given, read_options, with_options
+from attncheck.harness.run.options import RunOptions
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
@@ -389,25 +388,21 @@ class MatrixFormat(StrEnum):
     json = "json"
 
 
+@with_options("suites", "cases", "shard", "jobs", "device", "seed", "output")
 def mutants(
     context: typer.Context,
+    given: Given,
+    *,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME", help="Names, or shell patterns of them. Default: all.", show_default=False),
     ] = None,
-    suite: arguments.Suites = None,
-    case: arguments.Cases = None,
     kind: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KIND", help="Examine only mutants of this kind of fault, such as window. May be repeated."
         ),
     ] = None,
-    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Examine shard I of N of the mutants.")] = None,
-    jobs: processes.Jobs = None,
-    device: arguments.Device = None,
-    seed: arguments.Seed = None,
-    output: arguments.Output = None,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -421,29 +416,22 @@ def mutants(
     """Show which checks detect which mutants.
 
     A mutant is a correct backend with one deliberate fault. The result shows how many faults the suites detect. Each
-    check of a mutant runs until its first failure. The correct backends are examined as well. Exit code 0: every mutant
-    is caught, and every correct backend passes; 1: a mutant survives, or a correct backend fails.
+    check of a mutant runs until its first failure. The correct backends are examined as well. A shard has a part of the
+    mutants, and all cases. Exit code 0: every mutant is caught, and every correct backend passes; 1: a mutant survives,
+    or a correct backend fails.
     """
-    from attncheck.harness.run.selection import read_shard
-
     began = time.monotonic()
-    chosen = choose_mutants(catalogue(), names or (), kind or (), read_shard(shard) if shard else None)
+    asked = read_options(given, until_failure="check", command=tuple(context.obj or ()))
+    chosen = choose_mutants(catalogue(), names or (), kind or (), asked.shard)
     if runs:
         matrix = _matrix([read_run(path) for path in runs], chosen, {}, is_part=True)
     else:
         context.with_resource(interruptible())
-        options = RunOptions(
-            suites=split_commas(suite or ()),
-            cases=split_commas(case or ()),
-            device=device,
-            seed=seed or 0,
-            until_failure="check",
-            command=tuple(context.obj or ()),
-        )
-        matrix = _examine_mutants(chosen, options, read_jobs("--jobs", jobs or "auto"), output)
+        options = replace(asked, shard=None, jobs=None, output=None)
+        matrix = _examine_mutants(chosen, options, asked.jobs, asked.output)
     typer.echo(json.dumps(as_json(matrix), indent=2) if form == MatrixFormat.json else as_text(matrix))
     if form != MatrixFormat.json and not runs:
-        typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {output}" if output else ""))
+        typer.echo(f"\n{time.monotonic() - began:.0f} s" + (f", run file: {asked.output}" if asked.output else ""))
     if not matrix.examined:
         raise SelectionError("no mutant was examined; see the reasons above")
     return 0 if matrix.is_clean else 1

@@ -36,6 +36,11 @@ def split_commas(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(part.strip() for own in parts for part in own if part.strip())
 
 
+def listed(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return ``names``, or the one name."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def _names(_option: str, words: Iterable[str]) -> tuple[str, ...]:
     return split_commas(words)
 
