@@ -296,7 +296,7 @@ def test_what_ends_a_run_in_this_process_ends_with_the_table_too(
     assert here("--backend", "./stopped.py:Wrong", "--check", "numerics") == 130
     printed = capsys.readouterr()
     assert "Wrong    1/1" in printed.out
-    assert "interrupted by SIGINT: 1 of 2 cases; the remaining cases were not examined" in printed.out
+    assert "interrupted by SIGINT: 1 of 2 cases begun; the remaining cases were not examined" in printed.out
     assert printed.err.splitlines() == ["interrupted by SIGINT"]
 
 
