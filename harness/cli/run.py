@@ -24,6 +24,7 @@ from attncheck.errors import BackendLoadError, ClusterError, SelectionError, Wri
 from attncheck.harness.cli.common import (
     ColorChoice,
     make_folder,
+    print_foreign,
     print_stderr,
     printing_to_stdout,
     show_printed,
@@ -52,7 +53,7 @@ from attncheck.harness.workers.pool import WorkerPool, preparation_of
 from attncheck.harness.workers.process import WorkerProcess
 from attncheck.harness.workers.ray import RayCluster
 from attncheck.reports.analysis.phrases import plural, what_happened
-from attncheck.reports.run_file.header import RunHeader, SurveyedBackend
+from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
 from attncheck.reports.run_file.store import Run as StoredRun
 from attncheck.reports.run_file.store import count_outcomes, now
@@ -72,7 +73,8 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
     """Return the options with each ``NAME:*`` expanded, and a survey of all backends of these families.
 
     Raises:
-        QuestionError: there is no such family, its library cannot be imported, or none of its backends can run here.
+        QuestionError: there is no such family, its library cannot be imported, none of its backends can run here, or
+            there are too many backends or suites.
     """
     refs: dict[str, None] = {}
     surveyed: list[SurveyedBackend] = []
@@ -91,6 +93,9 @@ def with_families(options: RunOptions, selection: Selection) -> tuple[RunOptions
             )
         refs.update(dict.fromkeys(able))
         surveyed += found
+    for what, count in (("backends", len(refs) + len(options.providers)), ("suites", len(selection.suites))):
+        if count > MOST:
+            raise SelectionError(f"{count} {what}: a run has at most {MOST}; split them into several runs")
     return (replace(options, backends=tuple(refs)) if surveyed else options), tuple(surveyed)
 
 
@@ -526,7 +531,7 @@ def run_command(
         context.with_resource(only_passed(options.pass_env))
     if options.dry_run:
         with _opened(options, spare) as execution:
-            typer.echo(execution.plan_text)
+            print_foreign(execution.plan_text)
         return 0
     if options.watch:
         from attncheck.harness.cli.watch import watch_run
@@ -601,7 +606,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
     )
     typer.echo(text, color=color)
     for line in (*finished.unseen, *filter(None, [finished.stopped])):
-        typer.echo(line)
+        print_foreign(line)
     if finished.ended_by is not None and finished.path is not None and finished.path.suffix == ".jsonl":
         typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from attncheck.cases.keys import split_variant
-from attncheck.errors import RunFileError, SelectionError
+from attncheck.errors import RunFileError, SelectionError, WriteError
 from attncheck.harness.cli.common import print_stderr
 from attncheck.harness.cli.options import read_config
 from attncheck.harness.run.options import RunOptions
@@ -35,6 +35,9 @@ RESULTS = Path("results")
 
 _NEWEST, _READ_S = 4, 0.05
 """Number of runs read for the costs of checks, and the time limit for reading them in seconds."""
+
+_PROBE_BYTES = 2**16
+"""Size of a file that a folder must have room for before a run begins."""
 
 _NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
 """Names of run files that attncheck chose: date, time, process, and a number if needed. No other file is deleted."""
@@ -158,11 +161,14 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
     assert folder is not None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, probe = tempfile.mkstemp(prefix=".attncheck-", dir=folder)
-        os.close(handle)
-        Path(probe).unlink()
+        with tempfile.TemporaryFile(prefix=".attncheck-", dir=folder) as probe:
+            probe.write(bytes(_PROBE_BYTES))  # a full disk still takes an empty file
     except OSError as error:
-        path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+        try:
+            path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+        except OSError:
+            other = "--output FILE names another place, --no-output writes none"
+            raise WriteError(f"a run file in {folder}, or in a temporary folder,", error, safe=other) from error
         print_stderr(
             f"note: no run file can be written in {folder}: {error.strerror}; it is {path} instead. "
             "--output FILE names another, --no-output writes none"
@@ -210,6 +216,11 @@ def kept_run(folder: Path, number: int = 1) -> Path:
     if number > len(runs):
         raise RunFileError(str(folder), f"holds {plural(len(runs), 'run')}; the oldest is number {len(runs)}")
     return runs[-number]
+
+
+def is_kept(path: Path) -> bool:
+    """Return whether ``path`` is a run file that attncheck kept for the current folder."""
+    return path.resolve() in {each.resolve() for each in kept_runs(runs_folder())}
 
 
 def report_command(path: Path) -> str:

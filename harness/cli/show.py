@@ -18,7 +18,7 @@ import typer
 
 from attncheck.errors import QuestionError, SelectionError, unwritable
 from attncheck.harness.cli import common
-from attncheck.harness.cli.common import terminal_width
+from attncheck.harness.cli.common import print_foreign, terminal_width
 from attncheck.harness.cli.options import Given, with_options
 from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
 from attncheck.reports.analysis.phrases import plural
@@ -134,7 +134,7 @@ def show(
 
         typer.echo(case_yaml(found[0]), nl=False)
     else:
-        typer.echo("\n".join(case_lines(found[0], terminal_width())))
+        print_foreign("\n".join(case_lines(found[0], terminal_width())))
     if len(found) > 1:
         names = ", ".join(other.id for other in found[1:9])
         more = ", ..." if len(found) > 9 else ""
@@ -297,7 +297,7 @@ def _print(rows: list[list[str]]) -> None:
 
     lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
     folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
-    typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
+    print_foreign(tabulate(folded, tablefmt="plain", disable_numparse=True))
 
 
 def _backends() -> None:

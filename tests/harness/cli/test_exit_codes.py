@@ -13,6 +13,7 @@ import typer
 from inline_snapshot import snapshot
 
 from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.common import print_foreign, print_stderr, show_printed
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -127,6 +128,24 @@ TheRun = Callable[[Path], Path]
             snapshot(
                 "error: small.yaml and small.yaml{cache.block_size: 32} are both called 'small'; examine them in two runs"
             ),
+        ),
+        (
+            ["./\udcff.py"],
+            snapshot("error: './\\udcff.py' is not UTF-8, or not in the locale's encoding; give another name"),
+        ),
+        (
+            ["--backend", "reference", "--output", "o" * 300],
+            snapshot(
+                "error: 'oooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooooo...: this name is too long for the file system"
+            ),
+        ),
+        (
+            ["--suite", ",".join(["nothing.yaml"] * 30)],
+            snapshot("error: nothing.yaml: there is no such file; built-in suites: ..."),
+        ),
+        (
+            [f"./backend_{number}.py" for number in range(257)],
+            snapshot("error: 257 backends: a run has at most 256; split them into several runs"),
         ),
     ],
 )
@@ -267,6 +286,30 @@ set ATTNCHECK_TRACEBACK=1 to see where; please report it with that output
     monkeypatch.setenv("ATTNCHECK_TRACEBACK", "1")
     assert exit_code() == 3
     assert "in fall" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        (RuntimeError("can't start new thread"), "raise `ulimit -u`"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "raise `ulimit -u`"),
+        (OSError(errno.EMFILE, "Too many open files"), "raise `ulimit -n`"),
+    ],
+)
+def test_a_limit_of_the_machine_is_no_fault_of_ours(
+    limit: Exception, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.exit_code_of(limit) == 3
+    message = capsys.readouterr().err
+    assert message.startswith("error: no further ")
+    assert advice in message
+
+
+def test_what_foreign_code_prints_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show_printed("mine", "a\x1b]8;;http://x\x07b\x9b31mc\u202ed\0e")
+    print_foreign("f\x1b[2Jg")
+    print_stderr("h\x1bi")
+    assert capsys.readouterr() == ("f?[2Jg\n", "mine | a?]8;;http://x?b?31mc?d?e\nh?i\n")
 
 
 def test_foreign_code_cannot_choose_the_exit_code(
