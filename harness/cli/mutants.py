@@ -282,7 +282,7 @@ def examine_groups(
                 pool.submit(_examine_group, group, options, folder / str(n), stopped) for n, group in enumerate(groups)
             ]
             for future in as_completed(tasks):
-                yield from future.result()
+                yield future.result()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -291,30 +291,23 @@ def examine_groups(
             raise
 
 
-def _examine_group(
-    group: ExaminedGroup, options: RunOptions, files: Path, stopped: threading.Event
-) -> list[ExaminedGroup]:
-    """Examine the group in a process of its own, with run files in ``files``, and return the result.
+def _examine_group(group: ExaminedGroup, options: RunOptions, folder: Path, stopped: threading.Event) -> ExaminedGroup:
+    """Examine the group in a process of its own, with run files in ``folder``, and return the result.
 
-    If the process dies, each member is examined alone. If a member alone kills its process, it is examined as
-    `attncheck run` does, which records the crash. If ``stopped`` is set, BrokenProcessPool is raised instead.
+    If one of it ends the process, all of it is examined as `attncheck run` does, which records the crash. If
+    ``stopped`` is set, BrokenProcessPool is raised instead.
     """
-    files.mkdir()
-    run_options = _options_of(group, options, files / "run.jsonl")
+    folder.mkdir()
+    run_options = _options_of(group, options, folder / "run.jsonl")
     try:
         reason = _apart(run_options)
     except BrokenProcessPool:
         if stopped.is_set():
             raise
-        if len(group.refs) > 1:
-            alone = [replace(group, refs=(ref,)) for ref in group.refs]
-            return [
-                part for n, each in enumerate(alone) for part in _examine_group(each, options, files / str(n), stopped)
-            ]
-        run_options = replace(run_options, in_process=False, output=files / "ended.jsonl")
+        run_options = replace(run_options, in_process=False, output=folder / "apart.jsonl")
         reason = _apart(run_options)
-    output = None if reason else run_options.output
-    return [replace(group, run=None if output is None else read_run(output), reason=reason)]
+    run = read_run(run_options.output) if not reason and run_options.output is not None else None
+    return replace(group, run=run, reason=reason)
 
 
 def _apart(options: RunOptions) -> str:
