@@ -127,18 +127,3 @@ def test_a_suite_that_has_changed_is_refused(make_record: Callable[..., object],
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h", 3600), ("0.5", 0.5)])
 def test_times_are_read(text: str, seconds: float) -> None:
     assert read_time("--budget", text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "s", "-1s", "0", "five", "infs"])
-def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(SelectionError, match=r"--budget .*: give a time, such as 90s, 5m or 1h"):
-        read_time("--budget", text)
-
-
-def test_a_check_of_providers_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fuzz", "--backend", "reference", "--check", "timing"]) == 2
-    printed = capsys.readouterr().err
-    assert "'timing'" in printed
-    assert printed == snapshot(
-        "error: check 'timing' does not run on drawn cases; give one of numerics, lse, cache_write, containment, features, determinism, invariance, builder, cudagraph, refusals\n"
-    )

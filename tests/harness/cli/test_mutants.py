@@ -105,22 +105,6 @@ def test_json_has_the_same(matrix):
     assert [each["not_examined"] for each in found["mutants"]][2:4] == [None, "needs triton"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere-*"], "no mutant matches 'nowhere-*'"),
-        (["--kind", "weather"], "no mutant is of kind 'weather'; known are accident, "),
-        (["sinks-ignored", "--shard", "2/2"], "no mutant is left"),
-        (["--suite", "nowhere"], "nowhere"),
-        (["--from", "nowhere.jsonl"], "nowhere.jsonl"),
-    ],
-)
-def test_a_wrong_question_is_refused_before_a_process_starts(words, message, capsys, monkeypatch):
-    monkeypatch.setattr("attncheck.harness.cli.mutants.ProcessPoolExecutor", None)
-    assert cli.main(["mutants", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_groups_hold_mutants_of_one_base_and_each_base_is_a_group():
     groups = groups_of(catalogue())
     refs = [ref for group in groups if not group.are_right for ref in group.refs]

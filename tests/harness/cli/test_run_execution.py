@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from attncheck.errors import SelectionError
 from attncheck.harness.cli.run import execute_run
 from attncheck.harness.run.evaluate import RunPlan, environment_of
 from attncheck.harness.run.options import RunOptions
@@ -52,11 +51,6 @@ def test_a_run_is_a_call(
     assert (stored.header, tuple(stored.records)) == (finished.header, finished.records)
     assert capfd.readouterr().out == ""
     assert len(list(tmp_path.glob("attncheck/truths/*"))) == truths
-
-
-def test_options_that_contradict_each_other_are_no_options() -> None:
-    with pytest.raises(SelectionError, match="--no-output cannot be combined with --output"):
-        RunOptions(no_output=True, output=Path("run.jsonl"))
 
 
 @pytest.mark.parametrize(

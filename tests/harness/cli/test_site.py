@@ -49,8 +49,6 @@ def test_planted_faults_are_no_backends_of_a_site(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is no run file"),
-        (["--runs", "none"], "--runs none is not a folder"),
         (["notes"], "no run file can be read"),
         (["missing.jsonl"], "no run file can be read"),
         (["runs/a.jsonl", "--output", "runs"], "--output runs has other files"),
