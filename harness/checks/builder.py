@@ -486,7 +486,7 @@ def _padded(problem: Problem) -> Problem:
 
 
 def _is_empty(part: object) -> bool:
-    return isinstance(part, Tensor) and not part.numel()
+    return type(part) is Tensor and not part.numel()
 
 
 def _wrong_states(built: dict[str, Any], problem: Problem) -> Iterator[str]:
@@ -494,7 +494,7 @@ def _wrong_states(built: dict[str, Any], problem: Problem) -> Iterator[str]:
     count, own = len(problem.requests), problem.block_table[:, 0].tolist()
     owned = {page for row in problem.block_table.tolist() for page in row} - {0}
     for path, value in built.items():
-        if _STATES not in path or not isinstance(value, Tensor) or value.dim() not in (1, 2) or not len(value):
+        if _STATES not in path or type(value) is not Tensor or value.dim() not in (1, 2) or not len(value):
             continue
         first = (value if value.dim() == 1 else value[:, 0]).tolist()
         if first[:count] != own[: len(first)]:

@@ -96,6 +96,7 @@ class DelayedSteps:
             returned = call_backend("forward", forward)
         is_ahead = not api.is_done(written)
         took_ns = api.now_ns() - began_ns
+        buffers.require_memory()
         with self._torch.stream(self._stream):  # the backend may have made another one current
             result, _ = read_result(returned, buffers.out, must_be_buffer=session.backend.accept_output_buffer)
             results = [result] if buffers.lse is None else [result, buffers.lse.rows]

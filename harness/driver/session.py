@@ -13,10 +13,10 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import StageError, call_backend, stage_named
+from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory, stage_named
 from attncheck.harness.driver.observation import Observation, printable
 from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, observed, placed, read_result
-from attncheck.harness.driver.pool import KVPool, new_pool, same_bytes
+from attncheck.harness.driver.pool import KVPool, new_pool
 from attncheck.harness.driver.step import (
     ForwardCall,
     LentCalls,
@@ -121,6 +121,12 @@ class OutputBuffers:
         if self.lse is not None:
             self.lse.refill(num_rows)
 
+    def require_memory(self) -> None:
+        """Raise StageError if a call of ``forward`` resized the memory of a buffer."""
+        require_memory(self.out.memory, "output", "forward")
+        if self.lse is not None:
+            require_memory(self.lse.memory, "output_lse", "forward")
+
     def handed_out(self) -> dict[str, Tensor]:
         """Return the output keywords of ``forward``; the buffers are aliases of the same memory."""
         keywords = {"output": self.out.handed_out()}
@@ -186,10 +192,17 @@ class BackendLayer:
         return forward
 
     def enter(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
-        """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device."""
+        """Return what ``forward`` returns under ``torch.no_grad()``, without waiting for the device.
+
+        Raises StageError if it resized the cache or a buffer.
+        """
         forward = self.bind(call, kv_cache, metadata, buffers)
         with torch.no_grad():
-            return forward()
+            returned = forward()
+        buffers.require_memory()
+        if kv_cache is not None:
+            require_memory(kv_cache, "kv_cache", "forward")
+        return returned
 
     def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
         """Return the result of ``call``: the output buffer, or ``returned`` if the contract allows another tensor."""
@@ -508,7 +521,7 @@ class Session:
         """Return what a call changed before it raised; "the device" if a fault on it prevents the check."""
         try:
             touched = ["the output"] if buffers.out.touched() else []
-            if before is not None and self.pool is not None and not same_bytes(before, self.pool.bytes()):
+            if before is not None and self.pool is not None and self.pool.differs_from(before):
                 touched.append("the cache")
         except RuntimeError:
             touched = ["the device"]
@@ -546,12 +559,13 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
             if (pair := made[_batch_of(session)]) is None:
                 continue
             call, metadata = replace(turn.calls[number], common=pair[0].common), pair[1]
-            before = {} if changes is None else _contents(metadata)
             with _named(session):
+                before = {} if changes is None else call_backend("metadata", partial(_contents, metadata))
                 session.take(turn, call, metadata)
-            if changes is not None:
-                who = session.role or "the layer"
-                changes += [f"forward of {who} changes {name}" for name in _changed(before, _contents(metadata))]
+                if changes is not None:
+                    who = session.role or "the layer"
+                    changed = call_backend("metadata", partial(_changes, before, metadata))
+                    changes += [f"forward of {who} changes {name}" for name in changed]
     return [session.finish(turn) for session, turn in turns]
 
 
@@ -566,7 +580,7 @@ def _named(session: Session) -> AbstractContextManager[None]:
 
 def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> dict[str, object]:
     """Return the values of an object's fields and of nested objects, by dotted name; tensors are copied."""
-    if isinstance(metadata, Tensor):
+    if type(metadata) is Tensor and has_its_memory(metadata):
         return {name: metadata.detach().clone()}
     members = getattr(metadata, "__dict__", None)
     if not isinstance(members, Mapping) or isinstance(metadata, type) or not depth:
@@ -577,8 +591,9 @@ def _contents(metadata: object, name: str = "metadata", depth: int = _DEPTH) -> 
     return held
 
 
-def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+def _changes(before: Mapping[str, object], metadata: object) -> list[str]:
     """Return the names of the values that differ; if a whole object was replaced, only its own name."""
+    after = _contents(metadata)
     names = dict.fromkeys((*before, *after))
     differ = [n for n in names if n not in before or n not in after or _differ(before[n], after[n])]
     return [name for name in differ if name.rpartition(".")[0] not in differ]
