@@ -144,17 +144,17 @@ def check_handed_keys(session: Session, truth: Truth, finding: Holds) -> Finding
         return finding
     try:
         own = session.in_flight(problem)
-        turn = own.begin()
-        calls = [_with_keys(call, problem.keys, problem.values) for call in turn.calls]
+        begun = own.begin()
+        calls = [_with_keys(call, problem.keys, problem.values) for call in begun.calls]
         for call, metadata in own.built(calls):
-            own.take(turn, call, metadata)
-        seen = own.finish(turn)
+            own.take(begun, call, metadata)
+        seen = own.finish(begun)
     except StageError as failure:
         if failure.raised.is_refusal:
             return finding
         with stage_named("with keys for a shared cache"):
             raise
-    if turn.before is not None and not same_bytes(turn.before, pool.bytes()):
+    if begun.before is not None and pool.differs_from(begun.before):
         return Broken(
             "a layer that shares another's cache wrote the keys it was passed",
             finding.figures,

@@ -134,10 +134,10 @@ def build_merge(case: Case, seed: int) -> MergeProblem:
     noise_a, noise_b = stream.uniform(*shape), stream.uniform(*shape)
     lse_a, lse_b = _log(before) + noise_a, _log(new) + noise_b
     inputs = planted_inputs(case)
-    turn = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
+    kind_of = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
     for number, (kind, needed) in enumerate(_KINDS):
         if needed is None or needed in inputs:
-            here = turn == number
+            here = kind_of == number
             a, b = _states_of(kind, noise_a[here], noise_b[here], lse_a[here], lse_b[here])
             lse_a[here], lse_b[here] = a, b
     dtype = DTYPES[layer.dtype]

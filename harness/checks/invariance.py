@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.again import Change, RightRows, Variation, later_fault
+from attncheck.harness.checks.again import Change, RightRows, Variation, changed_step, later_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds
-from attncheck.harness.checks.history import Repetition, repetitions
+from attncheck.harness.checks.history import repetitions
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import differing_rows, lse_shares, rows_in_words
 from attncheck.harness.driver.foreign_code import StageError, unsupported_reasons
@@ -53,20 +52,20 @@ _ROW_FORMS: tuple[tuple[StrideForm, ...], ...] = (
 """Forms of query, key and value in which the heads of a row are contiguous."""
 
 
-def same_step(rows: RightRows, session: Session) -> Iterator[Variation[Fill]]:
+def same_step(rows: RightRows, session: Session) -> Iterator[Variation]:
     """Yield two variations, with different strides: one raises ``max_seq_len``, the other ``max_query_len``."""
     number = int(rows.problem.case.hash, 16)
 
     def judge(fill: Fill) -> Broken | None:
         return rows.wrong_in(session.run(fill))
 
-    for turn, maximum in enumerate(("max_seq_len", "max_query_len")):
+    for index, maximum in enumerate(("max_seq_len", "max_query_len"), start=number):
         loosened = Change(f"{maximum} above the batch's", _BOUNDS, partial(_loosened, maximum))
-        by_rows = Variation(Fill(), (*_stride_changes(rows, _ROW_FORMS, number + turn), loosened), judge)
+        by_rows = changed_step(Fill(), (*_stride_changes(rows, _ROW_FORMS, index), loosened), judge)
         if rows.conventions.operand_strides == "rows":
             yield by_rows
         else:
-            yield replace(by_rows, changes=(*_stride_changes(rows, _FORMS, number + turn), loosened), instead=by_rows)
+            yield changed_step(Fill(), (*_stride_changes(rows, _FORMS, index), loosened), judge, instead=by_rows)
 
 
 def _loosened(maximum: str, fill: Fill) -> Fill:
@@ -110,12 +109,13 @@ _UNCUT = ("paged", "encoder_only", "cross", "mla", "local", "spec_decode", "tree
 _UNPADDED = ("encoder_only", "cross", "micro_batch")
 
 
-def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arrangement]]:
+def same_requests(rows: RightRows, session: Session) -> Iterator[Variation]:
     """Yield variations of the batch's arrangement."""
     problem = rows.problem
     plain = Arrangement(tuple(range(len(problem.requests))))
     for change in _alone(problem):  # within the builder's bounds, on an impl that has seen the batch
-        yield Variation(plain, (change,), partial(_judge, rows, session), afresh=partial(_judge_afresh, rows, session))
+        afresh = partial(_judge_afresh, rows, session)
+        yield changed_step(plain, (change,), partial(_judge, rows, session), afresh=afresh)
     changes = tuple(_recomposed(problem, _padding_for(session)))
     if changes:
         largest = plain
@@ -123,7 +123,7 @@ def same_requests(rows: RightRows, session: Session) -> Iterator[Variation[Arran
             largest = change.alter(largest)
         bounds = tuple(arranged(problem, how) for how in (largest, replace(largest, which=plain.which)))
         made = Session(session.backend, problem, session.device, bounds, pool=session.pool)
-        yield Variation(plain, changes, partial(_judge, rows, made))
+        yield changed_step(plain, changes, partial(_judge, rows, made))
 
 
 def _judge(rows: RightRows, session: Session, how: Arrangement) -> Broken | None:
@@ -276,14 +276,12 @@ def _check(case: CheckedCase) -> Finding:
     done: list[str] = []
     others = repetitions(rows, session)
     # State kept from other steps disturbs every variation, so run one repetition first, which reports it as such.
-    variations: Iterator[Variation[Any] | Repetition] = chain(
-        islice(others, 1), same_step(rows, session), same_requests(rows, session), others
-    )
-    for variation in variations:
+    for variation in chain(islice(others, 1), same_step(rows, session), same_requests(rows, session), others):
+        what = variation.what
         try:
-            wrong, what = variation.wrong(), variation.what
+            wrong = variation.wrong()
         except StageError as failure:
-            if failure.raised.may_end_the_device or not isinstance(variation, Variation) or variation.instead is None:
+            if failure.raised.may_end_the_device or variation.instead is None:
                 raise
             done.append(f"not held against the backend: {failure.raised.in_words}")
             wrong, what = variation.instead.wrong(), variation.instead.what

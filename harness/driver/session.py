@@ -32,8 +32,6 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import output_codes
 from attncheck.reference.spec import StridesSpec
 
-# Inputs of a step, and the state of one session's part in a running step.
-
 
 @dataclass(frozen=True)
 class Fill:
@@ -96,11 +94,6 @@ class Turn:
     def calls(self) -> tuple[ForwardCall, ...]:
         """The calls as the backend gets them."""
         return self.lent.calls
-
-
-# Call a backend's `forward` as a model's layer does, and collect the result.
-#
-# The sessions of a case, of a CUDA graph and of a timed step all bind their arguments here.
 
 
 @dataclass(frozen=True)
@@ -225,14 +218,12 @@ class BackendLayer:
         )
 
 
-# Drive one backend through one problem as a model runner does, using only the contract.
-#
-# A :class:`Session` constructs impl, builder and cache once. Every :meth:`Session.run` refills the cache, passes fresh
-# tensors and returns an observation. It catches whatever the backend raises, and records the stage.
-
-
 class Session:
-    """One backend on one problem on one device. Raises StageError if the backend refuses or fails during set-up."""
+    """One backend on one problem on one device, driven as a model runner does.
+
+    Impl, builder and cache are constructed once. Every :meth:`run` refills the cache and passes fresh tensors. Raises
+    StageError if the backend refuses or fails during set-up.
+    """
 
     def __init__(
         self,
@@ -282,21 +273,14 @@ class Session:
 
         ``is_judged``: foreign slots of a pool of its own hold stale rows, as those of the first session do.
         """
-        other = copy(self)
-        other.problem = problem
-        other._prepare(is_judged=is_judged)
-        return other
+        return self._with(problem, is_judged=is_judged)
 
     def in_flight(self, problem: Problem, role: str = "", first: "Session | None" = None) -> "Session":
         """Return a session for a micro-batch that is built before this one has run, by a builder of its own.
 
         ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
         """
-        other = copy(self)
-        other.role, other.builders = role, [] if first is None else first.builders
-        other.problem = problem
-        other._prepare()
-        return other
+        return self._with(problem, role=role, builders=[] if first is None else first.builders)
 
     def in_order(self, order: Sequence[int]) -> "Session":
         """Return a session over the same cache and builder whose steps have the requests in ``order``."""
@@ -306,17 +290,18 @@ class Session:
 
     def in_place(self, problem: Problem) -> "Session":
         """Return a session for another problem of the same layer and cache, over the same impl, builder and memory."""
-        other = copy(self)
-        other.problem = problem
-        other._known_pool = None if self.pool is None else self.pool.beside(problem)
-        other._prepare()
-        return other
+        return self._with(problem, _known_pool=None if self.pool is None else self.pool.beside(problem))
 
     def following(self, problem: Problem) -> "Session":
         """Return a session for a step over the cache as the previous step leaves it."""
+        return self._with(problem, _known_pool=self.pool, _is_refilled=False)
+
+    def _with(self, problem: Problem, *, is_judged: bool = False, **members: object) -> "Session":
+        """Return a session for another problem over the same impl, and over what ``members`` do not replace."""
         other = copy(self)
-        other.problem, other._known_pool, other._is_refilled = problem, self.pool, False
-        other._prepare()
+        other.problem = problem
+        vars(other).update(members)
+        other._prepare(is_judged=is_judged)
         return other
 
     def _of_layer(self, other: OtherLayer) -> "Session":
@@ -333,8 +318,9 @@ class Session:
         self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, writes=self._reads is None)
 
     def _impl(self, *, with_sinks: bool = True) -> Any:
-        made = partial(construct_impl, with_sinks=with_sinks, reads=self._reads)
-        construct = partial(made, self.backend, self.problem, self.device)
+        construct = partial(
+            construct_impl, self.backend, self.problem, self.device, with_sinks=with_sinks, reads=self._reads
+        )
         return call_backend("construct", construct, self.device, self._watching())
 
     @property
@@ -397,7 +383,14 @@ class Session:
 
     def take(self, turn: Turn, call: ForwardCall, metadata: Any) -> None:
         """Make one call of the turn. Raises StageError."""
-        turn.results.append(self._call(call, turn.kv_cache, metadata, turn.before))
+        buffers = self.layer.output_buffers(self.problem, call)
+        forward = partial(self.layer_of(call).enter, call, turn.kv_cache, metadata, buffers)
+        try:
+            returned = call_backend("forward", forward, self.device, self._watching())
+        except StageError as failure:
+            touched = self._touched(buffers, turn.before)
+            raise StageError(replace(failure.raised, touched=touched)) from failure
+        turn.results.append(self.layer.result_of(call, returned, buffers))
 
     def finish(self, turn: Turn) -> Observation:
         """Return the observation of a turn whose calls have all been made."""
@@ -503,16 +496,6 @@ class Session:
         make = partial(build, common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
         # Without a wait, which a model runner does not have and which would hide a missing one.
         return call_backend("build", make, within=self._watching())
-
-    def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
-        buffers = self.layer.output_buffers(self.problem, call)
-        forward = partial(self.layer_of(call).enter, call, kv_cache, metadata, buffers)
-        try:
-            returned = call_backend("forward", forward, self.device, self._watching())
-        except StageError as failure:
-            touched = self._touched(buffers, before)
-            raise StageError(replace(failure.raised, touched=touched)) from failure
-        return self.layer.result_of(call, returned, buffers)
 
     def _image(self) -> Tensor | None:
         return None if self.pool is None else self.pool.bytes().clone()
