@@ -19,8 +19,6 @@ from attncheck.harness.problem.storage import output_error
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import share_of_budget
 
-# Combined changes that must not matter, and a search for the smallest set of them that makes an output wrong.
-
 T = TypeVar("T")
 
 _KEPT = "something is kept from an earlier step, of other requests"
@@ -127,8 +125,6 @@ def _listed(changes: Sequence[Change[T]]) -> str:
     return " and ".join(change.what for change in changes)
 
 
-# Runs with something that must not matter, such as poison, beside clean runs of the same input.
-
 Seen = TypeVar("Seen")
 Fill = TypeVar("Fill")
 
@@ -216,7 +212,6 @@ class Repeats(Generic[Seen, Fill]):
             self._worst = max(self._worst, _largest(self._shares(again)))
 
     def _refuse_contradiction(self, again: Seen) -> None:
-        """Raise FindingError if exactly one of the first run and ``again`` is right."""
         shares = self._shares(again)
         is_right = not bool((shares > 1).any())
         if not is_right and self._worst <= 1:
@@ -229,9 +224,6 @@ class Repeats(Generic[Seen, Fill]):
 
 def _largest(shares: Tensor) -> float:
     return float(shares.max()) if shares.numel() else 0.0
-
-
-# Judge later steps on the rows that were right in the first step; other checks judge rows wrong in the first.
 
 
 @dataclass(frozen=True)
@@ -305,7 +297,6 @@ class RightRows:
         return was is not None and now is not None and not same_bytes(was, now)
 
     def _other_bits(self, compared: ComparedRows) -> Broken | None:
-        """Return the rows that differ in any bit, as a failure of a backend that declares ``batch_invariant``."""
         wrong = compared.rows[compared.moved.cpu()]
         if not len(wrong):
             return None

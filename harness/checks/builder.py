@@ -201,7 +201,6 @@ def _opposite(session: Session) -> list[int]:
 
 
 def _built(session: Session, call: ForwardCall) -> _Built:
-    """Build from ``call`` with a builder of its own."""
     ((_, metadata),) = session.in_flight(session.problem).built((call,))
     return _Built(session, call, metadata)
 
@@ -486,7 +485,6 @@ class BuilderChecks:
             yield from _wrong_states(built, problem)
 
     def _of(self, count: int, longer: int) -> Case:
-        """Return a case with ``count`` decodes on the layer and cache of the case."""
         requests = tuple(RequestSpec(query_len=1, seq_len=length + longer) for length in _LENGTHS[:count])
         return replace(self._case, batch=BatchSpec(requests=requests))
 

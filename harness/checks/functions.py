@@ -557,7 +557,6 @@ def convolve(problem: ConvProblem, device: torch.device, **changes: object) -> t
 
 
 def _convolve_sizes(problem: ConvProblem, device: torch.device, power: int) -> Tensor:
-    """Return the sums of the absolute terms, each raised to ``power``."""
     arguments = problem.arguments(device)
     sizes = {
         name: None if (tensor := arguments[name]) is None else tensor.double().abs() ** power
@@ -784,9 +783,6 @@ class Convolution:
         if not set(lines) <= set(problem.lines):
             return "lines of no sequence were written"
         return None
-
-
-# The paths that examine a function instead of attention: the function of each, and how each check examines it.
 
 
 class FunctionUnderTest(Protocol):

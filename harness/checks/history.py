@@ -147,7 +147,6 @@ def _has_fixed_rows(case: Case) -> bool:
 
 
 def _rows(case: Case, query_len: int, request: RequestSpec) -> int:
-    """Return ``query_len``, or the request's own if the path fixes it."""
     return request.query_len if _has_fixed_rows(case) else query_len
 
 

@@ -113,8 +113,6 @@ class Check:
     tries_undeclared: bool = False
 
 
-# Call functions that a backend offers, validate what they return, and detect poison that reaches it.
-
 Function = Callable[..., Any]
 
 
@@ -173,9 +171,6 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
     error = torch.linalg.vector_norm(got - answer, dim=-1)
     rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
     return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
-
-
-# Write a failing case to one file of plain tensors, which `torch.load(path, weights_only=True)` reads.
 
 
 def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | None) -> Path:

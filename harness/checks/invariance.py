@@ -20,7 +20,6 @@ from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.driver.step import strides_of
 from attncheck.harness.problem.problem import Arrangement, Problem, arranged
 from attncheck.harness.problem.storage import output_values
-from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import share_of_budget
 from attncheck.reference.spec import PaddingSpec, StrideForm, StridesSpec
 from attncheck.reports.run_file.causes import UNKNOWN
@@ -206,11 +205,12 @@ _BEYOND_ROUNDING = (
 )
 
 
-def check_determinism(problem: Problem, truth: Truth, session: Session, first: Observation) -> Finding:
-    """Compare two more steps of the same problem with ``first``: one on the same impl, one on a new impl."""
-    rows = RightRows.of(problem, truth, first, session.backend.conventions)
+def check_determinism(case: CheckedCase) -> Finding:
+    """Compare two more steps with the first: one on the same impl, one on a new impl and builder."""
+    session, first = case.first_step()
+    rows = RightRows.of(case.problem, case.truth, first, case.backend.conventions)
     exact = rows.conventions.deterministic
-    for how, again in _same_again(problem, session):
+    for how, again in _same_again(case.problem, session):
         fault = _other_bits(rows, again, how) if exact else None
         if fault is not None:
             return fault
@@ -218,7 +218,7 @@ def check_determinism(problem: Problem, truth: Truth, session: Session, first: O
         if wrong is not None:
             return later_fault(wrong, how, _BEYOND_ROUNDING)
     notes = () if exact else ("compared within the allowed error: the backend declares deterministic=False",)
-    return Holds({"rows": len(truth.out), "repeats": 2, "bitwise": int(exact)}, notes)
+    return Holds({"rows": len(case.truth.out), "repeats": 2, "bitwise": int(exact)}, notes)
 
 
 def _same_again(problem: Problem, session: Session) -> Iterator[tuple[str, Observation]]:
@@ -228,7 +228,6 @@ def _same_again(problem: Problem, session: Session) -> Iterator[tuple[str, Obser
 
 
 def _other_bits(rows: RightRows, again: Observation, how: str) -> Broken | None:
-    """Return the rows of output or LSE that differ in any bit, or None."""
     for name, moved, changes in _moved_rows(rows, again):
         if not bool(moved.any()):
             continue
@@ -259,10 +258,6 @@ def _change(was: Tensor, now: Tensor) -> Tensor:
     return (now - was).masked_fill((now == was) | (torch.isnan(now) & torch.isnan(was)), 0.0)
 
 
-def _check_determinism(case: CheckedCase) -> Finding:
-    return check_determinism(case.problem, case.truth, *case.first_step())
-
-
 # `invariance`: an output does not depend on anything that must not matter.
 #
 # The same step runs again in other ways, and the rows that were right in the first step must be right again. If several
@@ -270,7 +265,8 @@ def _check_determinism(case: CheckedCase) -> Finding:
 # case does not use, and rows that are wrong in the first step.
 
 
-def _check(case: CheckedCase) -> Finding:
+def check_invariance(case: CheckedCase) -> Finding:
+    """Run the case in further steps, until one is wrong in rows that were right in the first."""
     session, seen = case.first_step()
     rows = RightRows.of(case.problem, case.truth, seen, case.backend.conventions)
     done: list[str] = []
@@ -293,4 +289,4 @@ def _check(case: CheckedCase) -> Finding:
     return Holds({"rows": int(rows.is_right.all(dim=1).sum()), "variations": len(done)}, tuple(done))
 
 
-CHECKS = {"determinism": Check(_check_determinism), "invariance": Check(_check)}
+CHECKS = {"determinism": Check(check_determinism), "invariance": Check(check_invariance)}

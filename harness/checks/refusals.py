@@ -121,7 +121,6 @@ def _with_fields(case: Case, layer: Changes, cache: Changes) -> Case:
 
 
 def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
-    """Yield changes of the layer. For a latent layer, yield other dtypes only."""
     for dtype in ("float16", "bfloat16", "float32"):
         yield {"dtype": dtype}, {}
     if layer.mla is not None:

@@ -217,7 +217,6 @@ def _restore(before: _Settings) -> None:
 
 
 def _current_folder() -> str | None:
-    """Return the path of the current folder, or None if that folder was removed."""
     try:
         return os.getcwd()  # noqa: PTH109 (a Path costs several times as much, at every entry)
     except FileNotFoundError:

@@ -255,7 +255,6 @@ def _message_of(error: BaseException) -> str:
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """Return the traceback, starting at the first frame outside the harness."""
     entry = error.__traceback__
     ours = Path(__file__).parents[1]  # all of the harness
     while entry is not None and Path(entry.tb_frame.f_code.co_filename).is_relative_to(ours):

@@ -14,10 +14,6 @@ from attncheck.harness.driver.step import ForwardCall, Step, empty_rows
 from attncheck.reference import merge_many
 from attncheck.reference.spec import StrideForm
 
-# Output buffers for a backend, which detect unwritten rows and writes outside the buffer.
-#
-# A backend gets an alias, so that resizing or rebinding the tensor object leaves the original alone.
-
 CANARY = 1.5
 """Value of the output's padding rows before a call."""
 
@@ -65,7 +61,7 @@ class GuardedBuffer:
         mark_unwritten(self._real)
 
     def handed_out(self) -> Tensor:
-        """Return an alias of ``rows``: another tensor object over the same memory."""
+        """Return an alias of ``rows``, so that reshaping or rebinding the tensor object leaves the original alone."""
         return self.rows.detach()
 
     def breached(self) -> bool:
@@ -122,9 +118,6 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
 def _steps(rows: Tensor) -> list[int]:
     """Return the strides of the dimensions that have more than one element."""
     return [step for size, step in zip(rows.shape, rows.stride(), strict=True) if size > 1]
-
-
-# Combine the results of a step's calls: place them row by row, or merge them by their LSE.
 
 
 @dataclass(frozen=True)

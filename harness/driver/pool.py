@@ -24,11 +24,6 @@ from attncheck.harness.problem.sizes import SMALL_POOL, stored_sizes
 from attncheck.harness.problem.storage import Storage, alike, key_storage, value_storage
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
-# Prove a cache codec correct before it is used to judge a backend.
-#
-# The proof uses a small pool of the backend's own cache shape. It checks that rows written are read back, that distinct
-# slots use distinct bytes, and that writing one slot changes no other.
-
 _BLOCKS = 3
 
 
@@ -356,7 +351,6 @@ class KVPool:
 
 
 def _stored_as(problem: Problem) -> object:
-    """Return the facts of a layer and its cache that determine how rows are stored."""
     layer, cache = problem.layer, problem.cache.unplaced
     return cache, layer.num_kv_heads, layer.head_size, layer.value_head_size, layer.dtype, layer.mla, layer.attn_type
 
@@ -381,10 +375,6 @@ def _first_occurrences(slots: Tensor) -> Tensor:
     )
     return first
 
-
-# Make pools: find their codec, or have the backend's own writer fill them if there is none.
-#
-# If `forward` includes the cache update, the writer runs as prefills whose outputs are dropped.
 
 _LONGEST = 1024
 """Maximum tokens of a prefill.
@@ -413,7 +403,6 @@ class PoolFiller:
         return impl
 
     def _builder(self, kv_cache: Tensor) -> Any:
-        """Return the builder for pools of the size of ``kv_cache``."""
         page = kv_cache_shape(self._backend, self._problem.layer, self._problem.cache.block_size, num_blocks=1)
         num_blocks = kv_cache.numel() // math.prod(page)
         if num_blocks not in self._builders:

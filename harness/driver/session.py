@@ -424,7 +424,6 @@ class Session:
         return tuple(sorted({printable(str(name)) for name in names}))
 
     def _prepare(self, *, is_judged: bool = False) -> None:
-        """Set up everything that depends on the problem."""
         self.problem = self.problem.in_pool_of(self._num_blocks)
         for _ in range(len(self.builders), max(self._least_builders, num_builders(self.problem))):
             self._add_builder()
