@@ -17,9 +17,9 @@ from attncheck.backends.contract import (
     CommonAttentionMetadata,
 )
 from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_call, parts_of, trace
 from attncheck.harness.checks.cudagraph.check import level_for
 from attncheck.harness.checks.cudagraph.emulation import Args, Kwargs, TorchFunction, Watch
-from attncheck.harness.checks.cudagraph.play import allocate_inputs, dummy_call, parts_of, trace
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind, first_wait
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined

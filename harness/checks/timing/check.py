@@ -14,8 +14,8 @@ from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.capture import CapturedGraph, capture_graph
 from attncheck.harness.checks.cudagraph.check import level_for, unexamined_reasons
-from attncheck.harness.checks.cudagraph.play import CapturedGraph, build_for_capture, capture_graph
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, recorder_for
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined, TimingSettings
 from attncheck.harness.checks.interface import Check, CheckedCase
@@ -354,7 +354,7 @@ class TimedStep:
         recorder.mark_host(*inputs.host_twins)
         inputs.load_rows(fresh)
         group = [(self._session.builder, call)]
-        captured = capture_graph(recorder, layer, group, self._kv_cache, build_for_capture, [buffers])
+        captured = capture_graph(recorder, layer, group, self._kv_cache, [buffers])
         if isinstance(captured, CapturedGraph):
             self._replay = captured
         else:

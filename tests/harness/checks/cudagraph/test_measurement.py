@@ -14,9 +14,9 @@ from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph import check as cudagraph
-from attncheck.harness.checks.cudagraph import play
+from attncheck.harness.checks.cudagraph import replay
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck, declared_level, measure_level
-from attncheck.harness.checks.cudagraph.play import ProbeProblems
+from attncheck.harness.checks.cudagraph.replay import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import (
@@ -82,10 +82,10 @@ def test_every_probe_has_an_outcome_and_those_behind_the_first_that_broke_are_no
 def test_the_line_that_reads_the_host_is_named(plain, questions):
     measurement = measure_level(ReferenceBackend, questions, CPU)
     _, fault = measurement.broke
-    assert plain(str(fault)) == snapshot(
+    assert plain(fault.reason) == snapshot(
         "forward cannot be captured (8 requests of 1 token each): host read: .tolist() at src/attncheck/reference/arguments.py:N in host_ints; data-dependent shape: .nonzero() at src/attncheck/reference/attention/cache.py:N in reshape_and_cache; host read: .cpu() at src/attncheck/reference/attention/paged.py:N in paged_requests; host copy: .to() at src/attncheck/reference/attention/paged.py:N in paged_requests"
     )
-    assert "reference/arguments.py:" in str(fault)
+    assert "reference/arguments.py:" in fault.reason
 
 
 def test_another_library_s_enum_counts_by_its_names(questions):
@@ -119,12 +119,12 @@ def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
 def test_a_backend_that_is_right_over_nan_is_not_examined_over_finite_memory(questions, monkeypatch, backend):
     made = []
 
-    class Counted(play.GraphSession):
+    class Counted(replay.GraphSession):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self.is_pool_finite)
 
-    monkeypatch.setattr(play, "GraphSession", Counted)
+    monkeypatch.setattr(replay, "GraphSession", Counted)
     levels = measure_level(backend, questions, CPU).levels
     examined = [probe for probe in levels.probes if probe.outcome != "not run"]
     assert set(made) == {False}
@@ -222,7 +222,7 @@ def test_a_graph_is_replayed_with_the_maxima_of_the_step_and_not_those_of_the_ca
     if measurement.broke is not None:
         probe, fault = measurement.broke
         assert probe.name in ("decode", "mixed")
-        assert "right without a graph" in str(fault)
+        assert "right without a graph" in fault.reason
 
 
 def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
@@ -252,7 +252,7 @@ def test_one_that_refuses_only_to_be_captured_measures_never(questions):
 
     measurement = measure_level(Refuses, questions, CPU)
     assert measurement.reached is AttentionCGSupport.NEVER
-    assert str(measurement.broke[1]) == snapshot(
+    assert measurement.broke[1].reason == snapshot(
         "build for capture raised NotImplementedError: no graphs (8 requests of 1 token each)"
     )
     assert isinstance(cudagraph.judge_level(measurement), Holds)
