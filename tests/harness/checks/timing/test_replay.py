@@ -9,7 +9,7 @@ from inline_snapshot import snapshot
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording, Violation
-from attncheck.harness.checks.findings import TimingSettings
+from attncheck.harness.checks.findings import FindingError, TimingSettings
 from attncheck.harness.checks.timing import check
 from attncheck.harness.checks.timing.check import (
     LatestAnswer,
@@ -20,7 +20,7 @@ from attncheck.harness.checks.timing.check import (
     level_of,
 )
 from attncheck.harness.checks.timing.clock import CacheFlush, HostClock, sample
-from attncheck.harness.checks.timing.contents import FreshContents, UntrustworthyTimeError
+from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -136,7 +136,7 @@ def test_what_a_replay_adds_to_its_kernels_is_no_part_of_a_time(make_case, devic
 def test_a_replay_is_judged_like_any_other_call(plain, make_case):
     step, _ = timed(StaleTable, Recorder(), make_case)
     step.take()
-    with pytest.raises(UntrustworthyTimeError) as refused:
+    with pytest.raises(FindingError) as refused:
         step.take()  # of another problem, in other pages
     assert plain(str(refused.value)) == snapshot(
         "forward: the output of call 2 is wrong: 2 of 2 rows are wrong, the first is row 0 (request 0, position 20), in all heads; the largest error is ..."
