@@ -1,10 +1,10 @@
 """The check ``cudagraph``: the level that a backend reaches, measured over its probes."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import Any
@@ -92,15 +92,8 @@ class LevelMeasurement:
         return ("", "passed") if self.broke is None else (self.broke[0].name, self.broke[1].outcome)
 
 
-def measure_level(
-    backend: type[AttentionBackend],
-    problems: ProbeProblems,
-    device: torch.device,
-    declared: AttentionCGSupport | None = None,
-) -> LevelMeasurement:
+def measure_level(backend: type[AttentionBackend], problems: ProbeProblems, device: torch.device) -> LevelMeasurement:
     """Run the probes until one breaks, lowest level first.
-
-    ``declared``: the declared level. If it is None, it is read from the backend.
 
     Slots that no request owns contain NaN. If NaN reaches the output without a graph too, this probe and all later
     ones are run with finite numbers instead, since a CUDA-graph level makes no claim about foreign memory. Raise
@@ -109,7 +102,7 @@ def measure_level(
     """
     for _, (_, *others) in groupby(problems.probes, key=attrgetter("level")):
         problems.compute_together(others)  # a level breaks most often at its first probe
-    return _Measurer(backend, problems, device, declared).measure(problems.probes)
+    return _Measurer(backend, problems, device).measure(problems.probes)
 
 
 def measure_by_share(
@@ -127,7 +120,7 @@ def measure_by_share(
     the share: first on its smallest batch, and if that passes, in full. A probe whose batches the backend refuses
     counts as broken without being run.
     """
-    measurer = _Measurer(backend, problems, device, full.declared)
+    measurer = _Measurer(backend, problems, device)
     below = [probe for probe in problems.probes if probe.name in share and probe.level.value <= full.reached.value]
     end = None if full.broke is None else full.broke[0]
     whole = [probe for probe in problems.probes if probe.name == full.end[0]]
@@ -165,15 +158,9 @@ def _on_smallest_batch(probe: Probe) -> Probe:
 class _Measurer:
     """Measures one layer and cache. Each probe is run once per kind of pool."""
 
-    def __init__(
-        self,
-        backend: type[AttentionBackend],
-        problems: ProbeProblems,
-        device: torch.device,
-        declared: AttentionCGSupport | None,
-    ) -> None:
+    def __init__(self, backend: type[AttentionBackend], problems: ProbeProblems, device: torch.device) -> None:
         self._probed = ProbedBackend(backend, problems, device, recorder_for(device))
-        self.declared = declared or declared_level(backend, problems)
+        self.declared = declared_level(backend, problems)
         self._outcomes: dict[tuple[Probe, bool], ProbeOutcome | StageError] = {}
 
     def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
@@ -314,23 +301,38 @@ def layer_and_cache(case: Case) -> Case:
     )
 
 
-@dataclass(frozen=True)
 class _Group:
-    """Layers and caches of one declared level, in order. ``plain``: the plainest; ``first_case``: key of its case."""
+    """Layers and caches of one declared level. Every probe runs on the plainest of them, a share on each other.
 
-    declared: AttentionCGSupport
-    layers: tuple[Case, ...]
-    plain: Case
-    first_case: str
+    ``measure``: measures a layer and cache by every probe.
+    """
 
-    def shares(self, full: LevelMeasurement) -> Mapping[Case, frozenset[str]]:
-        """Return the probes that run on each layer. ``full``: the measurement of the plainest layer."""
+    def __init__(self, layers: Sequence[Case], measure: Callable[[Case], LevelMeasurement]) -> None:
+        self._layers, self._measure = layers, measure
+        self.plain = layers[plainest(_traits(layers))]
+
+    @cached_property
+    def full(self) -> LevelMeasurement:
+        """The measurement of the plainest layer. Raise StageError or QuestionError if it has no level."""
+        return self._measure(self.plain)
+
+    @cached_property
+    def shares(self) -> Mapping[Case, frozenset[str]]:
+        """The probes that run on each layer; empty if the plainest layer has no level.
+
+        They pass on the plainest layer. The one that breaks there is shared too if no other passes and its level is
+        above the declared one.
+        """
+        try:
+            full = self.full
+        except Exception:  # noqa: BLE001 (the plainest layer's own cases report it)
+            return {}
         passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
         is_declared = full.broke is None or full.broke[0].level.value <= full.declared.value
         broken = [] if passed or full.broke is None or is_declared else [full.broke[0].name]
         paired = [name for name in passed if name in PAIRED]
-        assigned = assign_probes(_traits(self.layers), [*passed, *broken], paired, ALIKE)
-        return dict(zip(self.layers, assigned, strict=True))
+        assigned = assign_probes(_traits(self._layers), [*passed, *broken], paired, ALIKE)
+        return dict(zip(self._layers, assigned, strict=True))
 
 
 class BackendLevels:
@@ -347,54 +349,37 @@ class BackendLevels:
         problems: Callable[[Case], ProbeProblems],
     ) -> None:
         self._backend, self._device, self._problems = backend, device, problems
-        self._groups = self._grouped(cases)
-        self._full: dict[Case, LevelMeasurement] = {}
-        self._shares: dict[Case, Mapping[Case, frozenset[str]]] = {}
+        self._first_cases: dict[Case, str] = {}
+        for case in cases:
+            if self._is_served(case):
+                self._first_cases.setdefault(layer_and_cache(case), case.key)
+        self._groups = self._grouped()
 
     def measure(self, layer_case: Case) -> LevelMeasurement:
         """Measure one layer and cache. Raise QuestionError, or StageError if the backend fails."""
         group = self._groups.get(layer_case)
-        if group is None or layer_case == group.plain:
+        if group is not None and layer_case == group.plain:
+            return group.full
+        if group is None or not group.shares:
             return self._measured_in_full(layer_case)
-        share = self._shares_of(group).get(layer_case)
-        if share is None:
-            return self._measured_in_full(layer_case)
-        full = self._full[group.plain]
-        return measure_by_share(self._backend, self._problems(layer_case), self._device, share, full, group.first_case)
+        problems, share = self._problems(layer_case), group.shares[layer_case]
+        first_case = self._first_cases[group.plain]
+        return measure_by_share(self._backend, problems, self._device, share, group.full, first_case)
 
     def _measured_in_full(self, layer_case: Case) -> LevelMeasurement:
-        if layer_case not in self._full:
-            declared = self._groups[layer_case].declared if layer_case in self._groups else None
-            self._full[layer_case] = measure_level(self._backend, self._problems(layer_case), self._device, declared)
-        return self._full[layer_case]
+        return measure_level(self._backend, self._problems(layer_case), self._device)
 
-    def _shares_of(self, group: _Group) -> Mapping[Case, frozenset[str]]:
-        """Return the probes of each layer; empty if the plainest layer has no level.
-
-        The probe that breaks on the plainest layer is distributed too if its level is above the declared one.
-        """
-        if group.plain not in self._shares:
-            self._shares[group.plain] = {}
-            with suppress(Exception):  # the plainest layer's own cases report it
-                self._shares[group.plain] = group.shares(self._measured_in_full(group.plain))
-        return self._shares[group.plain]
-
-    def _grouped(self, cases: Iterable[Case]) -> dict[Case, _Group]:
+    def _grouped(self) -> dict[Case, _Group]:
         """Return the group of each layer and cache. Omit those whose declared level cannot be read."""
-        first_cases: dict[Case, str] = {}
-        for case in cases:
-            if self._is_served(case):
-                first_cases.setdefault(layer_and_cache(case), case.key)
         members: dict[AttentionCGSupport, list[Case]] = {}
-        for layer_case in first_cases:
+        for layer_case in self._first_cases:
             try:
                 members.setdefault(declared_level(self._backend, self._problems(layer_case)), []).append(layer_case)
             except (StageError, QuestionError):
                 continue
         groups: dict[Case, _Group] = {}
-        for declared, layers in members.items():
-            plain = layers[plainest(_traits(layers))]
-            groups |= dict.fromkeys(layers, _Group(declared, tuple(layers), plain, first_cases[plain]))
+        for layers in members.values():
+            groups |= dict.fromkeys(layers, _Group(layers, self._measured_in_full))
         return groups
 
     def _is_served(self, case: Case) -> bool:

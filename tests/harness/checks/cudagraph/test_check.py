@@ -49,7 +49,7 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
             given.append((problem.case.suite, refuse_blindness))
             return super().truth_of(problem, refuse_blindness=refuse_blindness)
 
-    def measure(backend, questions, device, declared):
+    def measure(backend, questions, device):
         probe = questions.probes[0]
         for _ in range(2):
             questions.truth(questions.case(probe, probe.steps[0]))
