@@ -429,15 +429,27 @@ Sampler = Callable[[StepPart, Callable[[], int], TimingSettings], Samples]
 """Takes samples of a part by calling a function that returns nanoseconds: warm-ups first, the samples last."""
 
 
+def _take_samples(_part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
+    return sample(take, settings)
+
+
 @dataclass(frozen=True)
 class TimingConditions:
-    """The device, settings, sampler, cache flush and clock overhead of a measurement."""
+    """How every batch is timed: on which device, and by which samples."""
 
     device: torch.device
     settings: TimingSettings
-    sampler: Sampler
-    flush: CacheFlush
-    overhead: ClockOverhead | None = None
+    sampler: Sampler = _take_samples
+
+    @cached_property
+    def flush(self) -> CacheFlush:
+        """The flush of the device's last-level cache. It allocates device memory."""
+        return CacheFlush(self.device)
+
+    @cached_property
+    def overhead(self) -> ClockOverhead | None:
+        """What the clock of the device adds to each sample; None for the clock of the host."""
+        return measure_overhead(self.device, self.flusher)
 
     @property
     def is_cold(self) -> bool:
@@ -644,24 +656,15 @@ _SEVERAL_CALLS = ("split_kv", "dcp", "micro_batch")
 class TimingCheck:
     """Times backends on one device. The device's ceilings are measured once per dtype."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        settings: TimingSettings,
-        sampler: Sampler = lambda _part, take, settings: sample(take, settings),
-    ) -> None:
-        self._device, self._settings, self._sampler = device, settings, sampler
+    def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = _take_samples) -> None:
+        self._conditions = TimingConditions(device, settings, sampler)
         self._ceilings: dict[str, Ceilings] = {}
-
-    @cached_property
-    def _conditions(self) -> TimingConditions:
-        """Created on first use, because the cache flush allocates device memory."""
-        conditions = TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
-        return replace(conditions, overhead=measure_overhead(self._device, conditions.flusher))
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """Return the finding for one case. Raise StageError if the backend raised."""
-        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._device)
+        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(
+            backend, self._conditions.device
+        )
         if reasons:
             return NotExamined(reasons, "attncheck")
         try:
@@ -701,8 +704,8 @@ class TimingCheck:
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            flusher = self._conditions.flusher
-            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), flusher)
+            device, flusher = self._conditions.device, self._conditions.flusher
+            self._ceilings[dtype] = measure_ceilings(device, dtype, clock_for(device), flusher)
         return self._ceilings[dtype]
 
 

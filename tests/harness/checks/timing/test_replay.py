@@ -19,7 +19,7 @@ from attncheck.harness.checks.timing.check import (
     allows_graph,
     level_of,
 )
-from attncheck.harness.checks.timing.clock import CacheFlush, HostClock, sample
+from attncheck.harness.checks.timing.clock import HostClock, sample
 from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
@@ -168,7 +168,7 @@ def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
     monkeypatch.setattr(check.TimingMeasurement, "_is_replayed", lambda _self, part: part.case.batch == decodes)
     monkeypatch.setattr(check, "recorder_for", lambda _device: Recorder())
     settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
-    bench = TimingConditions(CPU, settings, lambda _part, take, limits: sample(take, limits), CacheFlush(CPU))
+    bench = TimingConditions(CPU, settings, lambda _part, take, limits: sample(take, limits))
     timing_measurement = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
     clocks = {latency.part: latency.clock for latency in timing_measurement.latencies()}
     assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}
