@@ -67,8 +67,7 @@ def test_every_entry_is_expected_here():
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("GraphPaged", ("plain", "window in half", "sinks", "cap in HND")),
-        ("GraphPaged", ("plain", "alibi", "codes", "shared cache")),
+        ("GraphPaged", ("plain", "window in half", "sinks", "cap in HND", "alibi", "codes", "shared cache")),
         ("GraphLatent", ("latent", "latent in half")),
     ],
 )

@@ -33,19 +33,6 @@ def examined(backend):
     return GraphLevelCheck(0, CPU).examine(backend, CASE)
 
 
-def test_a_backend_may_return_an_output_of_its_own():
-    class Impl(SDPAImpl):
-        def forward(self, *args, output=None, **keywords):
-            own = torch.empty_like(output)
-            super().forward(*args, output=own, **keywords)
-            return own
-
-    finding = examined(backend_of(impl=Impl, accept_output_buffer=False))
-    assert isinstance(finding, Holds)
-    assert finding.graph.measured == "UNIFORM_BATCH"
-    assert isinstance(examined(backend_of(impl=Impl)), Broken)  # it has promised to use the buffer
-
-
 def test_a_frozen_number_is_a_fault_although_no_two_answers_have_the_same_bits():
     class Builder(SDPABuilder):
         def build_for_cudagraph_capture(self, common_attn_metadata):
@@ -144,19 +131,6 @@ def test_what_the_watch_causes_is_no_finding():
     )
 
 
-class FillsForCapture(SDPABuilder):
-    """Sets the lengths of the dummies to 1 for a capture, as builders of vLLM do; the runner refills them."""
-
-    def build_for_cudagraph_capture(self, common_attn_metadata):
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        metadata.common.seq_lens.fill_(1)
-        return metadata
-
-
-def test_a_builder_may_fill_in_the_dummies_of_a_capture():
-    assert isinstance(examined(backend_of(FillsForCapture)), Holds)
-
-
 def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():
     made = []
 
@@ -196,15 +170,40 @@ class Closed:
         raise ValueError(name)
 
 
-@pytest.mark.parametrize("make", [Closed, lambda: SimpleNamespace(rest=torch), lambda: list(range(100_000))])
-def test_whatever_hangs_on_metadata_is_no_hindrance(make):
-    class Builder(SDPABuilder):
-        def build(self, *args, **keywords):
-            metadata = super().build(*args, **keywords)
-            metadata.oddity = make()
-            return metadata
+class OddBuilder(SDPABuilder):
+    """Builds metadata with objects that nothing can trace, and sets the lengths of dummies to 1, as builders of vLLM do.
 
-    assert isinstance(examined(backend_of(Builder)), Holds)
+    The model runner refills the lengths.
+    """
+
+    def build(self, *args, **keywords):
+        metadata = super().build(*args, **keywords)
+        metadata.oddities = [Closed(), SimpleNamespace(rest=torch), list(range(100_000))]
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.common.seq_lens.fill_(1)
+        return metadata
+
+
+class OwnOutput(SDPAImpl):
+    """Returns an output in memory of its own."""
+
+    def forward(self, *args, output=None, **keywords):
+        own = torch.empty_like(output)
+        super().forward(*args, output=own, **keywords)
+        return own
+
+
+def test_what_is_odd_but_allowed_has_its_level():
+    finding = examined(backend_of(OddBuilder, OwnOutput, accept_output_buffer=False))
+    assert isinstance(finding, Holds)
+    assert finding.graph.measured == "UNIFORM_BATCH"
+
+
+def test_who_promises_to_use_the_buffer_has_to():
+    assert isinstance(examined(backend_of(impl=OwnOutput)), Broken)
 
 
 def test_what_is_wrong_over_finite_numbers_too_is_no_leak():
