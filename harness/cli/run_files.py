@@ -260,6 +260,8 @@ def _fault_of_owner(path: Path) -> str | None:
     if state.st_uid != os.geteuid():
         return f"belongs to the user {state.st_uid}, and attncheck runs as {os.geteuid()}"
     return "can be written by every user" if state.st_mode & S_IWOTH else None
+
+
 def is_kept(path: Path) -> bool:
     """Return whether ``path`` is a run file that attncheck kept for the current folder."""
     return path.resolve() in {each.resolve() for each in kept_runs(runs_folder())}
