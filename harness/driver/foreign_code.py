@@ -123,8 +123,8 @@ def unavailable_case_reasons(backend: "type[AttentionBackend]", case: "Case", de
 def as_plain(given: object) -> Tensor | None:
     """Return a torch.Tensor with the memory of ``given``, or None if it is no tensor or its class runs own code.
 
-    A subclass without ``__torch_function__`` and ``__torch_dispatch__`` of its own, such as a Parameter, is like a Tensor
-    in every operation of torch. Attributes that were set on the object do not count.
+    A subclass without ``__torch_function__`` and ``__torch_dispatch__`` of its own, such as a Parameter, is like a
+    Tensor in every operation of torch. Attributes that were set on the object do not count.
     """
     kind = type(given)
     if not issubclass(kind, Tensor):
