@@ -16,7 +16,7 @@ from stat import S_ISREG, S_IWOTH
 from typing import Protocol
 
 from attncheck.cases.keys import split_variant
-from attncheck.errors import RunFileError, SelectionError
+from attncheck.errors import RunFileError, SelectionError, WriteError
 from attncheck.harness.cli.common import print_stderr
 from attncheck.harness.cli.options import read_config
 from attncheck.harness.run.options import RunOptions
@@ -173,7 +173,11 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
     reason = _fault_of_folder(folder) or _fault_of_writing(folder, len(format_line(header)))
     if not reason:
         return RunWriter(_free_path(folder), header)
-    path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+    try:
+        path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+    except OSError as error:
+        other = "--output FILE names another place, --no-output writes none"
+        raise WriteError(f"a run file in {folder}, or in a temporary folder,", error, safe=other) from error
     print_stderr(
         f"note: no run file can be written in {folder}: {reason}; it is {path} instead. "
         "--output FILE names another, --no-output writes none"
@@ -256,6 +260,11 @@ def _fault_of_owner(path: Path) -> str | None:
     if state.st_uid != os.geteuid():
         return f"belongs to the user {state.st_uid}, and attncheck runs as {os.geteuid()}"
     return "can be written by every user" if state.st_mode & S_IWOTH else None
+
+
+def is_kept(path: Path) -> bool:
+    """Return whether ``path`` is a run file that attncheck kept for the current folder."""
+    return path.resolve() in {each.resolve() for each in kept_runs(runs_folder())}
 
 
 def report_command(path: Path) -> str:

@@ -26,7 +26,7 @@ from attncheck.harness.driver.foreign_code import (
     unavailable_case_reasons,
     unsupported_reasons,
 )
-from attncheck.harness.driver.observation import Raised, capture_exception
+from attncheck.harness.driver.observation import Raised, capture_exception, passes_foreign_code
 from attncheck.harness.host import is_refused_memory
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.problem.sizes import shortage
@@ -234,8 +234,10 @@ class Examiner:
             return failure.raised
         except BackendUnavailableError as error:
             return error
-        except Exception as error:  # noqa: BLE001 (attncheck's own fault: report it, and go on)
-            raised = capture_exception(OURSELVES, error)
+        except Exception as error:  # noqa: BLE001 (report it, and go on)
+            # A backend's objects can run its code wherever attncheck reads them.
+            stage = f"check {check}" if passes_foreign_code(error) else OURSELVES
+            raised = capture_exception(stage, error)
             if is_refused_memory(raised.error_type, raised.message):
                 return NotExamined((f"out of memory during the check: {raised.message}",), "attncheck")
             return raised

@@ -26,8 +26,10 @@ CheckName = Annotated[str, BeforeValidator(_current_check)]
 """The name of a check; an older name is converted to the current one."""
 
 
-MOST_NAMES = Field(max_length=256)
-"""Limit for the suites, checks and backends of a run, since reports have tables of their combinations."""
+MOST = 256
+"""Most suites, checks and backends of a run, since reports have tables of their combinations."""
+
+MOST_NAMES = Field(max_length=MOST)
 
 
 class Environment(RunFileValue):

@@ -36,12 +36,6 @@ def test_merged_shards_are_the_whole_run(runs, capsys, monkeypatch):
     assert headers[0]["cases"] == headers[1]["cases"]
 
 
-def test_no_shard_is_the_whole_run(runs):
-    parts = [records(runs / f"{number}.jsonl") for number in (1, 2, 3)]
-    assert all(parts)
-    assert sum(map(len, parts)) == len(records(runs / "whole.jsonl"))
-
-
 def test_a_missing_shard_is_a_wrong_question(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     assert cli.main(["merge", "1.jsonl", "2.jsonl", "--output", "none.jsonl"]) == 2
@@ -102,28 +96,6 @@ def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
     ]
     assert codes == [0, 0]
     assert "1 not applicable" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ["--backend", "reference", "--shard", "3"],
-            snapshot("error: --shard 3: give I/N with I from 1 to N, such as 2/7 for the second of seven shards\n"),
-        ),
-        (
-            ["--provider", "vllm", "--shard", "1/2"],
-            snapshot("error: --shard 1/2 cannot be combined with --provider vllm; leave out one of them\n"),
-        ),
-        (
-            ["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"],
-            snapshot("error: --shard 1/2: 1 cases are selected; give at most as many shards\n"),
-        ),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(words, reason, capsys):
-    assert cli.main(["run", *words, "--in-process", "--no-output"]) == 2
-    assert capsys.readouterr().err == reason
 
 
 def test_an_expected_failure_of_another_shard_is_not_missed(tmp_path, capsys, monkeypatch):

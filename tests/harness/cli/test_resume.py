@@ -277,22 +277,6 @@ def test_an_edited_file_of_a_backend_is_another_question(tmp_path, monkeypatch, 
     assert f"that of the run in the file {named}; repeat the command of the run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("none.jsonl", snapshot("error: none.jsonl: cannot be read: No such file or directory\n")),
-        (
-            "run.jsonl.gz",
-            snapshot("error: run.jsonl.gz: cannot be resumed: its name does not end in .jsonl\n"),
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_resumed_is_refused(cut, name, reason, capsys):
-    cut(1)
-    assert run(*OPTIONS, "--resume", name) == 2
-    assert capsys.readouterr().err == reason
-
-
 def test_a_complete_run_ends_as_it_ended(cut, whole, capsys):
     """An error of the run, here an entry about no case, fails it again."""
     path = cut(len(whole.splitlines()))
@@ -308,13 +292,6 @@ def test_a_complete_run_ends_as_it_ended(cut, whole, capsys):
     capsys.readouterr()
     assert run(*OPTIONS, "--expect", "known.yaml", "--resume", "failed.jsonl") == 1
     assert "error: known.yaml:1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [["--output", "x.jsonl"], ["--provider", "vllm"], ["--no-output"]])
-def test_options_that_name_another_run_are_refused(cut, words, capsys):
-    cut(2)
-    assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
-    assert f"cannot be combined with {words[0]}" in capsys.readouterr().err
 
 
 def test_an_expected_failure_of_the_first_part_is_not_missed(cut, whole, capsys):

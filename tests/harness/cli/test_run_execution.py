@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.run import execute_run
 from attncheck.harness.run.evaluate import Examiner, RunPlan, environment_of
@@ -65,11 +64,6 @@ def test_a_run_that_lacks_a_record_has_exit_code_2(
     printed = capsys.readouterr()
     assert "the run is incomplete: 1 of 1 cases lack records, such as smoke/decode.float32" in printed.err
     assert not read_run(path).complete
-
-
-def test_options_that_contradict_each_other_are_no_options() -> None:
-    with pytest.raises(SelectionError, match="--no-output cannot be combined with --output"):
-        RunOptions(no_output=True, output=Path("run.jsonl"))
 
 
 @pytest.mark.parametrize(

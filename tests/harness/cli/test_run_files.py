@@ -125,12 +125,6 @@ def test_costs_of_checks_come_from_the_newest_runs_on_this_device(
     assert measured_costs(plain, name) == {}
 
 
-def test_a_folder_without_runs_has_no_newest(tmp_path: Path) -> None:
-    (tmp_path / "times.jsonl").touch()
-    with pytest.raises(RunFileError, match="holds no run yet"):
-        kept_run(tmp_path)
-
-
 def test_words_name_kept_runs(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oldest, middle, newest = (kept_folder() / name for name in runs(kept_folder(), 1, 2, 3))
     words = {"last": newest, "last~0": newest, "1": newest, "last~1": middle, "2": middle, "last~2": oldest}
