@@ -17,7 +17,6 @@ from attncheck.harness.cli import doctor
 from attncheck.harness.cli.common import terminal_width
 from attncheck.harness.device import Cuda, Facts, GpuModes
 from attncheck.harness.truth.shared_folder import SharedFolder
-from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
 
@@ -178,19 +177,6 @@ def test_doctor_prints_what_a_gpu_is_set_to(
     printed = doctor._gpu(Cuda(0))
     assert printed.startswith("H100, compute capability 9.0, 64.0 GiB, driver 590.1")
     assert printed.endswith(expected)
-
-
-def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here("--backend", "./wrong.py:Wrong", "--output", "a.jsonl") == 1
-    printed = capsys.readouterr().out
-    assert cli.main(["report", "a.jsonl"]) == 0
-    assert set(printed.splitlines()[1:-1]) <= set(capsys.readouterr().out.splitlines())
-    assert cli.main(["report", "a.jsonl", "--format", "markdown", "--output", "a.md"]) == 0
-    assert (folder / "a.md").read_text().startswith("# attncheck report")
-    assert cli.main(["report", "a.jsonl", "--output", "a.jsonl"]) == 2
-    assert cli.main(["report", "a.md"]) == 2
-    assert cli.main(["report", "b.jsonl"]) == 2
-    assert read_run("a.jsonl").complete
 
 
 def test_doctor_finds_a_distribution_of_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
