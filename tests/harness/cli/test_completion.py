@@ -23,7 +23,7 @@ def test_names_are_completed(folder: Path) -> None:
 
 @pytest.mark.parametrize("named", [None, ["small.yaml"], ["small.yaml", "nothing.yaml"]])
 def test_cases_are_of_the_suites_that_are_typed(named: list[str] | None, folder: Path) -> None:
-    context = SimpleNamespace(params={"suite": named})
+    context = SimpleNamespace(params={"suites": named})
     expected = (
         ["prefill", "small/prefill"]
         if named
