@@ -44,7 +44,7 @@ from attncheck.harness.cli.run_files import (
     read_part,
 )
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import Circumstances, DeviceLostError
+from attncheck.harness.run.outcomes import Circumstances, DeviceLostError, RecordedQuestion
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
@@ -56,12 +56,11 @@ from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.header import MOST, RunHeader, SurveyedBackend
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Ended, Record, RunFooter, is_out_of_time
 from attncheck.reports.run_file.store import Run as StoredRun
-from attncheck.reports.run_file.store import count_outcomes, now
+from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, now
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
-    from attncheck.harness.run.expectations import HasNames
 
 # Expands references such as `vllm:*` to the backends of the library that can run here.
 
@@ -394,7 +393,7 @@ class _Execution:
         one_process = (_ONE_PROCESS,) if self._is_timed and options.in_process else ()
         notes = (*run.notes, *one_process, *run.choice_notes, *survey_notes(surveyed), *options.notes)
         self._header = run.header(notes, surveyed)
-        names: list[tuple[HasNames, ...]] = []
+        names: list[tuple[RecordedQuestion, ...]] = []
         if functions is not None:
             from attncheck.harness.providers.examine import SubjectIdentity, header_with_providers
 
@@ -597,7 +596,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, verbose: bool, color:
         finished.header,
         finished.records,
         errors=errors,
-        complete=finished.ended_by is None,
+        complete=finished.stored.complete,
         color=color,
         width=terminal_width(),
         quiet=quiet,
@@ -647,6 +646,8 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         return 1
     if finished.blind:
         raise SelectionError("some cases are too weak to detect the feature they test; fix them (see the errors above)")
+    if finished.stored.lacking:
+        raise SelectionError(f"the run is incomplete: {lacking_in_words(finished.stored)}; complete it by --resume")
     if not finished.header.shard:  # other shards may have cases to examine
         _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0

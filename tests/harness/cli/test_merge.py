@@ -45,6 +45,42 @@ def test_a_missing_shard_is_a_wrong_question(runs, capsys, monkeypatch):
     assert not (runs / "none.jsonl").exists()
 
 
+def edited(path, line, words, instead):
+    """Replace ``words`` in one line of a run file."""
+    lines = path.read_text().splitlines(keepends=True)
+    assert words in lines[line]
+    lines[line] = lines[line].replace(words, instead)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ("relabelled", "2.jsonl:2: smoke/decode.bfloat16 is no case of shard 2/3"),
+        ("emptied", "1.jsonl: is incomplete: 5 of 8 cases lack records, such as smoke/decode.float16"),
+        ("shortened", "1.jsonl: is incomplete: 1 of 8 cases lack records, such as smoke/decode.bfloat16"),
+    ],
+)
+def test_a_shard_that_is_not_what_its_header_states_is_refused(runs, tmp_path, capsys, monkeypatch, edit, reason):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2, 3):
+        (tmp_path / f"{number}.jsonl").write_text((runs / f"{number}.jsonl").read_text())
+    first = tmp_path / "1.jsonl"
+    if edit == "relabelled":
+        (tmp_path / "2.jsonl").write_text("".join(edited(first, 0, '"shard":"1/3"', '"shard":"2/3"')))
+    elif edit == "emptied":
+        first.write_text("".join(edited(first, 0, '"shard":"1/3"', '"shard":""')))
+    else:
+        header, dropped, *records, footer = first.read_text().splitlines(keepends=True)
+        outcome = json.loads(dropped)["outcome"]
+        counts = json.loads(footer)
+        counts["counts"][outcome] -= 1
+        first.write_text("".join([header, *records, json.dumps(counts), "\n"]))
+    assert cli.main(["merge", "1.jsonl", "2.jsonl", "3.jsonl", "--output", "none.jsonl"]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 def test_a_report_names_the_shard(runs, capsys, monkeypatch):
     monkeypatch.chdir(runs)
     for form, words in (("terminal", ", shard 2/3,"), ("markdown", "- Shard: 2/3"), ("html", "Shard: 2/3")):
