@@ -15,7 +15,7 @@ from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory, stage_named
 from attncheck.harness.driver.observation import Observation, printable
-from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, observed, placed, read_result
+from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, in_problem_order, merged, placed, read_result
 from attncheck.harness.driver.pool import KVPool, new_pool
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -395,14 +395,12 @@ class Session:
     def finish(self, turn: Turn) -> Observation:
         """Return the observation of a turn whose calls have all been made."""
         results = turn.results
-        return observed(
-            merged(results, self.backend.conventions) if self._is_merged else placed(results),
-            turn.step,
-            results,
-            pool_before=turn.before,
-            pool_after=self._image() if turn.has_images else None,
-            changed=turn.lent.changed() if turn.has_images else (),
-        )
+        seen = merged(results, self.backend.conventions) if self._is_merged else placed(results)
+        seen = in_problem_order(seen, turn.step)
+        if not turn.has_images:
+            return seen
+        changed = tuple(dict.fromkeys(turn.lent.changed()))
+        return replace(seen, pool_before=turn.before, pool_after=self._image(), changed=changed)
 
     def layer_of(self, call: ForwardCall) -> BackendLayer:
         """Return the layer that makes ``call``: only one of the calls that are merged carries the sinks."""
