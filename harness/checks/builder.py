@@ -17,9 +17,10 @@ from attncheck.backends.contract import (
     CommonAttentionMetadata,
 )
 from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.capture import allocate_inputs, dummy_call, parts_of, trace
 from attncheck.harness.checks.cudagraph.check import level_for
-from attncheck.harness.checks.cudagraph.emulation import Args, Kwargs, TorchFunction, Watch
-from attncheck.harness.checks.cudagraph.play import allocate_inputs, dummy_call, parts_of, trace
+from attncheck.harness.checks.cudagraph.emulation import Watch, run
+from attncheck.harness.checks.cudagraph.operators import Args, Kwargs, TorchFunction
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind, first_wait
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
@@ -94,17 +95,12 @@ class WaitFinder:
             return () if found is None else None if found.kind == "error" else (found,)
         for twin in (common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu):
             self._watch.host.mark(twin)
-        with self._watch.recording(_run.__code__) as (_, report):
+        with self._watch.recording(run.__code__) as tape:
             try:
-                _run(build)
+                run(build)
             except Exception:  # noqa: BLE001 (the caller repeats the build without the watch, to see if it raises too)
                 return None
-        return tuple(report.violations)
-
-
-def _run(build: Callable[[], object]) -> None:
-    """Call ``build``. Its frame marks the boundary between the backend's code and ours."""
-    build()
+        return tuple(tape.violations)
 
 
 # Steps for which several builders build metadata before any of them runs; each must give right outputs.

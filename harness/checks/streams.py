@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.play import step_fault
+from attncheck.harness.checks.cudagraph.replay import step_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
