@@ -90,16 +90,6 @@ def test_an_output_that_comes_later_is_found(bench, monkeypatch):
     )
 
 
-def test_a_right_output_has_to_stay(bench):
-    contents = bench.source.next()
-    live = bench.right(contents)
-    bench.put(contents, live)
-    live[0] += 1
-    with pytest.raises(FindingError) as refused:
-        bench.judge.require_unchanged()
-    assert str(refused.value) == snapshot("forward: the output changed after the clock had stopped")
-
-
 def test_a_lower_precision_is_named(bench):
     contents = bench.source.next()
     found = bench.refusal(contents, bench.right(contents).bfloat16().float())
