@@ -330,10 +330,13 @@ def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeade
         raise SelectionError(
             f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
         )
+    examined = tuple(each.name for each in header.backends)
+    cases = (each.model_copy(update={"backends": each.backends or examined}) for each in header.cases)
     suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(plan.subjects))
     return header.model_copy(
         update={
             "suites": (*header.suites, suite),
+            "cases": tuple(cases),
             "checks": (*(header.checks if header.backends else ()), UTILITIES),
             "backends": (*header.backends, *plan.infos),
             "notes": (*header.notes, *plan.notes),
