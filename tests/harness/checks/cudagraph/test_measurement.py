@@ -139,7 +139,8 @@ def test_one_layer_and_cache_is_measured_once_a_backend(measured, monkeypatch):
 
 @pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
 def test_layers_that_no_graph_is_captured_for_are_not_examined(attn_type):
-    finding = GraphLevelCheck(0, CPU).examine(SDPABackend, replace(CASE, layer=replace(LAYER, attn_type=attn_type)))
+    case = replace(CASE, layer=replace(LAYER, attn_type=attn_type))
+    finding = check_module.CHECKS["cudagraph"].not_applicable(case, SDPABackend.features)
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
 
