@@ -138,13 +138,11 @@ def test_of_many_rows_some_are_judged_and_at_last_all(plain, bench, monkeypatch)
     assert plain(bench.judge.notes[0]) == snapshot(
         "forward: 2 of 5 rows were judged after each call, chosen at random; all after the first and last"
     )
-    assert "2 of 5" in bench.judge.notes[0]
     with pytest.raises(FindingError) as refused:
         bench.judge.finish()
     assert plain(str(refused.value)) == snapshot(
         "forward: the output of call 2 is wrong: 1 of 5 rows is wrong, the first is row 4 (request 1, position 18), in all heads; the largest error is ..."
     )
-    assert "1 of 5" in str(refused.value)
     first = AnswerJudge("forward", bench.source, Conventions())
     with pytest.raises(FindingError):
         first.judge(contents, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
