@@ -5,11 +5,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from inspect import getattr_static
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attncheck.errors import BackendUnavailableError, InternalError
 from attncheck.harness.device import accelerator_of
@@ -118,14 +120,27 @@ def unavailable_case_reasons(backend: "type[AttentionBackend]", case: "Case", de
 # A backend may replace the class of a tensor object, change its shape in place, or resize its memory.
 
 
-def is_like(given: object, like: Tensor) -> bool:
-    """Return whether ``given`` is exactly a torch.Tensor that can be read, and has shape, dtype and device of ``like``.
+def as_plain(given: object) -> Tensor | None:
+    """Return a torch.Tensor with the memory of ``given``, or None if it is no tensor or its class runs own code.
 
-    False for a subclass, whose code would run wherever it is read.
+    A subclass without ``__torch_function__`` and ``__torch_dispatch__`` of its own, such as a Parameter, is like a
+    Tensor in every operation of torch. Attributes that were set on the object do not count.
     """
-    if type(given) is not Tensor:
+    kind = type(given)
+    if not issubclass(kind, Tensor):
+        return None
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        if getattr_static(kind, name) not in (getattr_static(Tensor, name), getattr_static(Parameter, name)):
+            return None
+    with torch._C.DisableTorchFunctionSubclass():  # leaves the code of the class out
+        return Tensor.as_subclass(cast(Tensor, given), Tensor).detach()
+
+
+def is_like(given: object, like: Tensor) -> bool:
+    """Return whether ``given`` is a plain tensor whose memory is there, and has shape, dtype and device of ``like``."""
+    alias = as_plain(given)
+    if alias is None:
         return False
-    alias = Tensor.detach(given)  # without attributes that the backend may have set on the object
     facts = alias.shape, alias.dtype, alias.device, alias.layout
     return facts == (like.shape, like.dtype, like.device, like.layout) and has_its_memory(alias)
 

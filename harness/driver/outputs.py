@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.driver.foreign_code import has_its_memory
+from attncheck.harness.driver.foreign_code import as_plain, has_its_memory
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import ForwardCall, Step, empty_rows
 from attncheck.reference import merge_many
@@ -85,34 +85,34 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
     ``must_be_buffer``: the backend has ``accept_output_buffer``, so that it must return the buffer itself.
     """
     rows = buffer.rows
-    if type(returned) is not Tensor:
+    result = as_plain(returned)
+    if result is None:
         kind = "None" if returned is None else f"a {type(returned).__name__}"
         right = "a torch.Tensor" if issubclass(type(returned), Tensor) else "the output"
         return rows, (f"forward returned {kind}; the contract requires {right}",)
-    returned = Tensor.detach(returned)  # without attributes that the backend may have set on the object
     facts: tuple[tuple[str, object, object], ...] = (
-        ("device", returned.device, rows.device),
-        ("layout", returned.layout, rows.layout),
-        ("dtype", returned.dtype, rows.dtype),
+        ("device", result.device, rows.device),
+        ("layout", result.layout, rows.layout),
+        ("dtype", result.dtype, rows.dtype),
     )
     for name, got, wanted in facts:
         if got != wanted:
             return rows, (f"forward returned a tensor of {name} {got}; the output needs {wanted}",)
-    if returned.numel() != rows.numel():
-        shapes = f"{list(returned.shape)}; expected {list(rows.shape)}"
+    if result.numel() != rows.numel():
+        shapes = f"{list(result.shape)}; expected {list(rows.shape)}"
         return rows, (f"the output of forward has the shape {shapes}",)
-    if not has_its_memory(returned):
+    if not has_its_memory(result):
         return rows, ("forward returned a tensor whose storage it had resized",)
-    is_buffer = returned.data_ptr() == rows.data_ptr()
-    form = f"shape {list(returned.shape)} and the strides {list(returned.stride())}"
-    returned = returned.reshape(rows.shape)  # copies if the elements have another order in memory
-    if is_buffer and (returned.data_ptr() != rows.data_ptr() or _steps(returned) != _steps(rows)):
+    is_buffer = result.data_ptr() == rows.data_ptr()
+    form = f"shape {list(result.shape)} and the strides {list(result.stride())}"
+    result = result.reshape(rows.shape)  # copies if the elements have another order in memory
+    if is_buffer and (result.data_ptr() != rows.data_ptr() or _steps(result) != _steps(rows)):
         return rows, (f"forward returned the output in the {form}, so that its rows lie elsewhere",)
     if is_buffer:
         return rows, ()
     if must_be_buffer:
         return rows, ("forward returned another tensor than the output it was given (accept_output_buffer)",)
-    return returned, ()
+    return result, ()
 
 
 def _steps(rows: Tensor) -> list[int]:

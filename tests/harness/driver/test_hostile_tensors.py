@@ -23,6 +23,10 @@ class Hostile(torch.Tensor):
         raise RuntimeError("hands off")
 
 
+class Harmless(torch.Tensor):
+    """A tensor in every operation."""
+
+
 class HostileDict(dict[str, Any]):
     def __contains__(self, _: object) -> bool:
         raise RuntimeError("hands off")
@@ -96,6 +100,8 @@ ROWS = [
         "forward returned the output in the shape [8, 13, 64]",
         id="axes exchanged",
     ),
+    pytest.param(lambda out, query, cache, lse: out.as_subclass(Harmless), set(), "", id="a harmless subclass"),
+    pytest.param(lambda out, query, cache, lse: torch.nn.Parameter(out), set(), "", id="a parameter"),
     pytest.param(
         lambda out, query, cache, lse: with_attributes(query, with_attributes(out, out)), set(), "", id="attributes"
     ),
