@@ -1,4 +1,4 @@
-"""Which probes each layer plays: every trait meets every probe, and no layer plays none."""
+"""Which probes run on each layer: every trait meets every probe, and no layer has none."""
 
 from dataclasses import fields, replace
 from itertools import combinations, product
@@ -88,9 +88,7 @@ def test_the_layer_with_the_fewest_traits_plays_every_probe():
 def test_every_trait_meets_every_probe_and_every_layer_plays_one(layers):
     probes = [f"probe {number}" for number in range(7)]
     assigned = assign_probes(layers, probes)
-    met = {
-        (trait, probe) for own, played in zip(layers, assigned, strict=True) for trait, probe in product(own, played)
-    }
+    met = {(trait, probe) for own, names in zip(layers, assigned, strict=True) for trait, probe in product(own, names)}
     assert met == set(product(frozenset().union(*layers), probes))
     assert all(assigned)
 
@@ -124,14 +122,14 @@ def test_every_pair_of_traits_meets_the_paired_probes(layers):
     pairs = {pair for own in layers for pair in combinations(sorted(own), 2)}
     met = {
         pair
-        for own, played in zip(layers, assigned, strict=True)
+        for own, names in zip(layers, assigned, strict=True)
         for pair in combinations(sorted(own), 2)
-        if "two" in played
+        if "two" in names
     }
     assert met == pairs
 
 
-def test_the_layers_of_smoke_share_less_than_half_of_all_plays():
+def test_the_layers_of_smoke_share_less_than_half_of_all_runs():
     cases = [case for case in load_suite("smoke").cases if case.layer.attn_type == "decoder"]
     layers = list(dict.fromkeys((case.layer, replace(case.cache, num_blocks=None, first_block=None)) for case in cases))
     probes = [probe.name for probe in probes_of(*layers[0])]
