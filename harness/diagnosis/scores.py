@@ -15,8 +15,6 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
-# Faults of scale, soft cap, ALiBi and sinks that change the scores without ignoring the modifier.
-
 _LOG2E = math.log2(math.e)
 
 _FACTORS = (
@@ -177,8 +175,6 @@ def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor
     yield "query head h has the sink of head h - 1", sinks.roll(1)
 
 
-# Faults of an online softmax: earlier sums are not rescaled when a tile of keys raises the maximum.
-#
 # With `m_t` the maximum after tile `t` and `m` the final one, a correct kernel ends with `sum exp(s - m) V` over `sum
 # exp(s - m)`. If one of the two is not rescaled, the keys of tile `t` stay in it with `exp(s - m_t)`.
 
@@ -302,8 +298,6 @@ def _online(
     weights = (old if spoils_acc else right) / total.masked_fill(total == 0, 1.0)
     return weights, last + total.log()
 
-
-# Faults in computing and summing scores: order of cap and bias, masks after the softmax, sums left out.
 
 _FEW_CAPS = 5.0
 """Score in soft caps below which ``exp`` inside ``tanh`` overflows in no dtype."""
@@ -433,9 +427,6 @@ def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> t
     return out * torch.nan_to_num(torch.exp(lse - total))[..., None], total
 
 
-# Faults of the LSE alone: another base, a term left out, or the LSE of another row or head.
-
-
 def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield (meaning, LSE ``[T, H]``) of faults of the LSE alone. ``got``: the wrong LSE.
 
@@ -484,8 +475,6 @@ def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterat
         yield "every row has the LSE of the row before", right.roll(1, 0)
         yield "every row has the LSE of row 0", right[:1].expand_as(right)
 
-
-# Faults of merging the partial results of splits of the keys: each is weighed by another number than its LSE.
 
 _SPLITS = (32, 64, 128, 256, 512, 1024)
 """Numbers of keys in a split."""
