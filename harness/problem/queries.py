@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.pages import visible_span
+from attncheck.harness.problem.pages import Request, visible_span
 from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec
 
@@ -141,21 +141,10 @@ _ROWS_AT_ONCE = 1024
 """Most rows processed at once. Short requests are processed together; the limit bounds the memory for long ones."""
 
 
-@dataclass(frozen=True)
-class RequestGeometry:
-    """Rows and keys of a request: rows at positions ``first .. first + rows - 1``, key ``j`` at index ``base + j``."""
-
-    rows: int
-    first: int
-    num_keys: int
-    base: int
-    first_row: int
-
-
 def needle_queries(
     layer: LayerSpec,
     keys: Tensor,
-    requests: list[RequestGeometry],
+    requests: Sequence[Request],
     block_size: int,
     inputs: frozenset[str],
     tree: Tensor | None = None,
@@ -189,9 +178,9 @@ class _Rows(NamedTuple):
         return self.position - self.node
 
 
-def _rows_of(requests: list[RequestGeometry]) -> list[_Rows]:
+def _rows_of(requests: Sequence[Request]) -> list[_Rows]:
     """Return the concatenated rows of all requests, in pieces of ``_ROWS_AT_ONCE``."""
-    fields = [(request.first_row, request.first, 0, request.num_keys, request.base) for request in requests]
+    fields = [(request.first_row, request.first_position, 0, request.num_keys, request.base) for request in requests]
     of_request = np.repeat(fields, [request.rows for request in requests], axis=0)
     of_request[:, :3] += np.concatenate([np.arange(request.rows) for request in requests])[:, None]
     return [_Rows(*piece.unbind(dim=1)) for piece in torch.from_numpy(of_request).split(_ROWS_AT_ONCE)]
