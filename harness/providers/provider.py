@@ -354,8 +354,8 @@ def subject_call(text: str, *tags: str, refused: bool = False, **arguments: Any)
 class Departure:
     """One known difference of one subject; ``what`` describes what the provider does.
 
-    ``changes(object)``: returns the reference's object with this difference, for questions with one of ``tags``, or for
-    all of them if there are no tags. ``parameters``: pairs of a differing parameter and what the provider has instead.
+    ``changes(object)``: returns the reference's object with this difference, for questions with ``tag``, or for all of
+    them if it is empty. ``parameters``: pairs of a differing parameter and what the provider has instead.
     ``shows(object)``: whether the provider's object has a difference of form, which an adapter hides from the answers.
     """
 
@@ -363,7 +363,7 @@ class Departure:
     kind: Literal["drift", "judgement"]
     what: str
     changes: Callable[[Any], Any] | None = None
-    tags: frozenset[str] = frozenset()
+    tag: str = ""
     parameters: tuple[tuple[str, str], ...] = ()
     shows: Callable[[Any], bool] | None = None
 
@@ -374,7 +374,7 @@ class Departure:
 
     def concerns(self, question: SubjectCall) -> bool:
         """Return whether this departure may change the answer to this question."""
-        return self.changes is not None and (not self.tags or bool(self.tags & question.tags))
+        return self.changes is not None and (not self.tag or self.tag in question.tags)
 
     def explains_parameter(self, difference: AnswerDifference) -> bool:
         """Return whether this departure is the cause of a difference between parameters."""

@@ -11,7 +11,7 @@ import torch
 from attncheck.harness.providers.batches import ALWAYS, drawn_batches
 from attncheck.harness.providers.examine import SUBJECTS, examine_subject
 from attncheck.harness.providers.provider import SubjectSetting, load_provider
-from attncheck.harness.providers.vllm import DEPARTURES
+from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

@@ -10,7 +10,7 @@ from attncheck import reference
 from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
 from attncheck.harness.providers.examine import SUBJECTS, UnfitQuestionError, examine_subject
 from attncheck.harness.providers.provider import Departure, Departures, Provider, Subject, SubjectSetting, subject_call
-from attncheck.harness.providers.vllm import DEPARTURES
+from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reference import split_attn_metadata, split_decodes_and_prefills, v0
 
 SETTING = SubjectSetting(ALWAYS, torch.device("cpu"))
