@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -56,44 +56,26 @@ SUBJECTS: tuple[Subject, ...] = (
 )
 """The questions for each function of the reference, in the order of reports."""
 
-# Resolve names and patterns to the questions for each provider.
+# The functions of a run, as records and reports name them: they are to a provider what cases are to a backend.
 
 
 @dataclass(frozen=True)
-class ProviderPlan:
-    """Every subject of every provider, in one setting. ``notes``: where the batches come from."""
+class Function:
+    """A function of a provider. Its hash covers only the name, since its questions come from many sources."""
 
-    providers: tuple[Provider, ...] = ()
-    subjects: tuple[Subject, ...] = ()
-    setting: SubjectSetting = field(default_factory=lambda: SubjectSetting((), torch.device("cpu")))
-    notes: tuple[str, ...] = ()
+    id: str
+    suite: str = UTILITIES
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits."""
+        return sha256(self.id.encode()).hexdigest()[:12]
 
 
-def plan_providers(
-    refs: Sequence[str], patterns: Sequence[str], cases: Iterable[Case], device: str, seed: int
-) -> ProviderPlan:
-    """Return the plan for providers ``refs`` and the functions that match one of ``patterns`` (all if empty).
-
-    The plan is empty if ``refs`` is empty.
-
-    Raises:
-        QuestionError: a provider cannot be imported, two have the same name, or a pattern matches nothing.
-    """
-    if not refs:
-        return ProviderPlan()
-    providers = tuple(load_provider(ref) for ref in dict.fromkeys(refs))
-    names = [provider.name for provider in providers]
-    for name in names:
-        if names.count(name) > 1:
-            raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
-    written = batches_of(cases)
-    drawn = drawn_batches(seed)
-    setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
-    sources = f"{len(ALWAYS)} always used, {len(written)} of the suites, {len(drawn)} drawn"
-    notes = [f"utilities are called with {len(setting.batches)} batches: {sources}"]
-    for provider in providers:
-        notes += _age(provider)
-    return ProviderPlan(providers, _matching(patterns), setting, tuple(notes))
+def functions_of(patterns: Sequence[str] = ()) -> tuple[Function, ...]:
+    """Return the functions that match one of ``patterns``, or all if there are none."""
+    keys = [subject.key for subject in SUBJECTS]
+    return tuple(Function(key) for key in keys if not patterns or any(fnmatchcase(key, each) for each in patterns))
 
 
 def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -102,26 +84,38 @@ def split_patterns(patterns: Sequence[str]) -> tuple[tuple[str, ...], tuple[str,
     Raises:
         SelectionError: a pattern is almost the name of a function.
     """
-    keys = [subject.key for subject in SUBJECTS]
-    functions = tuple(pattern for pattern in patterns if any(fnmatchcase(key, pattern) for key in keys))
+    functions = tuple(pattern for pattern in patterns if functions_of([pattern]))
     others = tuple(pattern for pattern in patterns if pattern not in functions)
     for pattern in others:
-        if near := get_close_matches(pattern, keys, n=1):
+        if near := get_close_matches(pattern, [subject.key for subject in SUBJECTS], n=1):
             raise SelectionError(f"no function matches {pattern!r}; did you mean {near[0]!r}?")
     return functions, others
 
 
-def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
-    return tuple(s for s in SUBJECTS if not patterns or any(fnmatchcase(s.key, pattern) for pattern in patterns))
+def header_with_providers(
+    header: RunHeader, providers: Sequence[BackendInfo], functions: Sequence[Function], notes: Sequence[str]
+) -> RunHeader:
+    """Return the header of a run that also examines ``providers``, or only these if it has no backends.
 
-
-def _age(provider: Provider) -> list[str]:
-    """Return a note if the table of departures was made from another version of the provider."""
-    made_from = provider.departures.version
-    if not made_from or made_from == provider.version:
-        return []
-    known = plural(len(provider.departures.known), "known departure")
-    return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]
+    Raises:
+        SelectionError: a provider and a backend have the same name, or a suite has the name of the functions' suite.
+    """
+    for taken in header.backends:
+        if taken.name in {provider.name for provider in providers}:
+            raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
+    if any(suite.name == UTILITIES for suite in header.suites):
+        raise SelectionError(
+            f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
+        )
+    suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(functions))
+    return header.model_copy(
+        update={
+            "suites": (*header.suites, suite),
+            "checks": (*(header.checks if header.backends else ()), UTILITIES),
+            "backends": (*header.backends, *providers),
+            "notes": (*header.notes, *notes),
+        }
+    )
 
 
 # Put all questions about one subject to one provider, and count the results.
@@ -272,101 +266,67 @@ def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> 
     return "judged" if "judgement" in explanation.kinds else "drifted" if "drift" in explanation.kinds else "equal"
 
 
-# Turn the result of a subject into a record, and add providers to the header of a run.
+# The providers of a run, in the process that imports them.
 
 SHOWN_DIFFERENCES = 5
 
 
-@dataclass(frozen=True)
-class SubjectIdentity:
-    """A subject as records name it. Its hash covers only the name, since its questions come from many sources."""
+class Providers:
+    """The imported providers of a run, and the batches with which their functions are examined.
 
-    id: str
-    suite: str = UTILITIES
-
-    @property
-    def hash(self) -> str:
-        """12 hex digits."""
-        return sha256(self.id.encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class PlannedProviders:
-    """A plan as plain data. ``subjects``: keys of the examined ones, out of all that are ``known``."""
-
-    infos: tuple[BackendInfo, ...] = ()
-    subjects: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """The number of records."""
-        return len(self.infos) * len(self.subjects)
-
-
-def describe_plan(plan: ProviderPlan) -> PlannedProviders:
-    """Return ``plan`` as plain data."""
-    return PlannedProviders(
-        tuple(each.info for each in plan.providers),
-        tuple(subject.key for subject in plan.subjects),
-        tuple(subject.key for subject in SUBJECTS),
-        plan.notes,
-    )
-
-
-def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeader:
-    """Return the header of a run that also examines providers, or only these if it has no backends.
+    ``infos``: the providers as the header lists them. ``notes``: where the batches come from, and departures that were
+    found in another version.
 
     Raises:
-        SelectionError: a provider and a backend have the same name, or a suite has the name of the functions' suite.
+        QuestionError: a provider cannot be imported, or two have the same name.
     """
-    if not plan.infos:
-        return header
-    for taken in header.backends:
-        if taken.name in {provider.name for provider in plan.infos}:
-            raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
-    if any(suite.name == UTILITIES for suite in header.suites):
-        raise SelectionError(
-            f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
+
+    def __init__(self, refs: Sequence[str], cases: Iterable[Case], device: str, circumstances: Circumstances) -> None:
+        self._circumstances = circumstances
+        providers = [load_provider(ref) for ref in dict.fromkeys(refs)]
+        self._providers = {provider.name: provider for provider in providers}
+        for name, count in Counter(provider.name for provider in providers).items():
+            if count > 1:
+                raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
+        written, drawn = batches_of(cases), drawn_batches(circumstances.seed)
+        self._setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
+        sources = f"{len(ALWAYS)} always used, {len(written)} of the suites, {len(drawn)} drawn"
+        self.infos = tuple(provider.info for provider in providers)
+        self.notes = (
+            f"utilities are called with {len(self._setting.batches)} batches: {sources}",
+            *(note for provider in providers for note in _age(provider)),
         )
-    suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(plan.subjects))
-    return header.model_copy(
-        update={
-            "suites": (*header.suites, suite),
-            "checks": (*(header.checks if header.backends else ()), UTILITIES),
-            "backends": (*header.backends, *plan.infos),
-            "notes": (*header.notes, *plan.notes),
-        }
-    )
+
+    def examine(self, provider: BackendInfo, function: Function) -> Record:
+        """Return the record of one function of the provider."""
+        subject = next(subject for subject in SUBJECTS if subject.key == function.id)
+        return record_subject(self._providers[provider.name], subject, self._setting, self._circumstances)
 
 
-def examine_providers(
-    plan: ProviderPlan, circumstances: Circumstances, first: int = 0, begin: Callable[[str], None] | None = None
-) -> Iterator[Record]:
-    """Yield a record for each subject and provider, from index ``first`` on.
-
-    ``begin``: called with the name of each function before it is examined.
-    """
-    pairs = [(provider, subject) for provider in plan.providers for subject in plan.subjects]
-    for provider, subject in pairs[first:]:
-        if begin is not None:
-            begin(f"function {subject.key}")
-        yield _record(provider, subject, plan, circumstances)
+def _age(provider: Provider) -> list[str]:
+    """Return a note if the table of departures was made from another version of the provider."""
+    made_from = provider.departures.version
+    if not made_from or made_from == provider.version:
+        return []
+    known = plural(len(provider.departures.known), "known departure")
+    return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]
 
 
-def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
+def record_subject(
+    provider: Provider, subject: Subject, setting: SubjectSetting, circumstances: Circumstances
+) -> Record:
+    """Return the record of one subject of one provider."""
     began = perf_counter()
     examined: SubjectResult | None = None
     finding: Finding | Raised
     try:
-        examined = examine_subject(provider, subject, plan.setting)
+        examined = examine_subject(provider, subject, setting)
         finding = _finding(provider, subject, examined)
     except Exception as error:  # noqa: BLE001 (ours: only this function's result is lost, and reported as an error)
         finding = capture_exception(OURSELVES, error)
     took = perf_counter() - began
     described = BackendDescription(info=provider.info)
-    record = record_of(circumstances, SubjectIdentity(subject.key), described, UTILITIES, finding, took)
+    record = record_of(circumstances, Function(subject.key), described, UTILITIES, finding, took)
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
         departures = "; ".join(departure.what for departure in examined.stale)
         reason = f"known in {provider.departures.version}, and no longer there: {departures}"

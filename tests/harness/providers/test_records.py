@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from attncheck.errors import SelectionError
-from attncheck.harness.providers.examine import (
-    PlannedProviders,
-    ProviderPlan,
-    describe_plan,
-    examine_providers,
-    header_with_providers,
-)
+from attncheck.harness.providers.examine import Function, header_with_providers, record_subject
 from attncheck.harness.providers.provider import Departure, Departures, Provider, Subject, SubjectSetting, subject_call
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.analysis.utilities import function_rows
@@ -28,9 +22,7 @@ def record(value=None, departures=None, subject=PAD, version="2.0"):
     if value is not None:
         module.PAD_SLOT_ID = value
     fake = Provider("fake", "fake.py", version, [module], departures=departures or Departures())
-    plan = ProviderPlan((fake,), (subject,), SubjectSetting((), torch.device("cpu")))
-    (made,) = examine_providers(plan, Circumstances(0, "0" * 12, "0.1.0"))
-    return made
+    return record_subject(fake, subject, SubjectSetting((), torch.device("cpu")), Circumstances(0, "0" * 12, "0.1.0"))
 
 
 @pytest.mark.parametrize(
@@ -78,22 +70,19 @@ def header(header):
     return header.model_copy(update={"suites": header.suites[:1], "checks": ("numerics",), "backends": ()})
 
 
-def plan():
-    fake = Provider("fake", "fake.py", "2.0", [])
-    return ProviderPlan((fake,), (PAD,), SubjectSetting((), torch.device("cpu")), ("a note",))
+FAKE = BackendInfo(name="fake", ref="fake.py", version="2.0")
+FUNCTIONS = (Function("PAD_SLOT_ID"),)
 
 
 def test_the_header_announces_providers_and_their_check(header):
-    alone = header_with_providers(header, describe_plan(plan()))
+    alone = header_with_providers(header, [FAKE], FUNCTIONS, ["a note"])
     assert alone.checks == ("utilities",)
     assert [(suite.name, suite.cases) for suite in alone.suites] == [("smoke", 2), ("utilities", 1)]
     assert alone.notes == ("a note",)
-    both = header_with_providers(
-        header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)}), describe_plan(plan())
-    )
+    beside = header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)})
+    both = header_with_providers(beside, [FAKE], FUNCTIONS, [])
     assert both.checks == ("numerics", "utilities")
     assert [info.name for info in both.backends] == ["b", "fake"]
-    assert header_with_providers(header, PlannedProviders()) is header
 
 
 def test_names_that_clash_are_refused(header):
@@ -101,4 +90,4 @@ def test_names_that_clash_are_refused(header):
     suite = header.model_copy(update={"suites": (SuiteInfo(name="utilities", ref="u.yaml", cases=1),)})
     for clashing in (backend, suite):
         with pytest.raises(SelectionError, match="called"):
-            header_with_providers(clashing, describe_plan(plan()))
+            header_with_providers(clashing, [FAKE], FUNCTIONS, [])
