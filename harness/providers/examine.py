@@ -22,6 +22,7 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.driver.observation import Raised, capture_exception
 from attncheck.harness.providers import subjects_batch, subjects_other, subjects_v0
 from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches
+from attncheck.harness.providers.causes import WrongAnswer, likely_cause
 from attncheck.harness.providers.provider import (
     AnswerDifference,
     Departure,
@@ -123,6 +124,10 @@ def header_with_providers(
 Word = Literal["equal", "drifted", "judged", "differs"]
 
 
+MOST_WRONG = 50
+"""Number of wrong answers on which a cause is tried."""
+
+
 class UnfitQuestionError(InternalError):
     """The reference answered a question it should refuse, or refused one it should answer: a bug in attncheck."""
 
@@ -141,7 +146,7 @@ class SubjectResult:
 
     ``shown``: how often each departure showed. ``missed``: how often a departure was predicted but did not show.
     ``bounds``: number of upper bounds. ``first``: the first disagreement, which may come from the comparison of
-    parameters; that comparison is not counted as a question.
+    parameters; that comparison is not counted as a question. ``cause``: the likely cause of the wrong answers.
     """
 
     place: str
@@ -152,6 +157,7 @@ class SubjectResult:
     missed: Counter[Departure] = field(default_factory=Counter)
     stale: tuple[Departure, ...] = ()
     first: Disagreement | None = None
+    cause: str | None = None
 
     @property
     def verdict(self) -> Word:
@@ -192,12 +198,18 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
             examined, "its parameters", _explain_parameters(signature_differences(ours[0], raw, subject.newer), known)
         )
     lacking = subject.newer - _parameters_of(raw)
+    wrong: list[WrongAnswer] = []
     for question in subject.questions(setting):
         if not lacking.isdisjoint(question.arguments):
             continue
-        explanation = _explain(subject, question, ours, theirs, known)
+        expected, seen = _expected(subject, question, ours), _seen(subject, question, theirs)
+        explanation = _explain(subject, question, expected, seen, ours, known)
         examined.questions += 1
         examined.counts[_enter(examined, question.text, explanation)] += 1
+        if explanation.wrong and len(wrong) < MOST_WRONG:
+            wrong.append(WrongAnswer(question, expected, seen, explanation.wrong))
+    if wrong:
+        examined.cause = likely_cause(wrong, ours[0], lambda question: _seen(subject, question, ours))
     for departure in known:
         if departure.shows is not None and departure.shows(raw):
             examined.shown[departure] += 1
@@ -222,11 +234,14 @@ def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departur
 
 
 def _explain(
-    subject: Subject, question: SubjectCall, ours: list[Any], theirs: list[Any], known: tuple[Departure, ...]
+    subject: Subject,
+    question: SubjectCall,
+    expected: ProviderAnswer,
+    seen: ProviderAnswer,
+    ours: list[Any],
+    known: tuple[Departure, ...],
 ) -> Explanation:
-    """Put one question to the reference, to the reference with known departures, and to the provider."""
-    expected = _expected(subject, question, ours)
-    seen = _seen(subject, question, theirs)
+    """Return the departures that explain the provider's answer ``seen``, from the reference with some of them."""
 
     def predict(chosen: tuple[Departure, ...]) -> ProviderAnswer:
         changed = reduce(_change, chosen, ours[0])
@@ -365,6 +380,7 @@ def _finding(provider: Provider, subject: Subject, examined: SubjectResult | Non
     return Broken(
         f"{count}{first.question}: {first.differences[0]}",
         figures,
+        meaning=examined.cause,
         details=tuple(map(str, first.differences[1:SHOWN_DIFFERENCES])),
     )
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, NoneType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -55,10 +55,11 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A snapshot of a tensor or array: its dtype, and a copy on the host."""
+    """A snapshot of a tensor or array: its dtype, the type of its device, and a copy on the host."""
 
     dtype: str
     values: Tensor
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.dtype} {shorten(self.values.tolist())}"
@@ -125,7 +126,8 @@ def plain_value(value: Any) -> Any:
         case float() | np.floating():
             return float(value)
         case Tensor():
-            return Values(str(value.dtype).removeprefix("torch."), value.detach().cpu().clone())
+            name = str(value.dtype).removeprefix("torch.")
+            return Values(name, value.detach().cpu().clone(), value.device.type)
         case np.ndarray():
             return Values(str(value.dtype), torch.from_numpy(value.copy()))
         case slice():
@@ -185,6 +187,8 @@ def _in_values(place: str, expected: Values, seen: Values) -> Iterator[AnswerDif
         return
     if expected.dtype != seen.dtype:
         yield AnswerDifference(f"{place}.dtype", expected.dtype, seen.dtype)
+    if expected.device != seen.device:
+        yield AnswerDifference(f"{place}.device", expected.device, seen.device)
     index = expected.first_difference(seen)
     if index is not None:
         where = "".join(f"[{axis}]" for axis in index)
@@ -211,6 +215,8 @@ def _format(value: Any) -> str:
             return _cut(f"[{', '.join(map(_format, value))}]")
         case str():
             return value
+        case slice():
+            return f"{value.start}:{value.stop}"
         case _:
             return shorten(value)
 
@@ -337,9 +343,14 @@ def are_apart(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
-def subject_call(text: str, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
-    """Return a question with its arguments as keywords."""
-    return SubjectCall(text, arguments, frozenset(tags), refused)
+def subject_call(about: object, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
+    """Return a question with these keywords; its text is ``about``, then each argument that is short to write."""
+    short = [f"{name} {_format(value)}" for name, value in arguments.items() if isinstance(value, _SHORT)]
+    return SubjectCall(": ".join([str(about), *filter(None, [", ".join(short)])]), arguments, frozenset(tags), refused)
+
+
+_SHORT = (int, str, slice, NoneType)
+"""Types of arguments that the text of a question contains."""
 
 
 # Known differences between a provider and the reference, each with its reason and exactly what it changes.

@@ -64,7 +64,7 @@ def test_a_wrong_one_ends_with_1_and_both_values(capsys: pytest.CaptureFixture[s
     assert re.search(r"^slice_query_start_locs: verdict differs, ", printed, re.MULTILINE)
     assert re.search(r"^split_attn_metadata: verdict equal, ", printed, re.MULTILINE)
     flat = " ".join(printed.split())
-    assert "requests 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
+    assert "request_slice 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
     (record,) = (record for record in read_run("a.jsonl").records if record.outcome == "failed")
     assert record.figures["differs"] + record.figures["equal"] == record.figures["questions"]
     assert record.figures["equal"] == 2  # what the reference refuses, this one refuses too

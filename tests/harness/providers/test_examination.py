@@ -53,7 +53,7 @@ def test_a_wrong_answer_is_reported_with_both_values():
     seen = examine(split_decodes_and_prefills=split)
     assert seen.verdict == "differs"
     assert 0 < seen.counts["differs"] < seen.questions
-    assert seen.first.question == "one prompt (q 9 / s 9): threshold 1"
+    assert seen.first.question == "one prompt (q 9 / s 9): decode_threshold 1, require_uniform False"
     (difference,) = seen.first.differences
     assert (difference.place, difference.expected, difference.seen) == ("returned[3]", "9", "10")
 
@@ -75,7 +75,7 @@ def test_answering_what_must_be_refused_differs():
 
     seen = examine(split_decodes_and_prefills=split)
     assert seen.counts["differs"] == 1
-    assert seen.first.question.endswith("threshold -1")
+    assert seen.first.question.endswith("decode_threshold -1, require_uniform False")
 
 
 def test_writing_into_an_argument_differs():
@@ -264,7 +264,7 @@ def test_a_function_without_a_newer_parameter_is_examined_without_it():
 
     assert examine(split_decodes_and_prefills=older).verdict == "equal"
     seen = examine(split_decodes_and_prefills=newer)
-    assert seen.first.question.endswith("unfinished, and no decode")
+    assert seen.first.question.endswith("treat_short_extends_as_decodes False")
 
 
 def test_a_departure_of_form_is_shown_by_the_object_itself():
