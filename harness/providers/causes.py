@@ -1,8 +1,8 @@
 """The likely cause of a function's wrong answers. It is named only if it explains all of them."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any
 
 from attncheck.harness.providers.provider import (
@@ -11,6 +11,7 @@ from attncheck.harness.providers.provider import (
     SubjectCall,
     Values,
     answer_differences,
+    parameters_of,
 )
 
 
@@ -31,22 +32,15 @@ def likely_cause(
 
     ``reference``: the reference's function or class. ``answer``: returns its answer to a question.
     """
-    for name in _optional_parameters(reference):
-        if all(_ignores(name, each, answer) for each in wrong):
+    for name, parameter in (parameters_of(reference) or {}).items():
+        is_optional = parameter.default is not Parameter.empty
+        if is_optional and all(_ignores(name, each, answer) for each in wrong):
             return f"{name} is not used"
     for cause in _CAUSES:
         words = {cause(each) for each in wrong}
         if len(words) == 1 and (found := words.pop()):
             return found
     return None
-
-
-def _optional_parameters(function: Any) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [each.name for each in parameters if each.default is not inspect.Parameter.empty]
 
 
 def _ignores(name: str, wrong: WrongAnswer, answer: Callable[[SubjectCall], ProviderAnswer]) -> bool:

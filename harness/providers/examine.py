@@ -1,6 +1,5 @@
 """Examine a provider: the plan, the answers to each subject, and their records."""
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,7 +26,6 @@ from attncheck.harness.providers.provider import (
     AnswerDifference,
     Departure,
     Explanation,
-    Generation,
     Provider,
     ProviderAnswer,
     Subject,
@@ -37,6 +35,7 @@ from attncheck.harness.providers.provider import (
     explain_answer,
     is_bound,
     load_provider,
+    parameters_of,
     signature_differences,
 )
 from attncheck.harness.run.outcomes import OURSELVES, BackendDescription, Circumstances, record_of
@@ -142,14 +141,13 @@ class Disagreement:
 
 @dataclass
 class SubjectResult:
-    """The result of one subject. ``place``: the module it was found in. ``counts``: questions by result.
+    """The result of one subject. ``counts``: questions by result.
 
     ``shown``: how often each departure showed. ``missed``: how often a departure was predicted but did not show.
     ``bounds``: number of upper bounds. ``first``: the first disagreement, which may come from the comparison of
     parameters; that comparison is not counted as a question. ``cause``: the likely cause of the wrong answers.
     """
 
-    place: str
     questions: int = 0
     counts: Counter[Word] = field(default_factory=Counter)
     bounds: int = 0
@@ -158,16 +156,6 @@ class SubjectResult:
     stale: tuple[Departure, ...] = ()
     first: Disagreement | None = None
     cause: str | None = None
-
-    @property
-    def verdict(self) -> Word:
-        """The most serious result; a judgement outranks a drift."""
-        if self.first is not None:
-            return "differs"
-        kinds = {departure.kind for departure in self.shown}
-        if "judgement" in kinds:
-            return "judged"
-        return "drifted" if "drift" in kinds else "equal"
 
 
 def reference_targets(subject: Subject) -> list[Any]:
@@ -183,21 +171,17 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     Raises:
         UnfitQuestionError: a question does not fit the reference.
     """
-    generation: Generation = subject.generation
-    offered = [provider.find(name, generation) for name in (subject.name, *subject.helpers)]
-    found = [each for each in offered if each is not None]
-    if len(found) < len(offered):
+    raw, *helpers = [provider.find(name, subject.generation) for name in (subject.name, *subject.helpers)]
+    if raw is None or None in helpers:
         return None
-    raw = found[0].target
-    ours = reference_targets(subject)
-    theirs = [provider.adapted(subject.key, raw), *(each.target for each in found[1:])]
+    ours, theirs = reference_targets(subject), [provider.adapted(subject.key, raw), *helpers]
     known = provider.departures.of(subject.key)
-    examined = SubjectResult(found[0].place)
+    examined = SubjectResult()
     if subject.is_function:
         _enter(
             examined, "its parameters", _explain_parameters(signature_differences(ours[0], raw, subject.newer), known)
         )
-    lacking = subject.newer - _parameters_of(raw)
+    lacking = subject.newer - set(parameters_of(raw) or ())
     wrong: list[WrongAnswer] = []
     for question in subject.questions(setting):
         if not lacking.isdisjoint(question.arguments):
@@ -217,13 +201,6 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     # Sort by the table, since the order in which departures were seen depends on the questions.
     examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
     return examined
-
-
-def _parameters_of(function: Any) -> frozenset[str]:
-    try:
-        return frozenset(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return frozenset()
 
 
 def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departure, ...]) -> Explanation:
@@ -401,6 +378,6 @@ def _notes(provider: Provider, examined: SubjectResult) -> tuple[str, ...]:
 
 
 def _how_often(departure: Departure, count: int, examined: SubjectResult) -> str:
-    if departure.is_form:
+    if departure.changes is None:
         return ""
     return f" ({count} of {plural(examined.questions, 'question')})"

@@ -229,6 +229,14 @@ PARAMETERS = "parameters"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function or class by name, or None if Python cannot determine them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def signature_differences(
     ours: Callable[..., Any], theirs: Callable[..., Any], newer: frozenset[str] = frozenset()
 ) -> list[AnswerDifference]:
@@ -237,9 +245,8 @@ def signature_differences(
     An additional optional parameter is tolerated, and so is the absence of a ``newer`` one. Empty for a function that
     takes ``*args`` or ``**kwargs``, or whose signature Python cannot determine; it is judged by its answers alone.
     """
-    try:
-        known, seen = (inspect.signature(function).parameters for function in (ours, theirs))
-    except (TypeError, ValueError):
+    known, seen = parameters_of(ours), parameters_of(theirs)
+    if known is None or seen is None:
         return []
     if any(parameter.kind not in _NAMED for parameter in seen.values()):
         return []
@@ -378,11 +385,6 @@ class Departure:
     parameters: tuple[tuple[str, str], ...] = ()
     shows: Callable[[Any], bool] | None = None
 
-    @property
-    def is_form(self) -> bool:
-        """Whether the difference is one of form, which no answer shows."""
-        return self.changes is None
-
     def concerns(self, question: SubjectCall) -> bool:
         """Return whether this departure may change the answer to this question."""
         return self.changes is not None and (not self.tag or self.tag in question.tags)
@@ -485,17 +487,6 @@ def _matters(without: ProviderAnswer, answer: ProviderAnswer) -> bool:
 Adapter = Callable[[Any], Any]
 """Makes a provider's object accept and return the reference's objects."""
 
-BUILTIN: Mapping[str, str] = {"vllm": "attncheck.harness.providers.vllm:load_vllm"}
-"""Packages that need an adapter, and the function that returns their provider."""
-
-
-@dataclass(frozen=True)
-class ProviderObject:
-    """An object of a provider, and the name of the module it was found in."""
-
-    target: Any
-    place: str
-
 
 @dataclass(frozen=True)
 class Provider:
@@ -519,7 +510,7 @@ class Provider:
         """The provider in the header of a run file, where it is listed with the backends."""
         return BackendInfo(name=self.name, ref=self.ref, version=self.version)
 
-    def find(self, name: str, generation: str = "v1") -> ProviderObject | None:
+    def find(self, name: str, generation: Generation = "v1") -> Any:
         """Return the object called ``name``, or None.
 
         For the first generation, ``modules`` are searched after ``v0``, unless both generations have the name.
@@ -527,10 +518,7 @@ class Provider:
         modules = [*self.modules] if generation == "v1" else [*self.v0]
         if generation == "v0" and not hasattr(attncheck.reference, name):
             modules += self.modules
-        for module in modules:
-            if hasattr(module, name):
-                return ProviderObject(getattr(module, name), module.__name__)
-        return None
+        return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
 
     def adapted(self, key: str, target: Any) -> Any:
         """Return ``target``, the object of subject ``key``, with the interface of the reference's object."""
@@ -546,11 +534,10 @@ def load_provider(ref: str) -> Provider:
     Raises:
         ProviderLoadError: nothing of that name can be imported, or importing it fails.
     """
-    package = ref.partition(":")[0]
-    if package in BUILTIN:
-        module, _, name = BUILTIN[package].partition(":")
-        provider: Provider = getattr(import_module(module), name)(ref)
-        return provider
+    if ref.partition(":")[0] == "vllm":
+        from attncheck.harness.providers.vllm import load_vllm  # which imports this module
+
+        return load_vllm(ref)
     if ref.startswith(PREFIX):
         first, second = mutant_utilities(ref.removeprefix(PREFIX))
         return Provider(name=ref, ref=ref, version=attncheck.__version__, modules=[first], v0=[second])

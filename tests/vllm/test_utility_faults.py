@@ -33,8 +33,7 @@ def setting():
 
 def home_of(provider, name):
     """The module whose text holds the function: another one may offer it, too."""
-    found = provider.find(name).target
-    return sys.modules[getattr(found, "__module__", None) or provider.find(name).place]
+    return sys.modules[provider.find(name).__module__]
 
 
 def copy_of(module, old, new):
