@@ -175,7 +175,7 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     if raw is None or None in helpers:
         return None
     ours, theirs = reference_targets(subject), [provider.adapted(subject.key, raw), *helpers]
-    known = provider.departures.of(subject.key)
+    known = provider.departures.known.get(subject.key, ())
     examined = SubjectResult()
     if subject.is_function:
         _enter(
@@ -300,7 +300,7 @@ def _age(provider: Provider) -> list[str]:
     made_from = provider.departures.version
     if not made_from or made_from == provider.version:
         return []
-    known = plural(len(provider.departures.known), "known departure")
+    known = plural(sum(map(len, provider.departures.known.values())), "known departure")
     return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]
 
 

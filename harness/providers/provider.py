@@ -370,14 +370,13 @@ _SHORT = (int, str, slice, NoneType)
 
 @dataclass(frozen=True)
 class Departure:
-    """One known difference of one subject; ``what`` describes what the provider does.
+    """One known difference; ``what`` describes what the provider does.
 
     ``changes(object)``: returns the reference's object with this difference, for questions with ``tag``, or for all of
     them if it is empty. ``parameters``: pairs of a differing parameter and what the provider has instead.
     ``shows(object)``: whether the provider's object has a difference of form, which an adapter hides from the answers.
     """
 
-    subject: str
     kind: Literal["drift", "judgement"]
     what: str
     changes: Callable[[Any], Any] | None = None
@@ -396,18 +395,14 @@ class Departure:
 
 @dataclass(frozen=True)
 class Departures:
-    """The departures of one provider, made from ``version``; empty if none are known.
+    """The departures of one provider by subject, made from ``version``; empty if none are known.
 
     ``gone``: pairs of a shell pattern and a reason, for names of the reference that the provider no longer has.
     """
 
     version: str = ""
-    known: tuple[Departure, ...] = ()
+    known: Mapping[str, tuple[Departure, ...]] = field(default_factory=dict)
     gone: tuple[tuple[str, str], ...] = ()
-
-    def of(self, subject: str) -> tuple[Departure, ...]:
-        """Return the departures of one subject."""
-        return tuple(departure for departure in self.known if departure.subject == subject)
 
     def why_gone(self, subject: str) -> str | None:
         """Return the reason why the provider lacks a name, or None if the table has none."""

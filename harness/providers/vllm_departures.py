@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields, make_dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -327,26 +328,19 @@ _LAYOUTS = "layouts are resolved once in the engine, over six of them, and recor
 _BY_HAND = "fast prefill makes its metadata class by hand"
 
 
-def _of_micro_batches(subject: str, cut: Callable[..., Any]) -> tuple[Departure, ...]:
+_drift, _judgement = partial(Departure, "drift"), partial(Departure, "judgement")
+
+
+def _of_micro_batches(cut: Callable[..., Any]) -> tuple[Departure, ...]:
     """Return the departures of a function that makes micro-batches; ``cut``: what it does without a check."""
     return (
-        Departure(
-            subject,
-            "judgement",
-            _NO_CHECK + "a cut whose tokens and requests end in different places",
-            _answers(cut),
-            tag="wrong end",
-        ),
-        Departure(
-            subject,
-            "judgement",
+        _judgement(_NO_CHECK + "a cut whose tokens and requests end in different places", _answers(cut), "wrong end"),
+        _judgement(
             "turns a batch that is not causal into causal micro-batches; the reference keeps it as it is",
             _then_each_piece(lambda piece, _: replace(piece, causal=True)),
-            tag="not causal",
+            "not causal",
         ),
-        Departure(
-            subject,
-            "drift",
+        _drift(
             "max_seq_len is never below the whole batch's: an upper bound",
             _then_each_piece(
                 lambda piece, batch: replace(piece, max_seq_len=max(piece.max_seq_len, batch.max_seq_len))
@@ -357,231 +351,185 @@ def _of_micro_batches(subject: str, cut: Callable[..., Any]) -> tuple[Departure,
 
 DEPARTURES = Departures(
     version="0.32.0",
-    known=(
-        Departure(
-            "CommonAttentionMetadata",
-            "drift",
-            "has no seq_lens_cpu and no num_computed_tokens_cpu: an optional seq_lens_cpu_upper_bound and a method "
-            "that derives the computed tokens replace them, and the fields behind them move up, so that it "
-            "cannot be made by position as before",
-            _without_host_fields,
-        ),
-        Departure(
-            "AttentionMetadataBuilder",
-            "drift",
-            "has no cudagraph_support: the attribute became private and is read through get_cudagraph_support(config, "
-            "spec)",
-            shows=_lacks_cudagraph_support,
-        ),
-        Departure(
-            "AttentionMetadataBuilder",
-            "drift",
-            "has no use_cascade_attention: prefixes are no longer shared by cascade",
-            _without_cascade,
-            tag="use_cascade_attention",
-        ),
-        Departure(
-            "AttentionMetadataBuilder",
-            "drift",
-            "the threshold is forced to 1, even from None, under decode context parallelism unless a third argument "
-            "declares that the backend copes",
-            _then_threshold(_single_token_under_dcp),
-            tag="context parallelism",
-        ),
-        Departure(
-            "AttentionMetadataBuilder",
-            "drift",
-            "reads the config's parallel part whatever the arguments, where the reference leaves the config alone",
-            _then_threshold(lambda builder, *_: builder.vllm_config.parallel_config),
-            tag="config not needed",
-        ),
-        Departure(
-            "AttentionMetadataBuilder",
-            "drift",
-            "the threshold grows to 1 + 2k for k tokens drafted in parallel on the older model runner",
-            _then_threshold(_wide_for_parallel_drafting),
-            tag="parallel drafting",
-        ),
-        Departure(
-            "KVSharingFastPrefillMetadata",
-            "drift",
-            "gives both attributes a default of None, so that derived classes always have them",
-            lambda _: _FastPrefillWithDefaults,
-            tag="derived",
-        ),
-        Departure(
-            "slice_query_start_locs",
-            "judgement",
-            "clips a slice that ends beyond the batch and returns fewer entries; the reference refuses it",
-            _answers(lambda starts, requests: starts[requests.start : requests.stop + 1] - starts[requests.start]),
-            tag="beyond the batch",
-        ),
-        *_of_micro_batches("_make_metadata_with_slice", _cut_anywhere),
-        *_of_micro_batches("split_attn_metadata", _all_cut_anywhere),
-        Departure(
-            "split_decodes_and_prefills",
-            "judgement",
-            _NO_CHECK + "a negative threshold",
-            _answers(
-                lambda common_attn_metadata, **_: (
-                    0,
-                    common_attn_metadata.num_reqs,
-                    0,
-                    common_attn_metadata.num_actual_tokens,
-                )
-            ),
-            tag="malformed",
-        ),
-        Departure(
-            "split_decodes_prefills_and_extends",
-            "judgement",
-            "returns the tokens of extends and of first chunks as tensors where there are first chunks",
-            _then(_tensor_counts),
-            tag="first chunks",
-        ),
-        Departure(
-            "split_decodes_prefills_and_extends",
-            "judgement",
-            "counts no request and no token where all are decodes and max_query_len is a bound above the threshold",
-            _answers(lambda **_: (0,) * 6),
-            tag="decodes alone",
-        ),
-        Departure(
-            "reorder_batch_to_split_decodes_and_prefills",
-            "drift",
-            "makes four regions (decodes, short extends, long extends, first chunks): a request with no computed "
-            "token goes last, however short; those in a wrong region fill the gaps in the order of the regions",
-            _answers(_four_regions),
-        ),
-        Departure(
-            "make_local_attention_virtual_batches",
-            "drift",
-            "returns a pair: the metadata, and a function from block tables to virtual ones; the first is compared",
-            shows=_returns_a_pair,
-        ),
-        Departure(
-            "make_local_attention_virtual_batches",
-            "judgement",
-            "gives a padding request a whole chunk of keys, whose pages are counted from the right end of the table "
-            "(an IndexError where the table is narrower than a chunk); the reference gives it no key",
-            _answers(_chunks_without_check),
-            tag="padding requests",
-        ),
-        Departure(
-            "make_local_attention_virtual_batches",
-            "judgement",
-            "max_query_len is an integer of numpy's",
-            _then(_numpy_maximum),
-        ),
-        Departure(
-            "make_local_attention_virtual_batches",
-            "judgement",
-            _ONE_STORAGE,
-            _then(
-                lambda made, **_: replace(made, query_start_loc=made.query_start_loc_cpu, seq_lens=made.seq_lens_cpu)
-            ),
-            tag="storage",
-        ),
-        Departure(
-            "make_local_attention_virtual_batches",
-            "judgement",
-            _NO_CHECK + "more new tokens than tokens",
-            _answers(_chunks_without_check),
-            tag="malformed",
-        ),
-        Departure(
-            "make_kv_sharing_fast_prefill_common_attn_metadata",
-            "drift",
-            "reads the largest count of a request from a further field, max_logits_per_req, which must be set",
-            shows=_wants_the_largest_count,
-        ),
-        Departure(
-            "make_kv_sharing_fast_prefill_common_attn_metadata",
-            "drift",
-            "returns a batch without logits indices as it is; the reference refuses it",
-            _answers(lambda common_attn_metadata: common_attn_metadata),
-            tag="not armed",
-        ),
-        Departure(
-            "make_kv_sharing_fast_prefill_common_attn_metadata",
-            "judgement",
-            "computes another attention for indices that are unsorted, repeated or not the last tokens of their "
-            "request; the reference refuses them",
-            _answers(_any_indices),
-            tag="indices that are no tail",
-        ),
-        Departure(
-            "make_kv_sharing_fast_prefill_common_attn_metadata",
-            "judgement",
-            _ONE_STORAGE,
-            _then(lambda made, *_: replace(made, query_start_loc=made.query_start_loc_cpu)),
-            tag="storage",
-        ),
-        Departure(
-            "create_fast_prefill_custom_backend",
-            "drift",
-            "builds from a batch without logits indices, too; the reference refuses it",
-            _answers(_unarmed_backend),
-            tag="not armed",
-        ),
-        Departure(
-            "maybe_create_ubatch_slices",
-            "judgement",
-            "the end of the last micro-batch is an integer of numpy's",
-            _then(_numpy_end),
-            tag="cut",
-        ),
-        Departure(
-            "compute_causal_conv1d_metadata",
-            "drift",
-            "takes the start locations on the host, and the device of the results by keyword",
-            parameters=(
-                ("parameters.query_start_loc_p", ABSENT),
-                ("parameters.query_start_loc_p_cpu", "parameter 1, required"),
-                ("parameters.device", "parameter 2, required, by keyword only"),
+    known={
+        "CommonAttentionMetadata": (
+            _drift(
+                "has no seq_lens_cpu and no num_computed_tokens_cpu: an optional seq_lens_cpu_upper_bound and a method "
+                "that derives the computed tokens replace them, and the fields behind them move up, so that it "
+                "cannot be made by position as before",
+                _without_host_fields,
             ),
         ),
-        Departure(
-            "compute_causal_conv1d_metadata",
-            "judgement",
-            _NO_CHECK + "start locations that decrease a little, or none at all",
-            _accepting_decreasing_starts,
-            tag="malformed",
+        "AttentionMetadataBuilder": (
+            _drift(
+                "has no cudagraph_support: the attribute became private and is read through "
+                "get_cudagraph_support(config, spec)",
+                shows=_lacks_cudagraph_support,
+            ),
+            _drift(
+                "has no use_cascade_attention: prefixes are no longer shared by cascade",
+                _without_cascade,
+                "use_cascade_attention",
+            ),
+            _drift(
+                "the threshold is forced to 1, even from None, under decode context parallelism unless a third "
+                "argument declares that the backend copes",
+                _then_threshold(_single_token_under_dcp),
+                "context parallelism",
+            ),
+            _drift(
+                "reads the config's parallel part whatever the arguments, where the reference leaves the config alone",
+                _then_threshold(lambda builder, *_: builder.vllm_config.parallel_config),
+                "config not needed",
+            ),
+            _drift(
+                "the threshold grows to 1 + 2k for k tokens drafted in parallel on the older model runner",
+                _then_threshold(_wide_for_parallel_drafting),
+                "parallel drafting",
+            ),
         ),
-        Departure(
-            "get_dcp_local_seq_lens",
-            "judgement",
-            _NO_CHECK + "a rank outside the world, a negative length",
-            _answers(_any_rank),
-            tag="malformed",
+        "KVSharingFastPrefillMetadata": (
+            _drift(
+                "gives both attributes a default of None, so that derived classes always have them",
+                lambda _: _FastPrefillWithDefaults,
+                "derived",
+            ),
         ),
-        Departure(
-            "get_per_layer_parameters",
-            "drift",
-            "recognises attention layers by their base class, and looks for the implementation among an "
-            "impl's variants",
-            shows=_skips_plain_layers,
+        "slice_query_start_locs": (
+            _judgement(
+                "clips a slice that ends beyond the batch and returns fewer entries; the reference refuses it",
+                _answers(lambda starts, requests: starts[requests.start : requests.stop + 1] - starts[requests.start]),
+                "beyond the batch",
+            ),
         ),
-        Departure(
-            "get_per_layer_parameters",
-            "judgement",
-            "skips a name that no layer has; the reference refuses it",
-            _skip_unknown,
-            tag="an unknown layer",
+        "_make_metadata_with_slice": _of_micro_batches(_cut_anywhere),
+        "split_attn_metadata": _of_micro_batches(_all_cut_anywhere),
+        "split_decodes_and_prefills": (
+            _judgement(
+                _NO_CHECK + "a negative threshold",
+                _answers(
+                    lambda common_attn_metadata, **_: (
+                        0,
+                        common_attn_metadata.num_reqs,
+                        0,
+                        common_attn_metadata.num_actual_tokens,
+                    )
+                ),
+                "malformed",
+            ),
         ),
-        Departure(
-            "infer_global_hyperparameters",
-            "judgement",
-            "writes its verdicts into the caller's first entry and returns that; the reference returns a new object",
-            _then(_write_into_first),
+        "split_decodes_prefills_and_extends": (
+            _judgement(
+                "returns the tokens of extends and of first chunks as tensors where there are first chunks",
+                _then(_tensor_counts),
+                "first chunks",
+            ),
+            _judgement(
+                "counts no request and no token where all are decodes and max_query_len is a bound above the threshold",
+                _answers(lambda **_: (0,) * 6),
+                "decodes alone",
+            ),
         ),
-        Departure(
-            "subclass_attention_backend",
-            "judgement",
-            "get_builder_cls of the new class fails on an instance; the reference makes it static",
-            _then(_unbound_builder),
+        "reorder_batch_to_split_decodes_and_prefills": (
+            _drift(
+                "makes four regions (decodes, short extends, long extends, first chunks): a request with no computed "
+                "token goes last, however short; those in a wrong region fill the gaps in the order of the regions",
+                _answers(_four_regions),
+            ),
         ),
-    ),
+        "make_local_attention_virtual_batches": (
+            _drift(
+                "returns a pair: the metadata, and a function from block tables to virtual ones; the first is compared",
+                shows=_returns_a_pair,
+            ),
+            _judgement(
+                "gives a padding request a whole chunk of keys, whose pages are counted from the right end of the "
+                "table (an IndexError where the table is narrower than a chunk); the reference gives it no key",
+                _answers(_chunks_without_check),
+                "padding requests",
+            ),
+            _judgement("max_query_len is an integer of numpy's", _then(_numpy_maximum)),
+            _judgement(
+                _ONE_STORAGE,
+                _then(
+                    lambda made, **_: replace(
+                        made, query_start_loc=made.query_start_loc_cpu, seq_lens=made.seq_lens_cpu
+                    )
+                ),
+                "storage",
+            ),
+            _judgement(_NO_CHECK + "more new tokens than tokens", _answers(_chunks_without_check), "malformed"),
+        ),
+        "make_kv_sharing_fast_prefill_common_attn_metadata": (
+            _drift(
+                "reads the largest count of a request from a further field, max_logits_per_req, which must be set",
+                shows=_wants_the_largest_count,
+            ),
+            _drift(
+                "returns a batch without logits indices as it is; the reference refuses it",
+                _answers(lambda common_attn_metadata: common_attn_metadata),
+                "not armed",
+            ),
+            _judgement(
+                "computes another attention for indices that are unsorted, repeated or not the last tokens of their "
+                "request; the reference refuses them",
+                _answers(_any_indices),
+                "indices that are no tail",
+            ),
+            _judgement(
+                _ONE_STORAGE, _then(lambda made, *_: replace(made, query_start_loc=made.query_start_loc_cpu)), "storage"
+            ),
+        ),
+        "create_fast_prefill_custom_backend": (
+            _drift(
+                "builds from a batch without logits indices, too; the reference refuses it",
+                _answers(_unarmed_backend),
+                "not armed",
+            ),
+        ),
+        "maybe_create_ubatch_slices": (
+            _judgement("the end of the last micro-batch is an integer of numpy's", _then(_numpy_end), "cut"),
+        ),
+        "compute_causal_conv1d_metadata": (
+            _drift(
+                "takes the start locations on the host, and the device of the results by keyword",
+                parameters=(
+                    ("parameters.query_start_loc_p", ABSENT),
+                    ("parameters.query_start_loc_p_cpu", "parameter 1, required"),
+                    ("parameters.device", "parameter 2, required, by keyword only"),
+                ),
+            ),
+            _judgement(
+                _NO_CHECK + "start locations that decrease a little, or none at all",
+                _accepting_decreasing_starts,
+                "malformed",
+            ),
+        ),
+        "get_dcp_local_seq_lens": (
+            _judgement(_NO_CHECK + "a rank outside the world, a negative length", _answers(_any_rank), "malformed"),
+        ),
+        "get_per_layer_parameters": (
+            _drift(
+                "recognises attention layers by their base class, and looks for the implementation among an "
+                "impl's variants",
+                shows=_skips_plain_layers,
+            ),
+            _judgement("skips a name that no layer has; the reference refuses it", _skip_unknown, "an unknown layer"),
+        ),
+        "infer_global_hyperparameters": (
+            _judgement(
+                "writes its verdicts into the caller's first entry and returns that; the reference returns a new "
+                "object",
+                _then(_write_into_first),
+            ),
+        ),
+        "subclass_attention_backend": (
+            _judgement(
+                "get_builder_cls of the new class fails on an instance; the reference makes it static",
+                _then(_unbound_builder),
+            ),
+        ),
+    },
     gone=(
         ("v0.*", "the first generation was removed"),
         ("KVCacheLayoutType", _LAYOUTS),

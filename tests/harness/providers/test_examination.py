@@ -30,13 +30,14 @@ BY_KEY = {subject.key: subject for subject in SUBJECTS}
 
 
 def provider(departures=(), version="1", **functions):
+    """A module of ``functions``, with known departures by subject."""
     module = ModuleType("fake")
     vars(module).update(functions)
-    return Provider("fake", "fake", version, [module], departures=Departures("1", tuple(departures)))
+    return Provider("fake", "fake", version, [module], departures=Departures("1", dict(departures)))
 
 
 def examine(name, function, *departures):
-    return examine_subject(provider(departures, **{name: function}), BY_KEY[name], SETTING)
+    return examine_subject(provider({name: departures}, **{name: function}), BY_KEY[name], SETTING)
 
 
 def places(seen):
@@ -123,7 +124,7 @@ def test_a_padding_request_explains_nothing_about_the_others():
     def shortened(made, common_attn_metadata, **_):
         return replace(made, seq_lens=made.seq_lens - int(common_attn_metadata.seq_lens_cpu[-1] == 0))
 
-    seen = examine(CHUNKS, then(CHUNKS, shortened), *DEPARTURES.known)
+    seen = examine(CHUNKS, then(CHUNKS, shortened), *DEPARTURES.known[CHUNKS])
     assert "returned.with queries.seq_lens[0]" in places(seen)
 
 
@@ -172,8 +173,8 @@ def with_longest(target, longest=lambda _, whole: whole):
     return function
 
 
-CAUSAL = Departure(PIECES, "judgement", "forgets", forgetful)
-LOOSE = Departure(PIECES, "drift", "the batch's", with_longest)
+CAUSAL = Departure("judgement", "forgets", forgetful)
+LOOSE = Departure("drift", "the batch's", with_longest)
 
 
 @pytest.mark.parametrize(("kind", "word"), [("judgement", "judged"), ("drift", "drifted")])
@@ -199,7 +200,7 @@ def test_a_departure_that_shows_in_only_some_of_the_answers_it_predicts_is_stale
         return (forgetful(split_attn_metadata) if forgets else split_attn_metadata)(ubatch_slices, common_attn_metadata)
 
     batches = (ProviderBatch("four", (1, 1, 1, 1), (4, 5, 6, 7), causal=False), *SETTING.batches)
-    fake = provider([CAUSAL], **{PIECES: at_times})
+    fake = provider({PIECES: [CAUSAL]}, **{PIECES: at_times})
     seen = examine_subject(fake, BY_KEY[PIECES], SubjectSetting(batches, CPU))
     assert (seen.first, seen.stale) == (None, (CAUSAL,))
     assert seen.shown[CAUSAL] * seen.missed[CAUSAL] > 0
@@ -242,7 +243,7 @@ def test_departures_that_meet_in_one_question_are_distinguished(shown):
 
 
 def test_a_departure_of_form_is_shown_by_the_object_itself():
-    known = Departure(PIECES, "drift", "is ours", shows=lambda target: target is split_attn_metadata)
+    known = Departure("drift", "is ours", shows=lambda target: target is split_attn_metadata)
     assert set(examine(PIECES, split_attn_metadata, known).shown) == {known}
     assert examine(PIECES, with_longest(split_attn_metadata, lambda own, _: own), known).stale == (known,)
 
@@ -250,11 +251,11 @@ def test_a_departure_of_form_is_shown_by_the_object_itself():
 # Records, on one constant, and the header.
 
 PAD = Subject("PAD_SLOT_ID", lambda _: [subject_call("its value")], lambda target: target, is_function=False)
-KNOWN = Departure("PAD_SLOT_ID", "judgement", "is 0", lambda _: 0)
+KNOWN = Departure("judgement", "is 0", lambda _: 0)
 
 
 def record(value, *known, subject=PAD, version="1", gone=()):
-    fake = provider(known, version, **({} if value is None else {"PAD_SLOT_ID": value}))
+    fake = provider({"PAD_SLOT_ID": known}, version, **({} if value is None else {"PAD_SLOT_ID": value}))
     fake = replace(fake, departures=replace(fake.departures, gone=gone))
     return record_subject(fake, subject, SETTING, Circumstances(0, "0" * 12, "0.1.0"))
 

@@ -18,6 +18,7 @@ from attncheck.harness.providers import vllm
 from attncheck.harness.providers.batches import ALWAYS
 from attncheck.harness.providers.examine import SUBJECTS, examine_subject
 from attncheck.harness.providers.provider import Departures, SubjectSetting, load_provider
+from attncheck.harness.providers.vllm_departures import DEPARTURES
 
 SETTING = SubjectSetting(ALWAYS, torch.device("cpu"))
 BY_KEY = {subject.key: subject for subject in SUBJECTS}
@@ -190,7 +191,7 @@ def test_what_is_fixed_is_stale(package):
     package(**{"vllm.v1.worker.ubatch_utils": {"slice_query_start_locs": reference.slice_query_start_locs}})
     seen = examine_subject(load_provider("vllm"), BY_KEY["slice_query_start_locs"], SETTING)
     assert seen.first is None
-    assert [departure.subject for departure in seen.stale] == ["slice_query_start_locs"]
+    assert seen.stale == DEPARTURES.known["slice_query_start_locs"]
 
 
 @pytest.fixture
