@@ -33,7 +33,8 @@ def setting():
 
 def home_of(provider, name):
     """The module whose text holds the function: another one may offer it, too."""
-    return sys.modules[provider.find(name).__module__]
+    place = next(module.__name__ for module in provider.modules if hasattr(module, name))
+    return sys.modules[getattr(provider.find(name), "__module__", place)]
 
 
 def copy_of(module, old, new):
