@@ -134,10 +134,10 @@ def build_merge(case: Case, seed: int) -> MergeProblem:
     noise_a, noise_b = stream.uniform(*shape), stream.uniform(*shape)
     lse_a, lse_b = _log(before) + noise_a, _log(new) + noise_b
     inputs = planted_inputs(case)
-    turn = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
+    kind_of = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
     for number, (kind, needed) in enumerate(_KINDS):
         if needed is None or needed in inputs:
-            here = turn == number
+            here = kind_of == number
             a, b = _states_of(kind, noise_a[here], noise_b[here], lse_a[here], lse_b[here])
             lse_a[here], lse_b[here] = a, b
     dtype = DTYPES[layer.dtype]
@@ -557,7 +557,6 @@ def convolve(problem: ConvProblem, device: torch.device, **changes: object) -> t
 
 
 def _convolve_sizes(problem: ConvProblem, device: torch.device, power: int) -> Tensor:
-    """Return the sums of the absolute terms, each raised to ``power``."""
     arguments = problem.arguments(device)
     sizes = {
         name: None if (tensor := arguments[name]) is None else tensor.double().abs() ** power
@@ -784,9 +783,6 @@ class Convolution:
         if not set(lines) <= set(problem.lines):
             return "lines of no sequence were written"
         return None
-
-
-# The paths that examine a function instead of attention: the function of each, and how each check examines it.
 
 
 class FunctionUnderTest(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.play import step_fault
+from attncheck.harness.checks.cudagraph.replay import step_fault
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares
@@ -25,7 +25,6 @@ from attncheck.harness.driver.outputs import read_result
 from attncheck.harness.driver.pool import same_bytes
 from attncheck.harness.driver.session import Session, Turn
 from attncheck.harness.driver.step import ForwardCall, PersistentInputs
-from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 
 FIRST_DELAY_NS, LONGEST_DELAY_NS = 2_000_000, 1_000_000_000
@@ -96,6 +95,7 @@ class DelayedSteps:
             returned = call_backend("forward", forward)
         is_ahead = not api.is_done(written)
         took_ns = api.now_ns() - began_ns
+        buffers.require_memory()
         with self._torch.stream(self._stream):  # the backend may have made another one current
             result, _ = read_result(returned, buffers.out, must_be_buffer=session.backend.accept_output_buffer)
             results = [result] if buffers.lse is None else [result, buffers.lse.rows]
@@ -112,8 +112,13 @@ class DelayedSteps:
         return DelayedCall(image, took_ns, is_ahead, changed_later)
 
 
-def check_streams(problem: Problem, truth: Truth, session: Session, first: Observation, steps: DelayedSteps) -> Finding:
-    """Judge a step behind delays, unless the step ``first`` is wrong without them."""
+def check_streams(case: CheckedCase) -> Finding:
+    """Judge a step behind delays, unless the first step is wrong without them."""
+    accelerator = accelerator_of(case.device)
+    if accelerator is None:
+        return NotExamined(("it needs a CUDA device",), "attncheck")
+    steps = case.shared.get(DelayedSteps, lambda: DelayedSteps(case.device, accelerator))
+    problem, truth, (session, first) = case.problem, case.truth, case.first_step()
 
     def judge(seen: Observation) -> str | None:
         return step_fault(problem, truth, session.backend.conventions, seen, session.pool)
@@ -153,12 +158,4 @@ def _likely_cause(truth: Truth, seen: Observation, calls: list[DelayedCall]) -> 
     return "probably one of two streams does not wait for the other"
 
 
-def _check(case: CheckedCase) -> Finding:
-    accelerator = accelerator_of(case.device)
-    if accelerator is None:
-        return NotExamined(("it needs a CUDA device",), "attncheck")
-    steps = case.shared.get(DelayedSteps, lambda: DelayedSteps(case.device, accelerator))
-    return check_streams(case.problem, case.truth, *case.first_step(), steps)
-
-
-CHECKS = {"streams": Check(_check)}
+CHECKS = {"streams": Check(check_streams)}

@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
+from attncheck.harness.driver.foreign_code import as_plain, has_its_memory
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import ForwardCall, Step, empty_rows
 from attncheck.reference import merge_many
 from attncheck.reference.spec import StrideForm
-
-# Output buffers for a backend, which detect unwritten rows and writes outside the buffer.
-#
-# A backend gets an alias, so that resizing or rebinding the tensor object leaves the original alone.
 
 CANARY = 1.5
 """Value of the output's padding rows before a call."""
@@ -40,7 +37,7 @@ def still_unwritten(tensor: Tensor) -> Tensor:
 class GuardedBuffer:
     """A buffer between guard rows: real rows are marked as unwritten, padding rows hold a finite canary.
 
-    ``form``: its memory layout. The gaps between its rows are guarded, too.
+    ``form``: its memory layout. The gaps between its rows are guarded, too. ``memory``: all of it, flat.
     """
 
     def __init__(
@@ -52,30 +49,30 @@ class GuardedBuffer:
         form: StrideForm = "contiguous",
     ) -> None:
         guarded = (shape[0] + 2 * _GUARD_ROWS, *shape[1:])
-        rows, self._memory = empty_rows(guarded, form, dtype, device)
+        rows, self.memory = empty_rows(guarded, form, dtype, device)
         self.rows = rows[_GUARD_ROWS : _GUARD_ROWS + shape[0]]
         self.refill(real)
 
     def refill(self, real: int) -> None:
         """Reset the buffer in the same memory, for a step of ``real`` rows."""
-        self._memory.fill_(_GUARD)
+        self.memory.fill_(_GUARD)
         self.rows[real:] = CANARY
         self._real = self.rows[:real]
         mark_unwritten(self._real)
 
     def handed_out(self) -> Tensor:
-        """Return an alias of ``rows``: another tensor object over the same memory."""
+        """Return an alias of ``rows``, so that reshaping or rebinding the tensor object leaves the original alone."""
         return self.rows.detach()
 
     def breached(self) -> bool:
         """Return whether memory outside the rows changed."""
-        beside = self._memory.clone()
+        beside = self.memory.clone()
         beside.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset()).fill_(_GUARD)
         return not bool((beside.float() == _GUARD).all())
 
     def touched(self) -> bool:
-        """Return whether any real row was written."""
-        return not bool(still_unwritten(self._real).all())
+        """Return whether any real row was written, or lost its memory."""
+        return not has_its_memory(self.memory) or not bool(still_unwritten(self._real).all())
 
     def unwritten_rows(self) -> Tensor:
         """Return bool ``[rows]``: True if some element still holds the pattern written before the call."""
@@ -88,28 +85,39 @@ def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool
     ``must_be_buffer``: the backend has ``accept_output_buffer``, so that it must return the buffer itself.
     """
     rows = buffer.rows
-    if not isinstance(returned, Tensor):
+    result = as_plain(returned)
+    if result is None:
         kind = "None" if returned is None else f"a {type(returned).__name__}"
-        return rows, (f"forward returned {kind}; the contract requires the output",)
+        right = "a torch.Tensor" if issubclass(type(returned), Tensor) else "the output"
+        return rows, (f"forward returned {kind}; the contract requires {right}",)
     facts: tuple[tuple[str, object, object], ...] = (
-        ("device", returned.device, rows.device),
-        ("layout", returned.layout, rows.layout),
-        ("dtype", returned.dtype, rows.dtype),
+        ("device", result.device, rows.device),
+        ("layout", result.layout, rows.layout),
+        ("dtype", result.dtype, rows.dtype),
     )
     for name, got, wanted in facts:
         if got != wanted:
             return rows, (f"forward returned a tensor of {name} {got}; the output needs {wanted}",)
-    if returned.numel() != rows.numel():
-        shapes = f"{list(returned.shape)}; expected {list(rows.shape)}"
+    if result.numel() != rows.numel():
+        shapes = f"{list(result.shape)}; expected {list(rows.shape)}"
         return rows, (f"the output of forward has the shape {shapes}",)
-    if returned.data_ptr() == rows.data_ptr():
+    if not has_its_memory(result):
+        return rows, ("forward returned a tensor whose storage it had resized",)
+    is_buffer = result.data_ptr() == rows.data_ptr()
+    form = f"shape {list(result.shape)} and the strides {list(result.stride())}"
+    result = result.reshape(rows.shape)  # copies if the elements have another order in memory
+    if is_buffer and (result.data_ptr() != rows.data_ptr() or _steps(result) != _steps(rows)):
+        return rows, (f"forward returned the output in the {form}, so that its rows lie elsewhere",)
+    if is_buffer:
         return rows, ()
     if must_be_buffer:
         return rows, ("forward returned another tensor than the output it was given (accept_output_buffer)",)
-    return returned.detach().reshape(rows.shape), ()
+    return result, ()
 
 
-# Combine the results of a step's calls: place them row by row, or merge them by their LSE.
+def _steps(rows: Tensor) -> list[int]:
+    """Return the strides of the dimensions that have more than one element."""
+    return [step for size, step in zip(rows.shape, rows.stride(), strict=True) if size > 1]
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,15 @@ def header_with_providers(
         raise SelectionError(
             f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
         )
+    examined = tuple(each.name for each in header.backends)
+    # Backends alone examine the cases: without any, no case is due.
+    changes = {"backends": examined} if examined else {"checks": ()}
+    cases = (each if each.backends else each.model_copy(update=changes) for each in header.cases)
     suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(functions))
     return header.model_copy(
         update={
             "suites": (*header.suites, suite),
+            "cases": tuple(cases),
             "checks": (*(header.checks if header.backends else ()), UTILITIES),
             "backends": (*header.backends, *providers),
             "notes": (*header.notes, *notes),

@@ -163,12 +163,6 @@ def test_a_page_is_not_printed_on_a_terminal(
     assert capsys.readouterr().err == snapshot("error: --format html is not for a terminal; give --output FILE\n")
 
 
-def test_a_run_that_is_not_there_is_named_whatever_else_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run.parent / "out").write_text("", encoding="utf-8")
-    assert cli.main(["report", "nowhere.jsonl", "--output", "out"]) == 2
-    assert capsys.readouterr().err == snapshot("error: nowhere.jsonl: cannot be read: No such file or directory\n")
-
-
 @pytest.mark.parametrize("form", ["junit", "github", "pytest-benchmark", "markdown", "terminal"])
 def test_no_format_loads_torch_and_none_of_text_what_the_page_takes(run: Path, form: str) -> None:
     program = (

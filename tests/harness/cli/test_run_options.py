@@ -9,11 +9,10 @@ import pytest
 from inline_snapshot import snapshot
 
 from attncheck.cases.loader import suite_names
-from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.common import STEP_SUMMARY
 from attncheck.harness.cli.run_files import only_failed
-from attncheck.harness.run.options import RunOptions, read_jobs, read_size
+from attncheck.harness.run.options import RunOptions, read_size
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -50,6 +49,7 @@ def test_maxfail_counts_records_and_x_is_one(here: Attncheck, folder: Path, caps
     assert [each.outcome for each in read_run("three.jsonl").records] == ["failed", "errored", "failed"]
     assert "stopped after 3 records that did not pass (--maxfail 3)" in capsys.readouterr().out
     assert here(*both, "-x", "--output", "one.jsonl") == 1
+    assert "stopped at the first record that did not pass (-x); the remaining" in capsys.readouterr().out
     assert len(read_run("one.jsonl").records) == 1
 
 
@@ -145,33 +145,6 @@ def test_colours_are_a_choice(
     assert "\033[" not in capsys.readouterr().out
 
 
-def test_a_provider_alone_has_no_checks_of_backends_to_skip() -> None:
-    with pytest.raises(SelectionError) as refused:
-        RunOptions(providers=("vllm",), skip=("lse",))
-    assert str(refused.value) == snapshot(
-        "--skip lse: a run of providers alone has the one check utilities; leave --skip out"
-    )
-    assert "--skip" in str(refused.value)
-    with pytest.raises(SelectionError) as refused:
-        RunOptions(providers=("vllm",), backends=("reference",), skip=("utilities",))
-    assert str(refused.value) == snapshot("a provider is examined by the check utilities, which --skip leaves out")
-
-
-def test_the_number_of_processes_is_a_number_or_auto() -> None:
-    assert [read_jobs("--jobs", text) for text in ("auto", "1", "12")] == [None, 1, 12]
-    for text in ("0", "-1", "many", "1.5", ""):
-        with pytest.raises(
-            SelectionError, match=re.escape(f"--jobs {text!r}: give a whole number, 1 or above, or auto")
-        ):
-            read_jobs("--jobs", text)
-    assert RunOptions(jobs=1, in_process=True).jobs == 1
-    with pytest.raises(SelectionError) as refused:
-        RunOptions(jobs=2, in_process=True)
-    assert str(refused.value) == snapshot("--jobs 2 and --in-process exclude each other; leave out one of them")
-    assert "--jobs" in str(refused.value)
-    assert "--in-process" in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("512MiB", 2**29), ("4GiB", 2**32), ("1.5GiB", 3 * 2**29), ("4G", 4 * 10**9), ("4294967296", 2**32)],
@@ -218,25 +191,6 @@ def test_reports_are_written_at_the_end(
     assert (folder / "r.csv").read_text().count("\n") == 2
     assert (folder / "summary.md").read_text().startswith("## attncheck: failed: 1 backend, 1 case: 1 failed")
     assert "\n::error " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("reports", "message"),
-    [
-        (
-            "pdf=a.pdf",
-            snapshot(
-                "error: unknown report format 'pdf' (known: terminal, markdown, html, junit, github, pytest-benchmark, json, csv, audit, audit-json, expect)\n"
-            ),
-        ),
-        ("html", snapshot("error: --report html names no file; give html=FILE\n")),
-    ],
-)
-def test_reports_that_cannot_be_written_are_refused(
-    here: Attncheck, capsys: pytest.CaptureFixture[str], reports: str, message: str
-) -> None:
-    assert here("reference", "--report", reports) == 2
-    assert capsys.readouterr().err == message
 
 
 def test_a_report_that_fails_leaves_the_others(here: Attncheck, folder: Path) -> None:

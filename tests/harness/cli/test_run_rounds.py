@@ -238,21 +238,6 @@ def test_options_reach_the_plan(
     assert opened == [(settings, rounds)]
 
 
-@pytest.mark.parametrize(
-    ("words", "right"),
-    [
-        (["--rounds", "0"], "--rounds: must be at least 1 (found '0')"),
-        (["--rounds", "3", "--in-process"], "leave out --in-process or --rounds"),
-        (["--time-limit", "0"], "a time limit of 0.0 s: give seconds, more than 0"),
-        (["--time-limit", "nan"], "a time limit of nan s: give seconds, more than 0"),
-    ],
-)
-def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["time", "--suite", "small.yaml", "--device", "cpu", "--backend", "missing.py:Nothing"]
-    assert cli.main([*command, *words]) == 2
-    assert right in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])
 def test_the_help_names_the_defaults(option: str, default: float) -> None:
     assert OPTIONS[option].help.endswith(f" Default: {default}.")

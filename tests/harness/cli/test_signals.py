@@ -86,7 +86,7 @@ def test_a_signal_before_the_first_record_leaves_a_file_that_can_be_resumed(
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "interrupted by SIGINT\n")
-    assert "interrupted by SIGINT: 0 of 2 cases; the remaining cases were not examined" in out
+    assert "interrupted by SIGINT: 0 of 2 cases begun; the remaining cases were not examined" in out
     assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
     assert read_run("cut.jsonl").records == ()
     wait_for(lambda: not any(map(is_alive, workers)), 10)
@@ -104,7 +104,7 @@ def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(
     assert process.returncode == 128 + number
     assert err.splitlines()[-1] == f"interrupted by {number.name}"
     assert re.search(r"^numerics +2/2$", out, re.MULTILINE)
-    assert f"\ninterrupted by {number.name}: 2 of 4 cases; the remaining cases were not examined\n" in out
+    assert f"\ninterrupted by {number.name}: 2 of 4 cases begun; the remaining cases were not examined\n" in out
     assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
     assert re.search(r"^unfinished: 2 backends \(1 passed, 1 not examined\)", out, re.MULTILINE)
     stored = read_run("cut.jsonl")

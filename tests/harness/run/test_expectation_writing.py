@@ -98,7 +98,7 @@ def test_every_finding_is_one_entry_with_its_story_above(tmp_path: Path) -> None
     text, found = again(tmp_path, records)
     assert text == snapshot("""\
 # Expected failures, from run.jsonl: 2 findings.
-# The run was cut off: a whole run may find more.
+# The run is incomplete: a whole run may find more.
 
 # 1 case, such as smoke/b: ValueError in forward: no kernel
 - backend: "Gqa"

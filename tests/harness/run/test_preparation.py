@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 
 import attncheck
 from attncheck.cases.loader import load_suite
-from attncheck.errors import BackendLoadError, SelectionError
+from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.run.backend_loading import ThisProcess
 from attncheck.harness.run.options import RunOptions
 from attncheck.harness.run.outcomes import not_loaded
@@ -156,7 +156,7 @@ def test_from_python_too(slow: str) -> None:
 
 
 def test_a_default_suite_is_one_of_the_two(plain: Callable[[str], str], slow: str) -> None:
-    with pytest.raises(BackendLoadError) as refused:
+    with pytest.raises(QuestionError) as refused:
         attncheck.examine(slow.replace("Slow", "Odd"))
     assert plain(str(refused.value)) == snapshot(
         "backend 'TMP/slow.py:Odd': default_suite answered 'decode', none of smoke, interpreted"

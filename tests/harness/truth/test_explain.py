@@ -10,7 +10,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks import numerics
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.diagnosis.explain import ZEROS, Misfit, _explanations, best_fit, explain
+from attncheck.harness.diagnosis.explain import ZEROS, Misfit, best_fit, explain, known_faults
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth, truth_of
@@ -86,7 +86,7 @@ def test_a_question_with_the_right_answer_explains_nothing(every: int) -> None:
         problem, truth = problem_and_truth(case)
         vacuous = {
             hypothesis.meaning
-            for hypothesis in _explanations(problem, truth)
+            for hypothesis in known_faults(problem, truth)
             if bool((share_of_budget(hypothesis.compute()[0] - truth.out, truth.budget) < 0.1).all())
         }
         if not vacuous:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attncheck.harness.diagnosis.explain import explain
-from attncheck.harness.diagnosis.fitted import pattern, shared_by, which_heads
+from attncheck.harness.diagnosis.patterns import pattern, shared_by, which_heads
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.harness.truth.unpaged import share_of_budget

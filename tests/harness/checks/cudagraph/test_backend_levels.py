@@ -9,8 +9,8 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import check as check_module
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
-from attncheck.harness.checks.cudagraph.play import PlayedProbe, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import ALIKE, probes_of
+from attncheck.harness.checks.cudagraph.replay import ProbeOutcome
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Raised
@@ -29,6 +29,8 @@ WIDE = replace(CASE, id="wide", layer=replace(LAYER, head_size=32))
 WINDOW = replace(CASE, id="window", layer=replace(LAYER, sliding_window=3))
 HALF = replace(CASE, id="half", layer=replace(LAYER, dtype="float16"))
 CASES = (WINDOW, CASE, WIDE, HALF)
+WRONG = ProbeOutcome("failed", "wrong")
+UNSEEN = ProbeOutcome("not examined", "hidden")
 ALL = len(probes_of(LAYER, CASE.cache))
 
 
@@ -60,15 +62,15 @@ def plays(monkeypatch):
     def replaced(outcome=lambda case, probe: None):
         made = []
 
-        def play_probe(backend, probe, questions, *rest, **keywords):
-            case = questions.case(probe, probe.turns[0])
-            made.append((case.layer, probe.name, len(probe.turns)))
+        def run_probe(probed, probe, **keywords):
+            case = probed.problems.case(probe, probe.steps[0])
+            made.append((case.layer, probe.name, len(probe.steps)))
             found = outcome(case, probe)
             if isinstance(found, Exception):
                 raise found
-            return PlayedProbe(found)
+            return found or ProbeOutcome("passed")
 
-        monkeypatch.setattr(check_module, "play_probe", play_probe)
+        monkeypatch.setattr(check_module, "run_probe", run_probe)
         return made
 
     return replaced
@@ -109,7 +111,7 @@ def test_claims_are_examined_on_the_layer_that_plays_every_probe(plays):
         def get_builder_cls(cls):
             return type("Builder", (super().get_builder_cls(),), {"supports_update_block_table": True})
 
-    plays(lambda case, probe: ProbeFault("wrong") if probe.claim else None)
+    plays(lambda case, probe: WRONG if probe.claim else None)
     found = examined(Claims, *CASES)
     assert {name for name, finding in found.items() if finding.graph.claims} == {"plain"}
     assert {name for name, finding in found.items() if isinstance(finding, Broken)} == {"plain"}
@@ -129,7 +131,7 @@ def test_the_share_does_not_depend_on_which_case_comes_first(plays):
 
 
 def test_a_fault_of_one_trait_is_found_on_its_layer_alone(plays):
-    plays(lambda case, probe: ProbeFault("wrong") if case.layer.sliding_window and probe.name == "drafting" else None)
+    plays(lambda case, probe: WRONG if case.layer.sliding_window and probe.name == "drafting" else None)
     found = examined(Always, *CASES)
     assert isinstance(found["window"], Broken)
     assert found["window"].graph.measured == "NEVER"
@@ -139,11 +141,11 @@ def test_a_fault_of_one_trait_is_found_on_its_layer_alone(plays):
 
 
 def test_what_broke_is_played_on_every_layer_on_its_smallest_batch(plays):
-    made = plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS else None)
+    made = plays(lambda case, probe: WRONG if probe.level is ALWAYS else None)
     found = examined(Always, *CASES)
     assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
     assert all(names(finding)[-1] == "mixed" for name, finding in found.items() if name != "plain")
-    assert sorted((layer.head_size, turns) for layer, name, turns in made if name == "mixed") == [
+    assert sorted((layer.head_size, steps) for layer, name, steps in made if name == "mixed") == [
         (16, 1),
         (16, 1),
         (16, 4),
@@ -155,7 +157,7 @@ def test_what_broke_above_the_declared_level_is_played_on_the_plainest_layer_alo
     class Uniform(Always):
         level = UNIFORM
 
-    made = plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS else None)
+    made = plays(lambda case, probe: WRONG if probe.level is ALWAYS else None)
     found = examined(Uniform, *CASES)
     assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
     assert all(isinstance(finding, Holds) for finding in found.values())
@@ -168,7 +170,7 @@ def test_a_layer_that_breaks_below_what_broke_on_the_plainest_plays_every_probe(
         level = UNIFORM
 
     def outcome(case, probe):
-        return ProbeFault("wrong") if probe.level is ALWAYS or case.layer == WIDE.layer else None
+        return WRONG if probe.level is ALWAYS or case.layer == WIDE.layer else None
 
     plays(outcome)
     found = examined(Uniform, *CASES)
@@ -178,21 +180,21 @@ def test_a_layer_that_breaks_below_what_broke_on_the_plainest_plays_every_probe(
 
 
 def test_never_takes_one_probe_a_layer(plays):
-    made = plays(lambda case, probe: ProbeFault("cannot be captured"))
+    made = plays(lambda case, probe: WRONG)
     found = examined(Always, *CASES)
     assert {finding.graph.measured for finding in found.values()} == {"NEVER"}
     assert len(made) == len(CASES)
 
 
 def test_a_layer_that_can_do_more_than_the_plainest_plays_every_probe(plays):
-    plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS and case.layer != WIDE.layer else None)
+    plays(lambda case, probe: WRONG if probe.level is ALWAYS and case.layer != WIDE.layer else None)
     found = examined(Always, *CASES)
     assert found["wide"].graph.measured == "ALWAYS"
     assert len(names(found["wide"])) == ALL
 
 
 def test_what_breaks_on_larger_batches_alone_is_played_as_a_whole(plays):
-    plays(lambda case, probe: ProbeFault("wrong") if probe.name == "mixed" and len(probe.turns) > 1 else None)
+    plays(lambda case, probe: WRONG if probe.name == "mixed" and len(probe.steps) > 1 else None)
     found = examined(Always, *CASES)
     assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
     assert names(found["wide"])[-1] == "mixed"
@@ -244,5 +246,5 @@ def test_where_the_plainest_layer_breaks_without_a_graph_each_plays_every_probe(
 
 
 def test_what_cannot_be_seen_on_the_plainest_layer_is_looked_at_on_each(plays):
-    plays(lambda case, probe: UnmeasuredProbe("hidden") if probe.name == "decode" else None)
+    plays(lambda case, probe: UNSEEN if probe.name == "decode" else None)
     assert all(isinstance(finding, NotExamined) for finding in examined(Always, *CASES).values())

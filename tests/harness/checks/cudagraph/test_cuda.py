@@ -17,7 +17,7 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.harness.checks.cudagraph import recorder as recorder_module
-from attncheck.harness.checks.cudagraph.play import capture_graph, dummy_call
+from attncheck.harness.checks.cudagraph.capture import capture_graph, dummy_call
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.checks.cudagraph.recorder import SYNCHRONISED, CaptureError, DeviceRecorder, ReleasedMemoryError
 from attncheck.harness.device import Cuda
@@ -246,7 +246,7 @@ def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypat
     gc.disable()
     try:
         layer = SimpleNamespace(enter=enter)
-        refusal = capture_graph(recorder, layer, [(None, call)], None, lambda _builder, _common: Rows(), [None])
+        refusal = capture_graph(recorder, layer, [(None, call)], None, [None], lambda _builder, _common: Rows())
         raises.__traceback__ = None
         assert isinstance(refusal, CaptureError)
         assert [each() for each in (*made, *left)] == [None] * (len(made) + len(left))

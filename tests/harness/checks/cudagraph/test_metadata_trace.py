@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph.play import parts_of
-from attncheck.harness.checks.cudagraph.play import trace as trace_parts
+from attncheck.harness.checks.cudagraph.capture import parts_of
+from attncheck.harness.checks.cudagraph.capture import trace as trace_parts
 
 
 def trace(metadata):

@@ -22,12 +22,12 @@ caches = st.sampled_from([1, 8, 16, 24, 128]).map(lambda size: CacheSpec(block_s
 @given(layers, caches)
 def test_every_step_fits_its_graph_and_is_of_its_level(layer, cache):
     for probe in probes_of(layer, cache):
-        for turn in probe.turns:
-            assert all(1 <= query_len <= seq_len for query_len, seq_len in turn.requests)
-            if turn.bucket is None:
+        for step in probe.steps:
+            assert all(1 <= query_len <= seq_len for query_len, seq_len in step.requests)
+            if step.bucket is None:
                 continue
-            bucket = probe.buckets[turn.bucket]
-            query_lens = [query_len for query_len, _ in turn.requests]
+            bucket = probe.buckets[step.bucket]
+            query_lens = [query_len for query_len, _ in step.requests]
             assert len(query_lens) <= bucket.num_reqs
             assert sum(query_lens) <= bucket.num_tokens
             if probe.level is SINGLE:
@@ -61,26 +61,26 @@ def test_buckets_are_captured_largest_first(layer, cache):
 
 def steps(level, layer=PLAIN, block_size=16):
     return [
-        (probe, turn)
+        (probe, step)
         for probe in probes_of(layer, CacheSpec(block_size=block_size))
         if probe.level is level
-        for turn in probe.turns
+        for step in probe.steps
     ]
 
 
 @pytest.mark.parametrize("query_len", range(2, 9))
 def test_each_uniform_length_has_a_fresh_prompt_and_a_padded_step(query_len):
     own = [
-        (probe.buckets[turn.bucket], turn)
-        for probe, turn in steps(UNIFORM)
-        if turn.bucket is not None and probe.buckets[turn.bucket].query_len == query_len
+        (probe.buckets[step.bucket], step)
+        for probe, step in steps(UNIFORM)
+        if step.bucket is not None and probe.buckets[step.bucket].query_len == query_len
     ]
-    assert any((query_len, query_len) in turn.requests and any(s > q for q, s in turn.requests) for _, turn in own)
-    assert any(len(turn.requests) < bucket.num_reqs for bucket, turn in own)
+    assert any((query_len, query_len) in step.requests and any(s > q for q, s in step.requests) for _, step in own)
+    assert any(len(step.requests) < bucket.num_reqs for bucket, step in own)
 
 
 def test_decodes_grow_over_the_edge_of_a_page():
-    first, second, *_ = [turn for probe, turn in steps(SINGLE) if probe.name == "decode"]
+    first, second, *_ = [step for probe, step in steps(SINGLE) if probe.name == "decode"]
     grown = list(zip(first.requests, second.requests, strict=True))
     assert all(later == earlier + 1 for (_, earlier), (_, later) in grown)
     assert any(earlier % 16 == 0 for (_, earlier), _ in grown)
@@ -88,14 +88,14 @@ def test_decodes_grow_over_the_edge_of_a_page():
 
 def test_a_prefill_is_longer_than_anything_captured():
     longest = max(max(bucket.dummy_query_lens) for probe, _ in steps(ALWAYS) for bucket in probe.buckets)
-    replayed = max(q for probe, turn in steps(ALWAYS) if turn.bucket is not None for q, _ in turn.requests)
+    replayed = max(q for probe, step in steps(ALWAYS) if step.bucket is not None for q, _ in step.requests)
     assert replayed > longest
 
 
 def test_steps_reach_beyond_a_window_and_stay_within_it():
     layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, sliding_window=100)
     for level in (SINGLE, UNIFORM, ALWAYS):
-        lens = [seq_len for _, turn in steps(level, layer) for _, seq_len in turn.requests]
+        lens = [seq_len for _, step in steps(level, layer) for _, seq_len in step.requests]
         assert min(lens) <= 100 < max(lens)
 
 
@@ -103,32 +103,32 @@ def test_steps_reach_beyond_a_window_and_stay_within_it():
 def test_graphs_captured_with_the_shortest_lengths_replay_long_ones(level):
     lens = [
         seq_len
-        for probe, turn in steps(level)
-        if probe.dummy_lens == "shortest" and turn.bucket is not None
-        for _, seq_len in turn.requests
+        for probe, step in steps(level)
+        if probe.dummy_lens == "shortest" and step.bucket is not None
+        for _, seq_len in step.requests
     ]
     assert max(lens) > 512
 
 
 @pytest.mark.parametrize("level", [SINGLE, UNIFORM])
 def test_a_graph_of_many_requests_replays_a_batch_nearly_as_large(level):
-    batch_sizes = [len(turn.requests) for probe, turn in steps(level) if probe.buckets[turn.bucket or 0].num_reqs > 32]
+    batch_sizes = [len(step.requests) for probe, step in steps(level) if probe.buckets[step.bucket or 0].num_reqs > 32]
     assert max(batch_sizes) > 32
 
 
 def test_a_step_without_a_graph_has_more_requests_than_any_graph():
     assert any(
-        turn.bucket is None and len(turn.requests) > max(bucket.num_reqs for bucket in probe.buckets)
-        for probe, turn in steps(SINGLE)
+        step.bucket is None and len(step.requests) > max(bucket.num_reqs for bucket in probe.buckets)
+        for probe, step in steps(SINGLE)
     )
 
 
 @pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
 def test_padded_steps_have_even_and_odd_numbers_of_requests(level):
     padded = [
-        len(turn.requests)
-        for probe, turn in steps(level)
-        if turn.bucket is not None and len(turn.requests) < probe.buckets[turn.bucket].num_reqs
+        len(step.requests)
+        for probe, step in steps(level)
+        if step.bucket is not None and len(step.requests) < probe.buckets[step.bucket].num_reqs
     ]
     assert {number % 2 for number in padded} == {0, 1}
 
@@ -144,8 +144,8 @@ def test_requests_fill_more_tiles_than_the_dummies(rows):
     def tiles(query_lens):
         return sum(-(-query_len // rows) for query_len in query_lens)
 
-    graphs = [(probe.buckets[turn.bucket], turn) for probe, turn in steps(ALWAYS) if turn.bucket is not None]
-    assert any(tiles(q for q, _ in turn.requests) > tiles(bucket.dummy_query_lens) for bucket, turn in graphs)
+    graphs = [(probe.buckets[step.bucket], step) for probe, step in steps(ALWAYS) if step.bucket is not None]
+    assert any(tiles(q for q, _ in step.requests) > tiles(bucket.dummy_query_lens) for bucket, step in graphs)
 
 
 def test_dummy_tokens_are_shared_out():
@@ -157,9 +157,9 @@ def test_dummy_tokens_are_shared_out():
 def test_every_level_has_padding_another_size_and_a_step_without_a_graph():
     for level in (SINGLE, UNIFORM, ALWAYS):
         own = steps(level)
-        assert any(turn.bucket is None for _, turn in own)
+        assert any(step.bucket is None for _, step in own)
         assert any(len(probe.buckets) > 1 for probe, _ in own)
         assert any(probe.dummy_lens == "longest" for probe, _ in own)
         assert any(
-            turn.bucket is not None and len(turn.requests) < probe.buckets[turn.bucket].num_reqs for probe, turn in own
+            step.bucket is not None and len(step.requests) < probe.buckets[step.bucket].num_reqs for probe, step in own
         )

@@ -8,10 +8,11 @@ import torch
 from inline_snapshot import snapshot
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.harness.checks.findings import FindingError
 from attncheck.harness.checks.timing import clock as clock_module
 from attncheck.harness.checks.timing.check import LatestAnswer, TimedStep
 from attncheck.harness.checks.timing.clock import EventClock
-from attncheck.harness.checks.timing.contents import FreshContents, UntrustworthyTimeError
+from attncheck.harness.checks.timing.contents import FreshContents
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
@@ -157,7 +158,7 @@ def test_what_comes_behind_a_right_answer_is_seen_at_the_next_call(case, next_ca
     step = step_of(backend_of(Impl), case)
     step.take()
     step._session.impl.output[0] += 1
-    with pytest.raises(UntrustworthyTimeError) as refused:
+    with pytest.raises(FindingError) as refused:
         getattr(step, next_call)()
     assert str(refused.value) == snapshot("forward: the output changed after the clock had stopped")
 
@@ -170,7 +171,7 @@ def test_inputs_and_metadata_are_only_lent(case):
             metadata.common.seq_lens += 1
             return returned
 
-    with pytest.raises(UntrustworthyTimeError) as refused:
+    with pytest.raises(FindingError) as refused:
         step_of(backend_of(Impl), case).take()
     assert str(refused.value) == snapshot(
         "forward: the call changed what it was lent to read: query, metadata.seq_lens"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder, HostMemory
+from attncheck.harness.checks.cudagraph.emulation import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.operators import HostMemory
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recording
 
 HERE = Path(__file__)
