@@ -14,9 +14,9 @@ from attncheck.harness.run.outcomes import (
     BackendDescription,
     Circumstances,
     ProcessEnd,
+    absent,
     identity_of,
     not_loaded,
-    unavailable,
 )
 from attncheck.harness.run.preparation import Gpu
 from attncheck.harness.workers.executor import BackendQuestion, Supervisor
@@ -291,7 +291,7 @@ def test_one_that_could_not_be_loaded_keeps_no_process_from_its_work(cases: list
     workers = FakePool("ab")
     gone = not_loaded("gone", ("no library",))
     records = list(examine(workers, cases[:1], known("a"), gone, known("b")))
-    expected = unavailable(Circumstances(0, ENVIRONMENT.digest, "0.1.0"), cases[0], gone, "numerics", ("no library",))
+    expected = absent(Circumstances(0, ENVIRONMENT.digest, "0.1.0"), cases[0], gone, "numerics")
     assert [record.outcome for record in records] == ["passed", "unavailable", "passed"]
     assert records[1] == expected
     assert workers.log[:2] == ["a begins first", "b begins first"]
