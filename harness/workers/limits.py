@@ -337,9 +337,10 @@ def held_bytes(sessions: Collection[int], enough: int | None) -> dict[int, int]:
 def children(pid: int) -> set[int]:
     """Return the ids of the children of the process ``pid``. Empty if the system is not Linux."""
     found: set[int] = set()
-    for file in (_PROC / f"{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            found |= {*map(int, file.read_text(encoding="ascii").split())}
+    with contextlib.suppress(OSError), os.scandir(_PROC / f"{pid}/task") as threads:
+        for thread in threads:
+            with contextlib.suppress(OSError):  # the thread has ended
+                found |= {*map(int, Path(thread, "children").read_text(encoding="ascii").split())}
     return found
 
 
