@@ -214,7 +214,7 @@ def cases(context: typer.Context, incomplete: str) -> list[str]:
     from attncheck.harness.run.options import split_commas
 
     names: list[str] = []
-    for suite in split_commas(context.params.get("suites") or context.params.get("suite") or ["smoke"]):
+    for suite in split_commas(context.params.get("suites") or ["smoke"]):
         try:
             names += [name for case in load_suite(suite) for name in (case.id, case.key)]
         except QuestionError:

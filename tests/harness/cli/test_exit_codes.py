@@ -194,15 +194,21 @@ def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(fold
     assert run.header.suites[0].ref == "f??lle.yaml"
 
 
-@pytest.mark.parametrize(
-    "command", [[], *([name] for name in typer.main.get_command(cli.app).commands), ["new", "backend"]]
-)
-def test_every_command_has_a_short_help_option_that_fits_80_columns(
-    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_every_command_has_a_short_help_that_fits_80_columns_and_a_summary_in_the_list(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main([*command, "-h"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")
-    assert max(map(len, out.splitlines())) <= 80
-    assert command or "..." not in out.partition("Commands:")[2]  # no summary is cut off
+
+    def shown(*command: str) -> str:
+        assert cli.main([*command, "-h"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")
+        assert max(map(len, out.splitlines())) <= 80
+        return out
+
+    listed = " ".join(shown().partition("Commands:\n")[2].split())
+    assert "..." not in listed  # no summary is cut off
+    shown("new", "backend")
+    for name in typer.main.get_command(cli.app).commands:
+        summary = " ".join(shown(name).split("\n\n")[1].split())
+        assert name in ("warm", "mutants") or f"{name} {summary}" in listed

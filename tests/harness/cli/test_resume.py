@@ -46,7 +46,7 @@ def cut(whole, tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("lines", [1, 2, 6, -1])
+@pytest.mark.parametrize("lines", [1, 6, -1])
 def test_the_rest_is_added_and_the_file_is_that_of_a_whole_run(cut, whole, lines, capsys):
     lines = lines if lines > 0 else len(whole.splitlines()) - 1
     path = cut(lines)
@@ -73,9 +73,7 @@ def test_a_cut_at_any_byte_of_the_last_two_lines_costs_only_what_it_tears(header
     content = write_run(tmp_path / "whole.jsonl", header, *found).read_bytes()
     path = tmp_path / "cut.jsonl"
     *_, last, footer = content.splitlines(keepends=True)
-    for end in range(
-        len(content) - len(last) - len(footer), len(content) - 1
-    ):  # the rest lacks a newline, and is whole
+    for end in range(len(content) - len(last) - len(footer), len(content) - 1):
         path.write_bytes(content[:end])
         part = read_part(path, header)
         assert part.records == tuple(found[: 2 if end >= len(content) - len(footer) else 1])
@@ -147,84 +145,41 @@ def test_a_file_that_is_no_run_is_left_as_it_is(plain, header, tmp_path):
     assert path.read_text() == "notes of mine"
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ["--seed", "3"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in seed (0 and 3); repeat the command of the run\n"
-            ),
-        ),
-        (
-            ["--check", "containment"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in checks; repeat the command of the run\n"
-            ),
-        ),
-        (
-            ["--backend", "flex_attention"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in backends; repeat the command of the run\n"
-            ),
-        ),
-        (
-            ["--shard", "1/2"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in shard ('' and '1/2'); repeat the command of the run\n"
-            ),
-        ),
-        (
-            ["--expect", "known.yaml"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in options.expect ('' and 'HASH'); repeat the command of the run\n"
-            ),
-        ),
-    ],
-)
-def test_another_question_is_refused_by_what_differs(cut, plain, words, reason, capsys):
+REPEAT = "error: cut.jsonl: this command differs from that of the run in {}; repeat the command of the run\n"
+DIFFERENT = {
+    "--seed 3": "seed (0 and 3)",
+    "--check containment": "checks",
+    "--backend flex_attention": "backends",
+    "--shard 1/2": "shard ('' and '1/2')",
+    "--expect known.yaml": "options.expect ('' and 'HASH')",
+}
+
+
+def test_another_question_is_refused_by_what_differs(cut, plain, capsys):
     path = cut(4)
-    (path.parent / "known.yaml").write_text(
-        "- {backend: torch_sdpa, case: smoke/decode.float16, check: numerics, outcome: failed, reason: known}\n"
-    )
+    entry = "{backend: torch_sdpa, case: smoke/decode.float16, check: numerics, outcome: failed, reason: known}"
+    (path.parent / "known.yaml").write_text(f"- {entry}\n")
     before = path.read_text()
-    assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
-    assert plain(capsys.readouterr().err) == reason
+    for words, what in DIFFERENT.items():
+        assert run(*OPTIONS, *words.split(), "--resume", "cut.jsonl") == 2
+        assert plain(capsys.readouterr().err) == REPEAT.format(what)
     assert path.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (
-            ["--time-limit", "0.02"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in options.time_limit (0.01 and 0.02); repeat the command of the run\n"
-            ),
-        ),
-        (
-            ["--warm-cache"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in options.warm_cache (False and True); repeat the command of the run\n"
-            ),
-        ),
-        (
-            ["--kernels"],
-            snapshot(
-                "error: cut.jsonl: this command differs from that of the run in options.kernels (False and True); repeat the command of the run\n"
-            ),
-        ),
-    ],
-)
-def test_times_taken_otherwise_are_another_question(tmp_path, monkeypatch, words, reason, capsys):
+def test_times_taken_otherwise_are_another_question(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     timed = ["time", "torch_sdpa", "--suite", "smoke", "--case", "decode.float16", "--time-limit", "0.01"]
     timed += ["--in-process", "-q"]
     assert cli.main([*timed, "--output", "cut.jsonl"]) == 0
     path = tmp_path / "cut.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])
-    assert cli.main([*timed, *words, "--resume", "cut.jsonl"]) == 2
-    assert capsys.readouterr().err == reason
+    for words, what in {
+        "--time-limit 0.02": "options.time_limit (0.01 and 0.02)",
+        "--warm-cache": "options.warm_cache (False and True)",
+        "--kernels": "options.kernels (False and True)",
+    }.items():
+        assert cli.main([*timed, *words.split(), "--resume", "cut.jsonl"]) == 2
+        assert capsys.readouterr().err == REPEAT.format(what)
 
 
 CODE = {

@@ -1,5 +1,7 @@
 """A run whose disk is full or read-only, or whose streams are closed: exit code 3, and what was written stays valid."""
 
+import errno
+import io
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
@@ -91,8 +94,14 @@ def test_a_full_cache_moves_the_run_file_to_a_temporary_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], header: RunHeader
 ) -> None:
     """A full disk still takes an empty file."""
-    full = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 (closed by what it is handed to)
-    monkeypatch.setattr(run_files.tempfile, "TemporaryFile", lambda **_: full)
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if data:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return 0
+
+    monkeypatch.setattr(run_files.tempfile, "TemporaryFile", lambda **_: Full())
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with open_run(None, folder / "results", header, 1) as writer:
         assert writer.path is not None
