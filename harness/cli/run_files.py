@@ -263,8 +263,8 @@ def _fault_of_owner(path: Path) -> str | None:
 
 
 def is_kept(path: Path) -> bool:
-    """Return whether ``path`` is a run file that attncheck kept for the current folder."""
-    return path.resolve() in {each.resolve() for each in kept_runs(runs_folder())}
+    """Return whether ``path`` is a run file that attncheck kept for this user and the current folder."""
+    return path.resolve() in {each.resolve() for each in kept_runs(runs_folder())} and not _fault_of_owner(path)
 
 
 def report_command(path: Path) -> str:
