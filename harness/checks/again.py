@@ -287,14 +287,11 @@ class RightRows:
             if bool((judged > 1).any()):
                 figures = {"budget_share": float(judged.max()), "rows_wrong": int((judged > 1).any(dim=1).sum())}
                 return Broken(f"{name}{summarize(self.problem, judged)}", figures, details=seen.protocol)
-        if how is None and self._cache_differs(seen):
+        was, now = self.first.pool_after, seen.pool_after
+        if how is None and was is not None and now is not None and not same_bytes(was, now):
             return Broken("the cache holds other bytes than after the first step")
         exact = self.conventions.batch_invariant and self.conventions.deterministic
         return self._other_bits(compared) if exact else None
-
-    def _cache_differs(self, seen: Observation) -> bool:
-        was, now = self.first.pool_after, seen.pool_after
-        return was is not None and now is not None and not same_bytes(was, now)
 
     def _other_bits(self, compared: ComparedRows) -> Broken | None:
         wrong = compared.rows[compared.moved.cpu()]

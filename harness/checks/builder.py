@@ -266,25 +266,17 @@ def _build_faults(
     """Build from each of ``calls``, and by each further method; yield faults, or None, and append to ``notes``."""
     for call in calls:
         (lent,) = copied_calls((call,))
-        waits = waits_while_building(finder, builders[call.builder], lent)
+        own = builders[call.builder]
+        watched = partial(own.build, common_prefix_len=call.common_prefix_len, common_attn_metadata=lent.common)
+        waits = finder.waits_of(watched, lent.common)
+        if waits != ():  # a build that waits may have been aborted
+            call_backend("build", watched)
         yield metadata_fault("build", call, lent)
         yield _waiting_fault(backend, problem, waits, notes)
     for name, call, build in builds_of(backend, problem, builders[0], calls[0]):
         (lent,) = copied_calls((call,))
         call_backend(name, partial(build, lent.common))
         yield metadata_fault(name, call, lent)
-
-
-def waits_while_building(finder: WaitFinder, builder: Any, lent: ForwardCall) -> tuple[Violation, ...] | None:
-    """Build from ``lent`` and return where that waits for the device, or None if ``build`` raises under watch.
-
-    A build that waits may have been aborted, so it is repeated without watch.
-    """
-    build = partial(builder.build, common_prefix_len=lent.common_prefix_len, common_attn_metadata=lent.common)
-    waits = finder.waits_of(build, lent.common)
-    if waits != ():
-        call_backend("build", build)
-    return waits
 
 
 def builds_of(

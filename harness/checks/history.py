@@ -18,8 +18,8 @@ from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import StageError, stage_named, unsupported_reasons
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import OtherLayer, Session, run_step
-from attncheck.harness.problem.pages import PageLayout
-from attncheck.harness.problem.problem import Problem, Request, build_problem, shares_cache
+from attncheck.harness.problem.pages import PageLayout, Request
+from attncheck.harness.problem.problem import Problem, build_problem, shares_cache
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, RequestSpec
 

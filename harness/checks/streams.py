@@ -23,7 +23,7 @@ from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.outputs import read_result
 from attncheck.harness.driver.pool import same_bytes
-from attncheck.harness.driver.session import Session, Turn
+from attncheck.harness.driver.session import BegunStep, Session
 from attncheck.harness.driver.step import ForwardCall, PersistentInputs
 from attncheck.harness.truth.truth import Truth
 
@@ -57,7 +57,7 @@ class DelayedSteps:
 
     def __init__(self, device: torch.device, accelerator: Accelerator) -> None:
         self._device, self._api, self._torch = device, accelerator, accelerator.module()
-        # torch hands out 32 streams of a priority in turns. Backends use the default priority, so they get others.
+        # torch hands out 32 streams of a priority, again and again. Backends use the default one, so they get others.
         self._stream: Any = self._torch.Stream(device, priority=-1)
 
     def run(self, session: Session, delay_ns: int) -> tuple[Observation, list[DelayedCall]]:
@@ -67,22 +67,22 @@ class DelayedSteps:
         """
         self._api.synchronize()
         with self._torch.stream(self._stream):
-            turn = session.begin()
+            begun = session.begin()
             calls = [
-                self._call(session, turn, call, fresh, metadata, delay_ns)
-                for (call, metadata), fresh in zip(session.built(turn.calls), turn.lent.pristine, strict=True)
+                self._call(session, begun, call, fresh, metadata, delay_ns)
+                for (call, metadata), fresh in zip(session.built(begun.calls), begun.lent.pristine, strict=True)
             ]
-            seen = replace(session.finish(turn), pool_after=calls[-1].image)
+            seen = replace(session.finish(begun), pool_after=calls[-1].image)
             self._api.synchronize()
         return seen, calls
 
     def _call(
-        self, session: Session, turn: Turn, call: ForwardCall, fresh: ForwardCall, metadata: object, delay_ns: int
+        self, session: Session, begun: BegunStep, call: ForwardCall, fresh: ForwardCall, metadata: object, delay_ns: int
     ) -> DelayedCall:
-        """Make one call of the turn. ``fresh``: the call with the rows that are written behind the delay."""
+        """Make one call of the step. ``fresh``: the call with the rows that are written behind the delay."""
         api, layer, pool = self._api, session.layer_of(call), session.pool
         buffers = layer.output_buffers(session.problem, call)
-        forward = layer.bind(call, turn.kv_cache, metadata, buffers)
+        forward = layer.bind(call, begun.kv_cache, metadata, buffers)
         for rows in (call.query, call.key, call.value):
             if rows is not None:
                 rows.fill_(math.nan)
@@ -108,7 +108,7 @@ class DelayedSteps:
                     rows.copy_(copy)
             if pool is not None and image is not None:
                 changed_later |= not same_bytes(image, pool.bytes())
-            turn.results.append(layer.result_of(call, returned, buffers))
+            begun.results.append(layer.result_of(call, returned, buffers))
         return DelayedCall(image, took_ns, is_ahead, changed_later)
 
 

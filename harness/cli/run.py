@@ -8,13 +8,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -44,7 +44,7 @@ from attncheck.harness.cli.run_files import (
     read_part,
 )
 from attncheck.harness.run.options import RunOptions
-from attncheck.harness.run.outcomes import Circumstances, DeviceLostError, RecordedQuestion
+from attncheck.harness.run.outcomes import DeviceLostError
 from attncheck.harness.run.preparation import first_refs
 from attncheck.harness.run.run import Executor, Run, See
 from attncheck.harness.run.selection import Selection
@@ -60,7 +60,8 @@ from attncheck.reports.run_file.store import count_outcomes, lacking_in_words, n
 from attncheck.reports.run_file.timings import TIMING
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
+    from attncheck.harness.cli.provider_process import ProviderProcess
+    from attncheck.harness.providers.examine import Function, Providers
 
 # Expands references such as `vllm:*` to the backends of the library that can run here.
 
@@ -358,13 +359,13 @@ def _opened(options: RunOptions, spare: WorkerProcess | None) -> Iterator["_Exec
     options, surveyed = with_families(options, selection)
     if options.dump is not None and not options.dry_run:  # early: an unwritable path must not end a run at a failure
         make_folder(options.dump, f"--dump {options.dump}")
-    opening: AbstractContextManager[ProviderExaminer | InProcessProviders | None] = nullcontext()
-    if options.providers:
-        from attncheck.harness.cli.provider_process import providers_of
+    opening: AbstractContextManager[Any] = nullcontext()
+    if options.providers and not options.in_process:
+        from attncheck.harness.cli.provider_process import ProviderProcess
 
-        opening = providers_of(options, selection.cases, show_printed if options.show_output else None)
-    with open_executor(options, selection, spare) as executor, opening as providers:
-        yield _Execution(options, selection, executor, providers, surveyed)
+        opening = closing(ProviderProcess(options, show_printed if options.show_output else None))
+    with open_executor(options, selection, spare) as executor, opening as process:
+        yield _Execution(options, selection, executor, process, surveyed)
 
 
 class _Execution:
@@ -375,39 +376,44 @@ class _Execution:
         options: RunOptions,
         selection: Selection,
         executor: Executor,
-        providers: "ProviderExaminer | InProcessProviders | None",
+        process: "ProviderProcess | None",
         surveyed: Sequence[SurveyedBackend],
     ) -> None:
-        chooser = None if providers is None or options.backend_refs is not None else providers.chooser
         run = Run.open(
             selection,
             options,
             executor,
-            chooser=chooser,
+            chooser=process if options.backend_refs is None else None,
             keeps_unavailable=bool(surveyed),
             fits_pages=executor.fits_pages,
         )
-        self.executor, self._options, self._providers = executor, options, providers
+        self.executor, self._options = executor, options
         self._is_timed = options.backend_refs is not None and run.selection.is_timed
-        functions = None if providers is None else providers.plan(run.plan.cases, run.plan.device)
         one_process = (_ONE_PROCESS,) if self._is_timed and options.in_process else ()
         notes = (*run.notes, *one_process, *run.choice_notes, *survey_notes(surveyed), *options.notes)
         self._header = run.header(notes, surveyed)
-        names: list[tuple[RecordedQuestion, ...]] = []
-        if functions is not None:
-            from attncheck.harness.providers.examine import SubjectIdentity, header_with_providers
+        self._providers: Providers | ProviderProcess | None = None
+        self._functions: tuple[Function, ...] = ()
+        all_functions: tuple[Function, ...] = ()
+        if options.providers:
+            from attncheck.harness.cli.provider_process import load_providers
+            from attncheck.harness.providers.examine import functions_of, header_with_providers
 
-            self._header = header_with_providers(self._header, functions)
-            names = [tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects)]
+            self._providers = load_providers(run, process)
+            all_functions, self._functions = functions_of(), functions_of(options.functions)
+            self._header = header_with_providers(
+                self._header, self._providers.infos, self._functions, self._providers.notes
+            )
         self._earlier = None if options.resume is None else read_part(options.resume, self._header)
         if self._earlier is not None:
             records = list(self._earlier.records)
             plan = replace(run.plan, found=found_in(records, run.plan.rounds))
             run = replace(run, plan=plan, records=records)
-        self._run, self._functions = run, () if functions is None else functions.subjects
-        self._expectations = run.expectations(self._header, *names)
+        self._run = run
+        self._expectations = run.expectations(self._header, all_functions, self._functions)
         self._examiner = executor.examiner(run, partial(measured_costs, options.folder, run.environment.device_name))
-        self._tally = Tally(run.num_questions + (functions.count if functions else 0), run.plan.rounds)
+        num_providers = len(self._providers.infos) if self._providers else 0
+        self._tally = Tally(run.num_questions + num_providers * len(self._functions), run.plan.rounds)
 
     @property
     def plan_text(self) -> str:
@@ -443,8 +449,9 @@ class _Execution:
             faulthandler.enable()  # print where a kernel killed the process
         if options.in_process:
             gc.freeze()  # as in a backend's process: skip torch's many objects in later collections
-        circumstances = Circumstances(options.seed, run.environment.digest, run.environment.attncheck)
-        functions = self._providers.run(circumstances) if self._providers else ()
+        functions: Iterable[Record] = ()
+        if self._providers is not None:
+            functions = starmap(self._providers.examine, product(self._providers.infos, self._functions))
         display = _display(options, tally, is_timed=self._is_timed) if see is None else nullcontext(see)
         path: Path | None = None
         stopped = ""

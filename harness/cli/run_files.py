@@ -13,7 +13,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISREG, S_IWOTH
-from typing import Protocol
 
 from attncheck.cases.keys import split_variant
 from attncheck.errors import RunFileError, SelectionError, WriteError
@@ -53,20 +52,6 @@ _ROOM = 2**16
 
 _KEPT = re.compile(r"last(~(?P<before>\d+))?|(?P<number>[1-9]\d*)")
 """A word for a kept run."""
-
-
-class RecordWriter(Protocol):
-    """Writes the records of a run."""
-
-    @property
-    def path(self) -> Path | None:
-        """The run file, or None if none is written."""
-
-    def add(self, record: Record) -> None:
-        """Write one record."""
-
-    def fail(self, error: str) -> None:
-        """Write an error that belongs to no record."""
 
 
 class NoWriter:
@@ -142,7 +127,7 @@ def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str
 @contextlib.contextmanager
 def open_run(
     output: Path | None, folder: Path | None, header: RunHeader, keep: int, earlier: Run | None = None
-) -> Iterator[RecordWriter]:
+) -> Iterator[RunWriter | NoWriter]:
     """Yield the writer of the run file ``output``, or of a new file in ``folder``; if both are None, write nothing.
 
     ``earlier``: a run that was cut off; its file is continued. ``output`` may be a folder. If ``folder`` is not
@@ -263,8 +248,9 @@ def _fault_of_owner(path: Path) -> str | None:
 
 
 def is_kept(path: Path) -> bool:
-    """Return whether ``path`` is a run file that attncheck kept for this user and the current folder."""
-    return path.resolve() in {each.resolve() for each in kept_runs(runs_folder())} and not _fault_of_owner(path)
+    """Return whether ``path`` is a run file that attncheck kept for the current folder and this user."""
+    own = (each for each in kept_runs(runs_folder()) if not _fault_of_owner(each))
+    return path.resolve() in {each.resolve() for each in own}
 
 
 def report_command(path: Path) -> str:

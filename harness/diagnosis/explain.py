@@ -53,9 +53,9 @@ from attncheck.reports.run_file.causes import (
     without_figures,
 )
 
-# Select the answers that fit a wrong output: those that agree wherever it is wrong, far better than the truth does.
-#
-# On some batches a fault leaves the output right, and would "explain" any error. Such an answer is not named.
+# A fault is named only if its output is far from the truth where `output` is wrong, and `output` is far nearer to it
+# than to the truth: on some batches a fault leaves the output right, and would "explain" any error. This runs only
+# after a failure, so it may be slow. It names no fault rather than the wrong one.
 
 _APART = 3.0
 """Budgets between an answer and the truth from which on an output can distinguish them."""
@@ -196,12 +196,6 @@ def _size(shares: Tensor) -> float:
     return float(torch.linalg.vector_norm(shares.clamp(max=1e100)))
 
 
-# Explain a wrong output: name the fault that produces it, or the keys, rows, heads and channels that are wrong.
-#
-# This runs only after a failure, so it may be slow. It names no fault rather than the wrong one. A fault is named only
-# if its output is far from the truth where `output` is wrong, and `output` is far nearer to it than to the truth: on
-# some batches a fault leaves the output right, and would "explain" any error.
-
 _FEW_WORK = 2**31
 """Rows x keys x head size above which faults are not tried, because that would take longer than the run."""
 
@@ -337,7 +331,6 @@ def faults_tried(problem: Problem, truth: Truth) -> frozenset[str]:
 
 
 def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> str | None:
-    """Return which keys, rows, heads and channels are wrong, for an output that no known fault fits."""
     keys = None if _too_much_work(truth) else key_pattern(problem, truth, values, shares)
     words = [each for each in (keys, pattern(problem, truth, values - truth.out, shares)) if each]
     return f"{UNKNOWN}{'; '.join(words)}" if words else None

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from attncheck.harness.diagnosis.patterns import places
 from attncheck.harness.diagnosis.scores import parts_of_request, unmasked_scores
-from attncheck.harness.problem.pages import visible_span
-from attncheck.harness.problem.problem import Problem, Request
+from attncheck.harness.problem.pages import Request, visible_span
+from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention, share_of_budget
 from attncheck.reference import AttentionParams
 from attncheck.reports.analysis.reasons import named
-
-# Right numbers in wrong places: rows, heads and channels of output or query that are exchanged or lost.
 
 _ALIKE = 0.05
 """Relative difference below which a channel counts as equal to another one."""
@@ -113,10 +111,8 @@ def _rows(problem: Problem, truth: Truth, values: Tensor, wrong: Tensor) -> Iter
     yield f"outputs are those of other rows: {words}", truth.out[source]
 
 
-# Find the factor by which scale, soft cap or ALiBi slopes are wrong, if the output is right for another number.
-#
-# The factor is searched for on the smallest requests with wrong rows, on a grid and then between two of its points, and
-# is then refined on all rows.
+# The factor by which scale, soft cap or ALiBi slopes are wrong is searched for on the smallest requests with wrong
+# rows, on a grid and then between two of its points, and is then refined on all rows.
 
 _REACH, _WIDE_STEP, _STEP = math.log(4.0), 0.15, 0.05
 """Natural logarithms: of the largest factor tried, and of the steps between points of the coarse and the fine grid."""
@@ -249,8 +245,6 @@ def _narrowed(off: Callable[[float], float], middle: float, reach: float) -> flo
             at_right = off(right)
     return (low + high) / 2
 
-
-# Find which KV head each wrong query head reads, if its output is right for another KV head.
 
 _MOST_REQUESTS = 4
 """Maximum number of requests in whose rows other KV heads are tried."""

@@ -144,7 +144,6 @@ def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention, bloc
 
 
 def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
-    """Yield (meaning, predicate that hides a key) of keys that faulty kernels lose."""
     query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
@@ -249,7 +248,6 @@ def scale_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _without_subnormals(part: Tensor, storage: Storage) -> Tensor:
-    """Return keys or values with 0 for codes below the smallest normal number."""
     smallest = torch.finfo(storage.held).tiny * storage.scale.double().to(part.device)
     return part.masked_fill(part.abs() < smallest, 0.0)
 

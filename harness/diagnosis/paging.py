@@ -17,10 +17,8 @@ from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
 from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions
 
-# Faults of pages and splits: keys read at wrong slots, and parts of the keys that are never read.
-#
 # A wrong slot holds a key of another position or request, or a stale row. Its contents are known, so the output of such
-# a kernel can be computed. Like :mod:`attncheck.harness.truth.faults`, these explain wrong outputs.
+# a kernel can be computed.
 
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """Page sizes in tokens that a kernel may assume without reading the cache's."""
@@ -68,7 +66,6 @@ def paging_explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
 
 
 def _with_stale(problem: Problem, rows: UnpagedAttention, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with stale rows instead of the ``new`` ones."""
     keys, values = rows.keys.clone(), rows.values.clone()
     for part, stale in zip((keys, values), stale_rows(problem), strict=True):
         part[new.to(part.device)] = stale.to(part)[torch.arange(len(new)) % STALE_ROWS]
@@ -237,7 +234,6 @@ def _short_numbers(problem: Problem, pages: Tensor) -> Iterator[tuple[str, Tenso
 
 
 def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
-    """Yield (meaning, predicate of keys that are never read)."""
     size = problem.cache.block_size
     lengths = [request.num_keys for request in problem.requests]
     pages = [-(-n // size) for n in lengths]
@@ -253,10 +249,6 @@ def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:
             yield f"only the first {what} is read", partial(is_behind, wide)
             yield f"only the last {what} is read", partial(is_before, begins)
 
-
-# Faults specific to an execution path: parts lost or counted twice, rows placed as if nothing had been cut.
-#
-# Like :mod:`attncheck.harness.truth.faults`, these explain wrong outputs.
 
 Places = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(request, row positions, key positions)`` -> the positions that a faulty mask uses instead."""
@@ -344,7 +336,6 @@ def _pieces_before(
 
 
 def _placed(meaning: str, rows: UnpagedAttention, params: AttentionParams, places: Places) -> Hypothesis:
-    """Return the fault of using the mask of other positions, over the same keys."""
     every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
     return altered(meaning, rows, every, hidden=lambda r, q, k: ~visible(params, *places(r, q, k)))
 

@@ -13,8 +13,6 @@ from attncheck.harness.problem.pages import visible_span
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth, params_of
 
-# Describe wrong rows, heads and channels in words, by what they have in common and right ones do not.
-
 _ROW_STEPS = (128, 64, 32, 16, 8, 4, 2)
 """Numbers of rows or keys in a tile, a page or a vector; faults at their edges repeat at this distance."""
 
@@ -153,8 +151,6 @@ def places(name: str, indices: Sequence[int]) -> str:
     return f"{name}s {', '.join(map(str, indices[:3]))}, ... ({len(indices)} in all{steps})"
 
 
-# Find which keys weigh too much or too little if no known fault fits, and what their positions have in common.
-#
 # In the inputs, each row and head gives most weight to one key. A fault that hides, shows or reweighs keys therefore
 # moves the row's output towards one value, or away from it. Each wrong row blames that key; the heaviest keys of the
 # right rows serve as a control.

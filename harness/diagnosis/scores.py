@@ -15,8 +15,6 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
-# Faults of scale, soft cap, ALiBi and sinks that change the scores without ignoring the modifier.
-
 _LOG2E = math.log2(math.e)
 
 _FACTORS = (
@@ -97,40 +95,39 @@ def _alibi_references(
 
 
 def _slopes(params: AttentionParams, slopes: tuple[float, ...]) -> Iterator[tuple[str, tuple[float, ...]]]:
-    number, group = params.num_heads, params.group_size
-    for factor, name in ((-1.0, "the ALiBi bias has the wrong sign"), (2.0, "the ALiBi bias is applied twice")):
-        yield name, tuple(factor * slope for slope in slopes)
+    number = params.num_heads
     factors = {
-        "scale": params.softmax_scale,
-        "log2(e)": _LOG2E,
-        "ln(2)": 1 / _LOG2E,
-        "1/2": 0.5,
-        "sqrt(head size)": params.head_size**0.5,
+        "has the wrong sign": -1.0,
+        "is applied twice": 2.0,
+        "is multiplied by scale": params.softmax_scale,
+        "is multiplied by log2(e)": _LOG2E,
+        "is multiplied by ln(2)": 1 / _LOG2E,
+        "is multiplied by 1/2": 0.5,
+        "is multiplied by sqrt(head size)": params.head_size**0.5,
     }
-    for name, factor in factors.items():
-        yield f"the ALiBi bias is multiplied by {name}", tuple(factor * slope for slope in slopes)
-    yield "the ALiBi slopes are in reversed order of heads", slopes[::-1]
-    yield "every head has the ALiBi slope of head 0", (slopes[0],) * number
-    yield (
-        "query head h has the ALiBi slope of its KV head, h // group size",
-        tuple(slopes[head // group] for head in range(number)),
-    )
-    yield (
-        "query head h has the ALiBi slope of head h % group size",
-        tuple(slopes[head % group] for head in range(number)),
-    )
-    yield (
-        "query head h has the ALiBi slope of head h % num_kv_heads",
-        tuple(slopes[head % params.num_kv_heads] for head in range(number)),
-    )
-    for shift in (1, -1):
-        yield (
-            f"query head h has the ALiBi slope of head h {'+' if shift > 0 else '-'} 1",
-            tuple(slopes[(head + shift) % number] for head in range(number)),
-        )
+    for how, factor in factors.items():
+        yield f"the ALiBi bias {how}", tuple(factor * slope for slope in slopes)
+    for meaning, heads in _heads_of_others("ALiBi slope", params):
+        yield meaning, tuple(slopes[head] for head in heads)
     for base in dict.fromkeys((number, 1 << (number - 1).bit_length(), 1 << (number.bit_length() - 1))):
         plain = tuple(2.0 ** (-8.0 * (head + 1) / base) for head in range(number))
         yield f"the ALiBi slopes are 2 ** (-8 (h + 1) / {base}), whatever the layer's are", plain
+
+
+def _heads_of_others(name: str, params: AttentionParams) -> Iterator[tuple[str, list[int]]]:
+    """Yield (meaning, head whose number each query head has) of faults in a number of each head, named ``name``."""
+    heads, group = range(params.num_heads), params.group_size
+    yield f"the {name}s are in reversed order of heads", list(reversed(heads))
+    yield f"every head has the {name} of head 0", [0] * len(heads)
+    others = {
+        "its KV head, h // group size": [head // group for head in heads],
+        "head h % group size": [head % group for head in heads],
+        "head h % num_kv_heads": [head % params.num_kv_heads for head in heads],
+        "head h + 1": [(head + 1) % len(heads) for head in heads],
+        "head h - 1": [(head - 1) % len(heads) for head in heads],
+    }
+    for which, source in others.items():
+        yield f"query head h has the {name} of {which}", source
 
 
 def other_sinks(truth: Truth) -> Iterator[tuple[str, Tensor]]:
@@ -156,8 +153,6 @@ def other_sinks(truth: Truth) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor]]:
-    group, number = params.group_size, params.num_heads
-    head = torch.arange(number, device=sinks.device)
     yield "the sinks are multiplied by the scale", sinks * params.softmax_scale
     yield "the sinks are divided by the scale", sinks / params.softmax_scale
     yield "the sinks are to base 2: multiplied by ln(2)", sinks / _LOG2E
@@ -167,18 +162,13 @@ def _sinks(params: AttentionParams, sinks: Tensor) -> Iterator[tuple[str, Tensor
     yield "sinks above 0 are taken for 0", sinks.clamp(max=0)
     if params.soft_cap is not None:
         yield "the soft cap is applied to the sinks", torch.tanh(sinks / params.soft_cap) * params.soft_cap
-    yield "every head has the sink of head 0", sinks[:1].expand(number)
-    yield "query head h has the sink of its KV head, h // group size", sinks[head // group]
-    yield "every head has the sink of the first head of its group", sinks[head // group * group]
-    yield "query head h has the sink of head h % group size", sinks[head % group]
-    yield "query head h has the sink of head h % num_kv_heads", sinks[head % params.num_kv_heads]
-    yield "the sinks are in reversed order of heads", sinks.flip(0)
-    yield "query head h has the sink of head h + 1", sinks.roll(-1)
-    yield "query head h has the sink of head h - 1", sinks.roll(1)
+    for meaning, source in _heads_of_others("sink", params):
+        yield meaning, sinks[source]
+    heads = torch.arange(params.num_heads, device=sinks.device)
+    first = heads // params.group_size * params.group_size
+    yield "every head has the sink of the first head of its group", sinks[first]
 
 
-# Faults of an online softmax: earlier sums are not rescaled when a tile of keys raises the maximum.
-#
 # With `m_t` the maximum after tile `t` and `m` the final one, a correct kernel ends with `sum exp(s - m) V` over `sum
 # exp(s - m)`. If one of the two is not rescaled, the keys of tile `t` stay in it with `exp(s - m_t)`.
 
@@ -302,8 +292,6 @@ def _online(
     weights = (old if spoils_acc else right) / total.masked_fill(total == 0, 1.0)
     return weights, last + total.log()
 
-
-# Faults in computing and summing scores: order of cap and bias, masks after the softmax, sums left out.
 
 _FEW_CAPS = 5.0
 """Score in soft caps below which ``exp`` inside ``tanh`` overflows in no dtype."""
@@ -433,9 +421,6 @@ def _padded(params: AttentionParams, rows: UnpagedAttention, count: Tensor) -> t
     return out * torch.nan_to_num(torch.exp(lse - total))[..., None], total
 
 
-# Faults of the LSE alone: another base, a term left out, or the LSE of another row or head.
-
-
 def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield (meaning, LSE ``[T, H]``) of faults of the LSE alone. ``got``: the wrong LSE.
 
@@ -484,8 +469,6 @@ def lse_explanations(truth: Truth, got: Tensor, *, output_holds: bool) -> Iterat
         yield "every row has the LSE of the row before", right.roll(1, 0)
         yield "every row has the LSE of row 0", right[:1].expand_as(right)
 
-
-# Faults of merging the partial results of splits of the keys: each is weighed by another number than its LSE.
 
 _SPLITS = (32, 64, 128, 256, 512, 1024)
 """Numbers of keys in a split."""

@@ -137,9 +137,9 @@ class Observation:
 
     An engine that cuts requests counts from the cut.
     """
-    pool_before: "Tensor | None"
+    pool_before: "Tensor | None" = None
     """The cache's bytes before the step (uint8, flat); None without a pool or if images were not kept."""
-    pool_after: "Tensor | None"
+    pool_after: "Tensor | None" = None
     changed: tuple[str, ...] = ()
     """Inputs and metadata fields that the step changed."""
     breaches: tuple[str, ...] = ()

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -145,22 +146,8 @@ class CallResult:
         return rows[self.call.num_rows :]
 
 
-@dataclass(frozen=True)
-class StepAnswer:
-    """The result of a step: real rows in the order of the step, then the padding rows of every call."""
-
-    output: Tensor
-    lse: Tensor | None
-    unwritten: Tensor
-    """bool, for the real rows only; likewise ``lse_unwritten``."""
-    lse_unwritten: Tensor | None
-    nth: Tensor
-    """int64, for the real rows only, as in :class:`ForwardCall`; likewise ``position``."""
-    position: Tensor
-
-
-def placed(results: Sequence[CallResult]) -> StepAnswer:
-    """Return the results of calls for different rows, each row at its place in the step."""
+def placed(results: Sequence[CallResult]) -> Observation:
+    """Return the results of calls for different rows, each row at its place in the step; padding rows come last."""
     calls = [result.call for result in results]
     rows = torch.cat([call.rows for call in calls])
     place = None if torch.equal(rows, torch.arange(len(rows))) else rows
@@ -170,17 +157,19 @@ def placed(results: Sequence[CallResult]) -> StepAnswer:
         pairs = list(zip(results, lses, strict=True))
         lse = torch.cat([_at(place, [r.real(own) for r, own in pairs]), *(r.padding(own) for r, own in pairs)])
     output = [_at(place, [r.real(r.output) for r in results]), *(r.padding(r.output) for r in results)]
-    return StepAnswer(
+    return Observation(
         output=torch.cat(output),
         lse=lse,
         unwritten=_at(place, [r.real(r.unwritten) for r in results]),
         lse_unwritten=_at(place, flags) if (flags := _lse_flags(results)) else None,
         nth=_at(place, [call.nth for call in calls]),
         position=_at(place, [call.position for call in calls]),
+        breaches=_distinct(result.breaches for result in results),
+        protocol=_distinct(result.protocol for result in results),
     )
 
 
-def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswer:
+def merged(results: Sequence[CallResult], conventions: Conventions) -> Observation:
     """Return the results of calls for the same rows over different keys, merged in float64 by their LSE.
 
     The merged LSE has the base of ``conventions``. NaN or Inf in the output of any part makes the row NaN, even if the
@@ -199,51 +188,38 @@ def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswe
     output = output + torch.stack([torch.where(torch.isfinite(out), 0.0, torch.nan) for out in outs]).sum(0)
     unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
     lse_unwritten = torch.stack(_lse_flags(results)).any(0)
-    return StepAnswer(
+    return Observation(
         output=torch.cat([output, *(out for out, _ in pads)]),
         lse=torch.cat([lse / unit, *(own for _, own in pads)]),
         unwritten=unwritten,
         lse_unwritten=lse_unwritten,
         nth=results[0].call.nth,
         position=results[0].call.position,
+        breaches=_distinct(result.breaches for result in results),
+        protocol=_distinct(result.protocol for result in results),
     )
 
 
-def observed(
-    whole: StepAnswer,
-    step: Step,
-    results: Sequence[CallResult],
-    *,
-    pool_before: Tensor | None,
-    pool_after: Tensor | None,
-    changed: Iterable[str],
-) -> Observation:
-    """Return the observation of a step from its combined result, with rows in the problem's order."""
-    return Observation(
-        output=in_problem_order(whole.output, step),
-        lse=None if whole.lse is None else in_problem_order(whole.lse, step),
-        unwritten=in_problem_order(whole.unwritten, step),
-        lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
-        nth=in_problem_order(whole.nth, step),
-        position=in_problem_order(whole.position, step),
-        pool_before=pool_before,
-        pool_after=pool_after,
-        changed=_distinct(changed),
-        breaches=_distinct(name for result in results for name in result.breaches),
-        protocol=_distinct(name for result in results for name in result.protocol),
-    )
-
-
-def in_problem_order(rows: Tensor, step: Step) -> Tensor:
-    """Return ``rows`` with the step's real rows in the problem's order, and padding rows last.
-
-    ``rows`` itself is returned if it already has that order.
-    """
+def in_problem_order(seen: Observation, step: Step) -> Observation:
+    """Return the observation of ``step`` with the real rows in the problem's order, and padding rows last."""
     if step.is_in_problem_order:
-        return rows
-    ordered = rows.clone()
-    ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
-    return ordered
+        return seen
+    place = step.row_order
+
+    def ordered(rows: Tensor) -> Tensor:
+        made = rows.clone()
+        made[place.to(rows.device)] = rows[: len(place)]
+        return made
+
+    return replace(
+        seen,
+        output=ordered(seen.output),
+        lse=None if seen.lse is None else ordered(seen.lse),
+        unwritten=ordered(seen.unwritten),
+        lse_unwritten=None if seen.lse_unwritten is None else ordered(seen.lse_unwritten),
+        nth=ordered(seen.nth),
+        position=ordered(seen.position),
+    )
 
 
 def _at(place: Tensor | None, pieces: Sequence[Tensor]) -> Tensor:
@@ -263,5 +239,5 @@ def _lse_flags(results: Sequence[CallResult]) -> list[Tensor]:
     return [r.real(r.lse_unwritten) for r in results if r.lse_unwritten is not None]
 
 
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+def _distinct(lists: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(lists)))

@@ -15,7 +15,7 @@ from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.construction import LAYER, LayerStub, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend, has_its_memory, require_memory, stage_named
 from attncheck.harness.driver.observation import Observation, printable
-from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, merged, observed, placed, read_result
+from attncheck.harness.driver.outputs import CallResult, GuardedBuffer, in_problem_order, merged, placed, read_result
 from attncheck.harness.driver.pool import KVPool, new_pool
 from attncheck.harness.driver.step import (
     ForwardCall,
@@ -76,7 +76,7 @@ class PreparedStep:
 
 
 @dataclass(frozen=True)
-class Turn:
+class BegunStep:
     """A session's part of a step that has begun.
 
     ``lent``: the calls as the backend gets them. ``before``: the cache's memory before the first call. ``has_images``:
@@ -355,17 +355,17 @@ class Session:
 
         ``images``: keep the cache's memory before and after, and look for changed inputs.
         """
-        turn = self.begin(fill, images=images)
+        begun = self.begin(fill, images=images)
         try:
-            for call, metadata in self.built(turn.calls):
-                self.take(turn, call, metadata)
+            for call, metadata in self.built(begun.calls):
+                self.take(begun, call, metadata)
         except StageError as failure:
-            if not turn.results or failure.raised.touched:
+            if not begun.results or failure.raised.touched:
                 raise
             raise StageError(replace(failure.raised, touched=("the output of an earlier call",))) from failure
-        return self.finish(turn)
+        return self.finish(begun)
 
-    def begin(self, fill: Fill = Fill(), *, images: bool = True, lent: LentCalls | None = None) -> Turn:
+    def begin(self, fill: Fill = Fill(), *, images: bool = True, lent: LentCalls | None = None) -> BegunStep:
         """Make the inputs of a step, and fill the cache according to ``fill``. Raises StageError.
 
         ``lent``: the calls of the step if they are not to be in new memory.
@@ -374,35 +374,33 @@ class Session:
         lent = lent or lend_copies(prepared.calls)
         kv_cache = self._filled_cache(prepared.step, fill)
         before = self._image() if images else None
-        return Turn(prepared.step, lent, kv_cache, before, images)
+        return BegunStep(prepared.step, lent, kv_cache, before, images)
 
     def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
         """Return each call with its metadata; micro-batches are all built before the first runs, others one by one."""
         built = ((call, self._build(call)) for call in calls)
         return list(built) if num_builders(self.problem) > 1 else built
 
-    def take(self, turn: Turn, call: ForwardCall, metadata: Any) -> None:
-        """Make one call of the turn. Raises StageError."""
+    def take(self, begun: BegunStep, call: ForwardCall, metadata: Any) -> None:
+        """Make one call of a step that has begun. Raises StageError."""
         buffers = self.layer.output_buffers(self.problem, call)
-        forward = partial(self.layer_of(call).enter, call, turn.kv_cache, metadata, buffers)
+        forward = partial(self.layer_of(call).enter, call, begun.kv_cache, metadata, buffers)
         try:
             returned = call_backend("forward", forward, self.device, self._watching())
         except StageError as failure:
-            touched = self._touched(buffers, turn.before)
+            touched = self._touched(buffers, begun.before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
-        turn.results.append(self.layer.result_of(call, returned, buffers))
+        begun.results.append(self.layer.result_of(call, returned, buffers))
 
-    def finish(self, turn: Turn) -> Observation:
-        """Return the observation of a turn whose calls have all been made."""
-        results = turn.results
-        return observed(
-            merged(results, self.backend.conventions) if self._is_merged else placed(results),
-            turn.step,
-            results,
-            pool_before=turn.before,
-            pool_after=self._image() if turn.has_images else None,
-            changed=turn.lent.changed() if turn.has_images else (),
-        )
+    def finish(self, begun: BegunStep) -> Observation:
+        """Return the observation of a step whose calls have all been made."""
+        results = begun.results
+        seen = merged(results, self.backend.conventions) if self._is_merged else placed(results)
+        seen = in_problem_order(seen, begun.step)
+        if not begun.has_images:
+            return seen
+        changed = tuple(dict.fromkeys(begun.lent.changed()))
+        return replace(seen, pool_before=begun.before, pool_after=self._image(), changed=changed)
 
     def layer_of(self, call: ForwardCall) -> BackendLayer:
         """Return the layer that makes ``call``: only one of the calls that are merged carries the sinks."""
@@ -526,29 +524,29 @@ def run_step(sessions: Sequence[Session], changes: list[str] | None = None) -> l
     ``changes``: a list that receives each metadata field that a call of ``forward`` changed, with the layer that
     changed it. Raises StageError, whose stage includes the session's role.
     """
-    turns: list[tuple[Session, Turn]] = []
+    begun_steps: list[tuple[Session, BegunStep]] = []
     for session in sessions:
         with _named(session):
-            turns.append((session, session.begin(images=False)))
+            begun_steps.append((session, session.begin(images=False)))
     built: dict[object, Iterator[tuple[ForwardCall, Any]]] = {}
-    for session, turn in sorted(turns, key=lambda pair: pair[0].role != ""):
+    for session, begun in sorted(begun_steps, key=lambda pair: pair[0].role != ""):
         if _batch_of(session) not in built:
             with _named(session):
-                built[_batch_of(session)] = iter(session.built(turn.calls))
-    for number in range(max(len(turn.calls) for _, turn in turns)):
+                built[_batch_of(session)] = iter(session.built(begun.calls))
+    for number in range(max(len(begun.calls) for _, begun in begun_steps)):
         made = {batch: next(calls, None) for batch, calls in built.items()}
-        for session, turn in turns:
+        for session, begun in begun_steps:
             if (pair := made[_batch_of(session)]) is None:
                 continue
-            call, metadata = replace(turn.calls[number], common=pair[0].common), pair[1]
+            call, metadata = replace(begun.calls[number], common=pair[0].common), pair[1]
             with _named(session):
                 before = {} if changes is None else call_backend("metadata", partial(_contents, metadata))
-                session.take(turn, call, metadata)
+                session.take(begun, call, metadata)
                 if changes is not None:
                     who = session.role or "the layer"
                     changed = call_backend("metadata", partial(_changes, before, metadata))
                     changes += [f"forward of {who} changes {name}" for name in changed]
-    return [session.finish(turn) for session, turn in turns]
+    return [session.finish(begun) for session, begun in begun_steps]
 
 
 def _batch_of(session: Session) -> object:

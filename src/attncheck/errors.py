@@ -31,7 +31,6 @@
         |-- CaptureError             a forward cannot be captured as a CUDA graph
         |-- UnseenError              the graph recorder cannot see what a forward does
         |-- ReleasedMemoryError      a replayed graph wrote to memory that was released
-        |-- UntrustworthyTimeError   a time cannot be trusted: ends the measurement
         |-- UnfitQuestionError       the reference accepts arguments that it should reject, or the reverse
         |-- ProcessEndedError        a backend's process ended before it answered
         |-- PipeClosedError          the pipe between the run and a backend's process is closed

@@ -426,9 +426,6 @@ class GraphLevelCheck:
 
         ``cases``: returns the run's cases that run this check on the backend. If it returns none, every probe runs.
         """
-        reasons = unexamined_reasons(case)
-        if reasons:
-            return NotExamined(reasons, "attncheck")
         layer_case = layer_and_cache(case)
         if (backend, layer_case) not in self._findings:
             if backend not in self._levels:

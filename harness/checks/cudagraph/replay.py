@@ -39,7 +39,7 @@ from attncheck.harness.driver.construction import max_model_len
 from attncheck.harness.driver.foreign_code import StageError, call_backend, unsupported_reasons
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.pool import KVPool
-from attncheck.harness.driver.session import Fill, Session, Turn
+from attncheck.harness.driver.session import BegunStep, Fill, Session
 from attncheck.harness.driver.step import ForwardCall, lend_in_place, micro_batches_of
 from attncheck.harness.problem.pages import RandomStream, key_places, lay_out
 from attncheck.harness.problem.problem import Problem, build_problem, place_requests
@@ -188,7 +188,7 @@ class StepResult:
     trace: MetadataTrace
 
 
-Launch = Callable[[Turn], None]
+Launch = Callable[[BegunStep], None]
 """Makes the calls of a step, by a graph or without one."""
 
 
@@ -381,12 +381,12 @@ def _pool_of(session: Session) -> KVPool:
     return cast(KVPool, session.pool)
 
 
-def _call(session: Session, metadata: Sequence[Any], begun: Turn) -> None:
+def _call(session: Session, metadata: Sequence[Any], begun: BegunStep) -> None:
     for call, own in zip(begun.calls, metadata, strict=True):
         session.take(begun, call, own)
 
 
-def _replay(session: Session, graph: CapturedGraph, begun: Turn) -> None:
+def _replay(session: Session, graph: CapturedGraph, begun: BegunStep) -> None:
     for call, buffers in zip(begun.calls, graph.buffers, strict=True):
         buffers.refill(call.num_rows)
     call_backend("replay", graph.recording.replay, session.device)

@@ -661,16 +661,12 @@ class TimingCheck:
         self._ceilings: dict[str, Ceilings] = {}
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
-        """Return the finding for one case. Raise StageError if the backend raised."""
-        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(
-            backend, self._conditions.device
-        )
-        if reasons:
-            return NotExamined(reasons, "attncheck")
+        """Return the finding for one case. Raise StageError if the backend raised, and FindingError as a check does."""
+        if _runs_interpreted(backend, self._conditions.device):
+            reason = "its kernels are interpreted here: their times are not those of a GPU"
+            return NotExamined((reason,), "attncheck")
         try:
             return self._measure(backend, problem, truth)
-        except FindingError as found:
-            return found.finding
         except (MemoryError, torch.OutOfMemoryError) as error:
             return NotExamined((f"out of memory for the contents of several problems: {error}",), "attncheck")
 
@@ -709,21 +705,11 @@ class TimingCheck:
         return self._ceilings[dtype]
 
 
-def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:
-    """Return why this case is not timed for a backend with these features. Empty if it is timed."""
-    path = case.batch.path.name
-    if path in _SEVERAL_CALLS or is_merged(case.batch, features):
-        return (f"path {path}: the harness plays it by several calls, and times only what one forward does",)
-    return ()
-
-
-def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[str, ...]:
+def _runs_interpreted(backend: LoadedBackend, device: torch.device) -> bool:
     required: Mapping[str, str] = call_backend(
         "required_environment", lambda: backend.backend.required_environment(str(device))
     )
-    if ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version):
-        return ("its kernels are interpreted here: their times are not those of a GPU",)
-    return ()
+    return ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version)
 
 
 def _device_notes(state: DeviceState | None) -> Iterator[str]:
@@ -753,8 +739,11 @@ def _check(case: CheckedCase) -> Finding:
 
 
 def _not_applicable(case: Case, features: frozenset[str]) -> NotExamined | None:
-    reasons = unasked_reasons(case, features)
-    return NotExamined(reasons, "attncheck") if reasons else None
+    path = case.batch.path.name
+    if path not in _SEVERAL_CALLS and not is_merged(case.batch, features):
+        return None
+    reason = f"path {path}: the harness plays it by several calls, and times only what one forward does"
+    return NotExamined((reason,), "attncheck")
 
 
 CHECKS = {"timing": Check(_check, _not_applicable)}

@@ -114,7 +114,6 @@ def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendLoadError) as refused:
         describe_backend(backend, "cpu")
     assert str(refused.value) == snapshot("backend 'reference': required_environment raised RuntimeError: no idea")
-    assert "required_environment" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Claims about graphs besides the level: played where declared, false ones fail the check, others are listed."""
+"""Claims about graphs besides the level: examined where declared, false ones fail the check, others are listed."""
 
 from dataclasses import replace
 

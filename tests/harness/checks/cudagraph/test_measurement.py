@@ -139,7 +139,8 @@ def test_one_layer_and_cache_is_measured_once_a_backend(measured, monkeypatch):
 
 @pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
 def test_layers_that_no_graph_is_captured_for_are_not_examined(attn_type):
-    finding = GraphLevelCheck(0, CPU).examine(SDPABackend, replace(CASE, layer=replace(LAYER, attn_type=attn_type)))
+    case = replace(CASE, layer=replace(LAYER, attn_type=attn_type))
+    finding = check_module.CHECKS["cudagraph"].not_applicable(case, SDPABackend.features)
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
 
@@ -157,7 +158,6 @@ def test_a_level_whose_batches_are_declined_is_not_reached(questions):
     assert finding.summary == snapshot(
         "declared UNIFORM_BATCH, measured UNIFORM_SINGLE_TOKEN_DECODE: probe 'verify 2' broke: the backend declares that it does not serve such batches: query_len 2: only decodes"
     )
-    assert "query_len" in finding.summary
 
 
 class TwoLayouts(graphs.Base):

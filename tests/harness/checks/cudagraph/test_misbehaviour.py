@@ -49,7 +49,6 @@ def test_a_frozen_number_is_a_fault_although_no_two_answers_have_the_same_bits()
     assert finding.meaning == snapshot(
         "the same step is right without a graph: numbers are frozen at capture, such as these: metadata.seq_lens[0] was 1 at capture and is 15 now; metadata.common.max_seq_len was 1 at capture and is 35 now"
     )
-    assert "max_seq_len" in finding.meaning
 
 
 def test_what_it_cannot_do_at_all_above_its_level_leaves_the_level_measured():
