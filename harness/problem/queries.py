@@ -195,20 +195,20 @@ def _row_queries(
     tree: Tensor | None,
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
-    turn = rows.number[:, None]
+    number = rows.number[:, None]
     params = layer_params(layer)
     lo, hi = visible_span(params, rows.position, rows.num_keys)
     if params.attn_chunk_size is not None:
         # Version 1 of the generator ignores the end of a chunk. That changes nothing if a causal mask hides more.
         _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
-    target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
+    target, other = _targets(rows, block_size, lo, hi, number + heads, tree)
     # The key index wraps at the end of the batch: the neighbour of the last request is the first one.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(rows.base[:, None] + target) % len(keys), kv_head].double()
     norm = needle.norm(dim=-1).clamp(min=1e-3)
     background, bias = _background(layer, rows.position, lo, hi, target)
     score = _needle_score(norm, background - bias)
-    kind = (turn * 5 + heads) % 16
+    kind = (number * 5 + heads) % 16
     if "needles" not in inputs:
         score = norm  # unit-variance scores: a plain random input
     if "large_scores" in inputs:
@@ -227,7 +227,7 @@ def _row_queries(
 
 
 def _targets(
-    rows: _Rows, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor, tree: Tensor | None
+    rows: _Rows, block_size: int, lo: Tensor, hi: Tensor, number: Tensor, tree: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the needle of each row and head, and a second key that the row sees: int64 ``[q, H]`` each.
 
@@ -252,9 +252,9 @@ def _targets(
         node = places - rows.first[:, None]
         among = (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
         seen = valid & _within(places, lo, hi) & among
-    target = _nth_valid(places, valid, turn)
+    target = _nth_valid(places, valid, number)
     seen[:, -1] |= ~seen.any(dim=-1)
-    return target, _nth_valid(places, seen, turn + 1)
+    return target, _nth_valid(places, seen, number + 1)
 
 
 def _within(places: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
