@@ -238,7 +238,7 @@ def _crashed_instead(record: Record, cause: str) -> Crashed:
     """Return the record of the same check as ``crashed``, with the line of the backend that raised, if there is one."""
     kept = {name: value for name, value in without_outcome(record).items() if name in Crashed.model_fields}
     stage, place = f"check {record.check}", ""
-    if isinstance(record, Errored) and record.stage != OURSELVES:
+    if isinstance(record, Errored) and record.stage not in (OURSELVES, stage):
         stage = f"{stage}, in {record.stage}"
         place = raised_at(record.traceback).replace(", in ", " in ")  # as the fault handler writes it
     return Crashed(**kept, stage=stage, cause=cause, output=place and f"{place}\n")
