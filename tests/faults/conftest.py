@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which the commands of a module run."""
     made = tmp_path_factory.mktemp("faults")
     (made / "small.yaml").write_text(SUITE)
-    for name in ("hostile.py", "deeds.py", "slow.py"):
+    for name in ("hostile.py", "deeds.py"):
         shutil.copy(Path(__file__).with_name(name), made)
     return made
 

@@ -1,4 +1,7 @@
-"""A backend that does something outside of its process once for each case, by the head size of the case."""
+"""``Deeds`` does something outside of its process once for each case, by the head size of the case.
+
+``Slow`` waits in each case while the file ``hold`` is there, for ten seconds at most.
+"""
 
 import ctypes
 import os
@@ -77,3 +80,17 @@ class Deeds(ReferenceBackend):
     @staticmethod
     def get_impl_cls() -> type[Impl]:
         return Impl
+
+
+class SlowImpl(ReferenceImpl):
+    def forward(self, *args: Any, **others: Any) -> torch.Tensor:
+        for _ in range(200):
+            if Path("hold").exists():
+                time.sleep(0.05)
+        return super().forward(*args, **others)
+
+
+class Slow(ReferenceBackend):
+    @staticmethod
+    def get_impl_cls() -> type[SlowImpl]:
+        return SlowImpl

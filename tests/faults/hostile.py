@@ -1,11 +1,10 @@
-"""Backends that attack the harness at the case with head size ``FAULTY``, and are right everywhere else.
+"""A backend that attacks the harness in each case of ``ATTACKS``, and backends with a bad declaration.
 
-The process of such a backend sends its answers through a pipe. ``Pipe`` stands between: it keeps each line, and lets a
-backend send lines again, change or drop them. So these attacks need no knowledge of the messages, except ``OLD_LINES``.
+The process of a backend sends its answers through a pipe. ``Pipe`` stands between: it keeps each line, and lets the
+backend send lines again, change or drop them. So most of these attacks need no knowledge of the messages.
 """
 
 import fcntl
-import json
 import os
 import re
 import threading
@@ -19,14 +18,8 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 
-FAULTY = 32
-OLD_LINES = {
-    "refused": b'{"kind":"refused","reason":"","raised":""}\n',
-    "done": b'{"kind":"done","blind":null}\n',
-    "done_blind": b'{"kind":"done","blind":"oh"}\n',
-    "fault": b'{"kind":"fault","error":"oh","traceback":"oh"}\n',
-}
-MESSAGE = "\x1b[31m \x1b]8;;http://x.example\x1b\\ \x9b1m \u202e \0 end"
+HEAD_SIZE = 16
+"""Of the cases that are right; that of an attack is larger, by a multiple of 8."""
 
 
 class Pipe:
@@ -64,30 +57,13 @@ class Pipe:
 PIPE = Pipe()
 
 
-def faulty(deed: Callable[[], object] = bool, answer: Callable[..., Any] = lambda right, query: right) -> type[Any]:
-    """Return a backend that calls ``deed`` before, and returns what ``answer`` makes of the right output and query."""
-
-    class Impl(ReferenceImpl):
-        def forward(self, layer: Any, query: torch.Tensor, *args: Any, **others: Any) -> Any:
-            if self.head_size != FAULTY:
-                return super().forward(layer, query, *args, **others)
-            deed()
-            return answer(super().forward(layer, query, *args, **others), query)
-
-    return type("Faulty", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-
-
-def old_line(name: str) -> type[Any]:
-    return faulty(lambda: PIPE.say(OLD_LINES[name]))
-
-
-def answer_before() -> None:
-    """Send again all that was sent about the case ``before``."""
+def send_answer_again() -> None:
+    """Send again what was sent about the case before."""
     first = min(number for number, line in enumerate(PIPE.lines) if b'"before"' in line)
     PIPE.say(*PIPE.lines[first : first + 2])
 
 
-def stage_for_ever() -> None:
+def begin_for_ever() -> None:
     """Send the line with which the present stage began each half second, and never return."""
     time.sleep(0.1)  # until the thread has forwarded it
     line = PIPE.lines[-1]
@@ -96,26 +72,41 @@ def stage_for_ever() -> None:
         time.sleep(0.5)
 
 
-def changed(**fields: object) -> type[Any]:
-    """Return a backend whose record of the case ``faulty`` has these fields."""
+def changing(field: str, value: str) -> Callable[[], None]:
+    """Return an attack that gives this JSON value to a field of its next record."""
+    pattern, field_and_value = rb'"%s":("[^"]*"|\d+)' % field.encode(), f'"{field}":{value}'.encode()
 
     def change(line: bytes) -> list[bytes]:
-        if b'"case_id":"faulty"' not in line:
-            return [line]
-        for name, value in fields.items():
-            line = re.sub(
-                rb'"%s":("[^"]*"|\d+)' % name.encode(), b'"%s":%s' % (name.encode(), json.dumps(value).encode()), line
-            )
-        return [line]
+        return [re.sub(pattern, field_and_value, line) if b'"case_id"' in line else line]
 
-    return faulty(lambda: setattr(PIPE, "change", change))
+    return lambda: setattr(PIPE, "change", change)
 
 
-def without_record() -> None:
-    PIPE.change = lambda line: [] if b'"case_id":"faulty"' in line else [line]
+def drop_record() -> None:
+    PIPE.change = lambda line: [] if b'"case_id"' in line else [line]
 
 
-class Hostile(torch.Tensor):
+LINES = {
+    "answer_again": send_answer_again,
+    "load_again": lambda: PIPE.say(PIPE.lines[0]),
+    "refused": lambda: PIPE.say(b'{"kind":"refused","reason":"","raised":""}\n'),
+    "done": lambda: PIPE.say(b'{"kind":"done","blind":null}\n'),
+    "done_blind": lambda: PIPE.say(b'{"kind":"done","blind":"oh"}\n'),
+    "fault": lambda: PIPE.say(b'{"kind":"fault","error":"oh","traceback":"oh"}\n'),
+    "no_record": drop_record,
+    "other_backend": changing("backend", '"torch_sdpa"'),
+    "no_backend": changing("backend", '"nobody"'),
+    "other_seed": changing("seed", "7"),
+    "other_case": changing("case_id", '"after"'),
+    "other_hash": changing("case_hash", '"000000000000"'),
+    "other_machine": changing("environment", '"000000000000"'),
+    "stage_again": begin_for_ever,
+    "prints": lambda: print("\x1b[31m \x1b]8;;http://x.example\x1b\\ \x9b1m \u202e \0 end", flush=True),  # noqa: T201
+}
+"""Attacks by what the process writes."""
+
+
+class HostileTensor(torch.Tensor):
     """A tensor each of whose functions raises."""
 
     @classmethod
@@ -123,53 +114,43 @@ class Hostile(torch.Tensor):
         raise RuntimeError("hostile tensor")
 
 
-def as_hostile(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.__class__ = Hostile
-    return tensor
+TENSORS = {
+    "freed_query": lambda right, query: query.untyped_storage().resize_(0),
+    "hostile_query": lambda right, query: setattr(query, "__class__", HostileTensor),
+    "hostile_output": lambda right, query: right.as_subclass(HostileTensor),
+    "hostile_in_place": lambda right, query: setattr(right, "__class__", HostileTensor),
+    "transposed": lambda right, query: right.transpose_(0, 1),
+}
+"""Attacks by what happens to the right output or to the query; a tensor is returned in place of the output."""
+
+ATTACKS = (*LINES, *TENSORS)
 
 
-class Good(ReferenceBackend):
-    pass
+class Impl(ReferenceImpl):
+    def forward(self, layer: Any, query: torch.Tensor, *args: Any, **others: Any) -> Any:
+        attack = None if self.head_size == HEAD_SIZE else ATTACKS[(self.head_size - HEAD_SIZE) // 8 - 1]
+        if attack in LINES:
+            LINES[attack]()
+        right = super().forward(layer, query, *args, **others)
+        answer = TENSORS[attack](right, query) if attack in TENSORS else None
+        return answer if isinstance(answer, torch.Tensor) else right
 
 
-refused, done, done_blind, fault = map(old_line, OLD_LINES)
-load_again = faulty(lambda: PIPE.say(PIPE.lines[0]))
-before_again = faulty(answer_before)
-stage_again = faulty(stage_for_ever)
-no_record = faulty(without_record)
-other_backend = changed(backend="torch_sdpa", backend_ref="torch_sdpa")
-no_backend = changed(backend="nobody")
-other_seed = changed(seed=7)
-other_case = changed(case_id="later")
-other_hash = changed(case_hash="0" * 12)
-other_machine = changed(environment="0" * 12)
-freed_query = faulty(answer=lambda right, query: (query.untyped_storage().resize_(0), right)[1])
-hostile_output = faulty(answer=lambda right, query: right.as_subclass(Hostile))
-hostile_in_place = faulty(answer=lambda right, query: as_hostile(right))
-hostile_query = faulty(answer=lambda right, query: (as_hostile(query), right)[1])
-transposed = faulty(answer=lambda right, query: right.transpose_(0, 1))
-prints = faulty(lambda: print(MESSAGE, flush=True))  # noqa: T201
+def declaring(**methods: Callable[..., Any]) -> type[Any]:
+    return type("Declaring", (ReferenceBackend,), {name: staticmethod(each) for name, each in methods.items()})
 
 
-class NameRaises(ReferenceBackend):
-    @staticmethod
-    def get_name() -> str:
-        raise RuntimeError("no name today")
+def raise_error() -> str:
+    raise RuntimeError("no name today")
 
 
-class NoName(ReferenceBackend):
-    @staticmethod
-    def get_name() -> Any:
-        return None
+def shape_of_floats(*args: Any, **others: Any) -> Any:
+    return tuple(map(float, ReferenceBackend.get_kv_cache_shape(*args, **others)))
 
 
-class NoImpl(ReferenceBackend):
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return None
-
-
-class FloatShape(ReferenceBackend):
-    @staticmethod
-    def get_kv_cache_shape(*args: Any, **others: Any) -> Any:
-        return tuple(map(float, ReferenceBackend.get_kv_cache_shape(*args, **others)))
+Good = declaring()
+Hostile = declaring(get_impl_cls=lambda: Impl)
+name_raises = declaring(get_name=raise_error)
+no_name = declaring(get_name=lambda: None)
+no_impl = declaring(get_impl_cls=lambda: None)
+float_shape = declaring(get_kv_cache_shape=shape_of_floats)

@@ -1,6 +1,6 @@
 """An attack on the harness costs a backend its case, and changes no other record of the run.
 
-All backends share a run. With ``-k`` it has those of the selected tests.
+All attacks share a run. With ``-k`` it has those of the selected tests.
 """
 
 import sys
@@ -16,16 +16,18 @@ pytestmark = [
     pytest.mark.xdist_group("faults"),
 ]
 
-OURSELVES = "attncheck itself"
-CASES = ("before", "faulty", "between", "later")
-INTRUDED = ({"crashed"}, "attncheck's own pipe")
-WRONG = ({"failed", "errored"}, "")
-
-
-def ref_of(name: str) -> str:
-    return f"./hostile.py:{name}"
-
-
+ATTACKS = [
+    *("answer_again", "load_again", "refused", "done", "done_blind", "fault", "no_record", "other_backend"),
+    *("no_backend", "other_seed", "other_case", "other_hash", "other_machine", "stage_again", "prints"),
+    *("freed_query", "hostile_query", "hostile_output", "hostile_in_place", "transposed"),
+]
+BEFORE, AFTER = "before", "after"
+HOSTILE, GOOD = "./hostile.py:Hostile", "./hostile.py:Good"
+SUITE = """\
+suite: attacks
+defaults: {batch: q5, layer: {num_heads: 2, num_kv_heads: 1, dtype: float32, head_size: 16}}
+cases:
+"""
 Records = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -38,6 +40,11 @@ class Run:
     records: Records
     clean: Records
 
+    def assert_clean(self, backend: str, case: str, own: tuple[str, ...] = ("backend", "backend_ref")) -> None:
+        """Assert that a record is that of a clean run, but for the name of the backend."""
+        right = self.clean[backend if backend == "torch_sdpa" else GOOD, case]
+        assert {**self.records[backend, case], **dict.fromkeys(own)} == {**right, **dict.fromkeys(own)}
+
 
 @pytest.fixture(scope="module")
 def run(
@@ -47,75 +54,61 @@ def run(
     forked: None,
     request: pytest.FixtureRequest,
 ) -> Run:
-    selected = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
-    names = dict.fromkeys(spec.params["name"] for spec in selected if spec is not None)
-    suite = ("--suite", "small.yaml")
-    code, printed = attncheck("run", ref_of("Good"), "torch_sdpa", *suite, "--output", "clean.jsonl")
+    specs = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    attacks = [name for name in ATTACKS if name in [spec.get("attack") for spec in specs]]
+    refs = [f"./hostile.py:{spec['declaration']}" for spec in specs if "declaration" in spec]
+    layers = {name: f"layer: {{head_size: {24 + 8 * number}}}" for number, name in enumerate(ATTACKS)}
+    cases = [f"  - {{id: {name}, {layers.get(name, 'description: right')}}}\n" for name in (BEFORE, *attacks, AFTER)]
+    (folder / "attacks.yaml").write_text(SUITE + "".join(cases))
+    words = ("run", "torch_sdpa", "--suite", "attacks.yaml", "--jobs", "2")
+    code, printed = attncheck(*words, GOOD, "--output", "clean.jsonl")
     assert code == 0, printed
-    words = (*suite, "--jobs", "3", "--case-timeout", "10", "--show-output", "--output", "found.jsonl")
-    code, printed = attncheck("run", *map(ref_of, names), "torch_sdpa", *words)
+    limits = ("--case-timeout", "10", "--show-output", "--output", "found.jsonl")
+    code, printed = attncheck(*words, HOSTILE, *refs, *limits)
     assert (folder / "found.jsonl").exists(), printed
     return Run(code, printed, records("found.jsonl"), records("clean.jsonl"))
 
 
-def assert_only_cases_fall(run: Run, name: str, cases: tuple[str, ...], outcomes: set[str], text: str) -> None:
-    for case in CASES:
-        record = run.records[ref_of(name), case]
-        if case in cases:
-            assert record["outcome"] in outcomes
-            assert text in str(record)
-            assert OURSELVES not in str(record)
-        else:
-            own = {"backend", "backend_ref"}
-            right = run.clean[ref_of("Good"), case]
-            assert {**record, **dict.fromkeys(own)} == {**right, **dict.fromkeys(own)}
+def assert_falls(record: dict[str, Any], outcomes: set[str], text: str = "") -> None:
+    assert record["outcome"] in outcomes
+    assert text in str(record)
+    assert "attncheck itself" not in str(record)
 
 
-@pytest.mark.parametrize(
-    ("name", "outcomes", "text"),
-    [
-        pytest.param("refused", *INTRUDED, id="the answer to another request"),
-        pytest.param("load_again", *INTRUDED, id="the first line once more"),
-        pytest.param("done", *INTRUDED, id="the end of the case before its record"),
-        pytest.param("no_record", *INTRUDED, id="no record"),
-        pytest.param("done_blind", *INTRUDED, id="a case that is too weak"),
-        pytest.param("fault", *INTRUDED, id="a failure of attncheck"),
-        pytest.param("before_again", *INTRUDED, id="the record of the case before it"),
-        pytest.param("other_backend", *INTRUDED, id="a record of another backend"),
-        pytest.param("no_backend", *INTRUDED, id="a record of no backend"),
-        pytest.param("other_seed", *INTRUDED, id="a record of another seed"),
-        pytest.param("other_case", *INTRUDED, id="a record of another case"),
-        pytest.param("other_hash", *INTRUDED, id="a record of a case with other contents"),
-        pytest.param("other_machine", *INTRUDED, id="a record of another machine"),
-        pytest.param("stage_again", {"crashed", "timed_out"}, "", id="a time limit that never ends"),
-        pytest.param("freed_query", *WRONG, id="a query without storage"),
-        pytest.param("hostile_output", *WRONG, id="an output of a class that raises"),
-        pytest.param("hostile_in_place", *WRONG, id="an output that gets such a class"),
-        pytest.param("hostile_query", *WRONG, id="a query that gets such a class"),
-        pytest.param("transposed", *WRONG, id="an output with two exchanged dimensions"),
-        pytest.param("prints", {"passed"}, "", id="printed commands of a terminal"),
-    ],
-)
-def test_an_attack_costs_its_case(run: Run, name: str, outcomes: set[str], text: str) -> None:
-    assert_only_cases_fall(run, name, ("faulty",), outcomes, text)
+@pytest.mark.parametrize("attack", ATTACKS[:13])
+def test_a_line_in_the_pipe_costs_its_case(run: Run, attack: str) -> None:
+    assert_falls(run.records[HOSTILE, attack], {"crashed"}, "attncheck's own pipe")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("NameRaises", "no name today"), ("NoName", "get_name"), ("NoImpl", "get_impl_cls"), ("FloatShape", "shape")],
-)
-def test_a_bad_declaration_costs_its_backend(run: Run, name: str, text: str) -> None:
-    assert_only_cases_fall(run, name, CASES, {"errored", "failed"}, text)
+@pytest.mark.parametrize("attack", ["stage_again"])
+def test_a_backend_cannot_renew_its_time_limit(run: Run, attack: str) -> None:
+    assert_falls(run.records[HOSTILE, attack], {"crashed", "timed_out"})
 
 
-def test_the_run_ends_as_one_with_failures(run: Run) -> None:
-    assert run.code == 1
-    assert OURSELVES not in run.printed
-    for case in CASES:
-        assert run.records["torch_sdpa", case] == run.clean["torch_sdpa", case]
-
-
-@pytest.mark.parametrize("name", ["prints"])
-def test_what_a_backend_prints_cannot_command_the_terminal(run: Run, name: str) -> None:
+@pytest.mark.parametrize("attack", ["prints"])
+def test_what_a_backend_prints_cannot_command_the_terminal(run: Run, attack: str) -> None:
+    run.assert_clean(HOSTILE, attack)
     assert "end" in run.printed
     assert not set("\x1b\x9b\u202e\0") & set(run.printed)
+
+
+@pytest.mark.parametrize("attack", ATTACKS[15:])
+def test_a_hostile_tensor_costs_its_case(run: Run, attack: str) -> None:
+    assert_falls(run.records[HOSTILE, attack], {"failed", "errored"})
+
+
+@pytest.mark.parametrize(
+    ("declaration", "text"),
+    [("name_raises", "no name today"), ("no_name", "get_name"), ("no_impl", "get_impl_cls"), ("float_shape", "shape")],
+)
+def test_a_bad_declaration_costs_its_backend(run: Run, declaration: str, text: str) -> None:
+    for case in (BEFORE, AFTER):
+        assert_falls(run.records[f"./hostile.py:{declaration}", case], {"failed", "errored"}, text)
+
+
+def test_nothing_else_changes(run: Run) -> None:
+    assert run.code == 1
+    assert "attncheck itself" not in run.printed
+    for backend, case in run.records:
+        if backend == "torch_sdpa" or (backend == HOSTILE and case in (BEFORE, AFTER)):
+            run.assert_clean(backend, case)

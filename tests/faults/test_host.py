@@ -13,7 +13,6 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
 
-OURSELVES = "attncheck itself"
 RUN = ("run", "torch_sdpa", "--suite", "small.yaml", "--case", "between")
 FULL_CACHE = """
 mount -t tmpfs -o size=64k none "$XDG_CACHE_HOME" || exit 77
@@ -47,6 +46,15 @@ def assert_runs(code: int, printed: str) -> None:
     assert "passed: 1 backend, 1 case" in printed
 
 
+def assert_helps(code: int, printed: str, remedy: str) -> None:
+    """Assert that the command runs, or that its message has the remedy."""
+    assert "attncheck itself" not in printed
+    if code in (2, 3):
+        assert remedy in printed
+    else:
+        assert_runs(code, printed)
+
+
 def test_a_full_disk_of_the_cache_moves_the_run_file(
     attncheck: Attncheck, folder: Path, with_mounts: Callable[[str], list[str]]
 ) -> None:
@@ -58,22 +66,13 @@ def test_a_full_disk_of_the_cache_moves_the_run_file(
 def test_a_host_without_a_writable_folder_is_enough(
     attncheck: Attncheck, with_mounts: Callable[[str], list[str]]
 ) -> None:
-    code, printed = attncheck(*RUN, before=with_mounts(ALL_READ_ONLY))
-    assert OURSELVES not in printed
-    if code != 2:
-        assert_runs(code, printed)
-    else:
-        assert "temporary" in printed or "TMPDIR" in printed
+    assert_helps(*attncheck(*RUN, before=with_mounts(ALL_READ_ONLY)), "--no-output")
+    assert_runs(*attncheck(*RUN, "--no-output", before=with_mounts(ALL_READ_ONLY)))
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_limit_of_processes_is_named(attncheck: Attncheck, as_user: list[str], processes: int) -> None:
-    code, printed = attncheck(*RUN, before=[*as_user, "prlimit", f"--nproc={processes}"])
-    assert OURSELVES not in printed
-    if code != 2:
-        assert_runs(code, printed)
-    else:
-        assert search("process|thread", printed.split("\n", 1)[-1])
+    assert_helps(*attncheck(*RUN, before=[*as_user, "prlimit", f"--nproc={processes}"]), "ulimit -u")
 
 
 @pytest.mark.parametrize(
@@ -84,12 +83,6 @@ def test_a_limit_of_processes_is_named(attncheck: Attncheck, as_user: list[str],
         pytest.param([*RUN, "--suite", "s" * 300], {2}, "s" * 30, id="a suite with a name of 300 characters"),
         pytest.param([*RUN, "--check", ",".join(["numerics"] * 40)], {0}, "passed", id="a list of 360 characters"),
         pytest.param(["run", *(f"./many.py:B{number}" for number in range(257))], {2}, r"\b256\b", id="257 backends"),
-        pytest.param(
-            ["run", ",".join(f"./many.py:B{number}" for number in range(257))],
-            {2},
-            r"\b256\b",
-            id="257 backends in a list",
-        ),
     ],
 )
 def test_a_strange_word_runs_or_is_refused(
@@ -102,7 +95,7 @@ def test_a_strange_word_runs_or_is_refused(
     ended, printed = attncheck(*map(os.fsdecode, words), "--no-output" if "--output" not in words else "--quiet")
     assert ended in code, printed
     assert search(text, printed)
-    assert OURSELVES not in printed
+    assert "attncheck itself" not in printed
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def edited(lines: list[str], **fields: object) -> str:
 
 
 def test_a_run_file_has_one_writer(start: Start, attncheck: Attncheck, folder: Path, records: Records) -> None:
-    words = ("run", "./slow.py:Slow", *SUITE, "--jobs", "1")
+    words = ("run", "./deeds.py:Slow", *SUITE, "--jobs", "1")
     file, hold = folder / "live.jsonl", folder / "hold"
     hold.touch()
     with start(*words, "--output", file.name) as live:
@@ -121,10 +121,11 @@ def test_a_run_file_that_lacks_a_record_is_not_complete(
 ) -> None:
     for name, lines in (("whole", shards[0]), ("short", [shards[0][0], *shards[0][2:]])):
         (folder / f"{name}.jsonl").write_text(edited(lines))
-    assert attncheck("report", "whole.jsonl")[0] == 0
-    code, printed = attncheck("report", "short.jsonl")
-    assert code != 0, printed
-    assert attncheck("compare", "whole.jsonl", "short.jsonl")[0] != 0
+    assert "unfinished" not in attncheck("report", "whole.jsonl")[1]
+    assert "unfinished" in attncheck("report", "short.jsonl")[1]
+    code, printed = attncheck("compare", "whole.jsonl", "short.jsonl")
+    assert code == 1, printed
+    assert "incomplete" in printed
 
 
 @pytest.fixture(scope="module")
