@@ -40,11 +40,6 @@ def fork_undumpable() -> None:
     os._exit(0)
 
 
-def read_environment() -> None:
-    if b"SECRET" in Path(f"/proc/{os.getppid()}/environ").read_bytes():
-        raise RuntimeError("the command has a secret")
-
-
 def fill_files() -> None:
     """Hold 500 MiB in each of two files that are memory, for three seconds."""
     with os.fdopen(os.memfd_create("memory"), "wb") as first, tempfile.TemporaryFile(dir="/dev/shm") as second:
@@ -64,9 +59,8 @@ DEEDS = {
     16: lambda: start_daemon(start_new_session=True),
     32: lambda: start_daemon(process_group=0),
     48: fork_undumpable,
-    64: read_environment,
-    80: work_long,
-    96: fill_files,
+    64: work_long,
+    80: fill_files,
 }
 
 

@@ -1,5 +1,7 @@
 """A run file has one writer, all cases of its header, and one code; and it names no code that a command executes."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from attncheck.harness.cli import app as cli
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="locks and owners are those of Linux")
 
@@ -53,6 +57,13 @@ def _forked(forked: None) -> None:
     """Fork all processes of this module."""
 
 
+def here(folder: Path, *words: str) -> tuple[int, str]:
+    """Return the exit code of a command in ``folder`` that starts no process, and what it printed."""
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        return cli.main([*words]), printed.getvalue()
+
+
 def edited(lines: list[str], **fields: object) -> str:
     """Return a run file whose header has these fields, and whose footer counts its records."""
     header, *records = [json.loads(line) for line in lines]
@@ -81,7 +92,7 @@ def test_a_run_file_has_one_writer(start: Start, attncheck: Attncheck, folder: P
         texts = [process.communicate(timeout=120) for process in (first, second)]
     assert sorted((first.returncode, second.returncode)) == [0, 2], texts
     assert len(records(file.name)) == 4
-    assert attncheck("report", file.name)[0] == 0
+    assert here(folder, "report", file.name)[0] == 0
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +108,7 @@ def shards(attncheck: Attncheck, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("fault", ["relabelled", "without its label", "shortened", "emptied"])
-def test_shards_with_a_hole_are_not_merged(
-    attncheck: Attncheck, folder: Path, shards: list[list[str]], fault: str
-) -> None:
+def test_shards_with_a_hole_are_not_merged(folder: Path, shards: list[list[str]], fault: str) -> None:
     first, second = shards
     texts = {
         "relabelled": ["".join(first), edited(first, shard="2/2")],
@@ -111,19 +120,17 @@ def test_shards_with_a_hole_are_not_merged(
         (folder / f"part{number}.jsonl").write_text(text)
     merged = folder / f"{fault}.jsonl"
     parts = [f"part{number}.jsonl" for number in range(len(texts))]
-    code, printed = attncheck("merge", *parts, "--output", merged.name)
+    code, printed = here(folder, "merge", *parts, "--output", merged.name)
     assert not merged.exists(), printed
     assert code == 2
 
 
-def test_a_run_file_that_lacks_a_record_is_not_complete(
-    attncheck: Attncheck, folder: Path, shards: list[list[str]]
-) -> None:
+def test_a_run_file_that_lacks_a_record_is_not_complete(folder: Path, shards: list[list[str]]) -> None:
     for name, lines in (("whole", shards[0]), ("short", [shards[0][0], *shards[0][2:]])):
         (folder / f"{name}.jsonl").write_text(edited(lines))
-    assert "unfinished" not in attncheck("report", "whole.jsonl")[1]
-    assert "unfinished" in attncheck("report", "short.jsonl")[1]
-    code, printed = attncheck("compare", "whole.jsonl", "short.jsonl")
+    assert "unfinished" not in here(folder, "report", "whole.jsonl")[1]
+    assert "unfinished" in here(folder, "report", "short.jsonl")[1]
+    code, printed = here(folder, "compare", "whole.jsonl", "short.jsonl")
     assert code == 1, printed
     assert "incomplete" in printed
 
@@ -150,7 +157,7 @@ def half(attncheck: Attncheck, folder: Path) -> str:
     return "".join(lines[:3])
 
 
-@pytest.mark.parametrize("name", ["pkg/back.py", "pkg/kernel.py", "pkg/ours.so", "file.py", "helper.py", "theirs.so"])
+@pytest.mark.parametrize("name", ["pkg/back.py", "pkg/kernel.py", "pkg/ours.so", "helper.py", "theirs.so"])
 def test_a_run_is_not_resumed_with_other_code(attncheck: Attncheck, folder: Path, half: str, name: str) -> None:
     (folder / "half.jsonl").write_text(half)
     file = folder / name
